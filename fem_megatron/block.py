@@ -45,5 +45,5 @@ class SwiGlu(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = normed(x, self.norm.weight, self.eps)
-        packed = self.parallel.project(h, self.gate_up.flatten(0, 1))
+        packed = self.parallel.project(h, self.gate_up)
         return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))

@@ -6,6 +6,7 @@ Every field carries its text and its range (`fem_common.settings`); the reader a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fem_common.settings import moved, setting
@@ -103,12 +104,23 @@ class ModelConfig:
 
     def blocks(self) -> list[BlockShape]:
         """Every layer's shape. Raises ValueError, naming the key, where sizes do not fit."""
-        return catalogue.blocks(self)
+        return [*self._blocks]
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
+        """Each different layer's shape, and how many there are."""
+        every = self.blocks()
+        return tuple((shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n])
+
+    @cached_property
+    def _blocks(self) -> tuple[BlockShape, ...]:
+        return tuple(catalogue.blocks(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
         """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
-        given = moved(fields, cls.moved)
+        computed = {name for name, value in vars(cls).items() if isinstance(value, cached_property)}  # vars() of an object has them, too
+        given = moved({name: value for name, value in fields.items() if name not in computed}, cls.moved)
         for key, default in vars(cls()).items():
             if isinstance(given.get(key), dict):
                 given[key] = type(default)(**given[key])

@@ -55,11 +55,20 @@ class Crossing:
 
         again: the layer is computed again in the backward pass (train.recompute = full).
         """
-        others, forward = training.ranks - 1, 1 + again
-        tokens = training.micro_batch * training.length / training.ranks
+        others, forward, tokens = training.ranks - 1, 1 + again, self._tokens(training)
         token = (forward + 1) * (self.exchanged / training.ranks + self.gathered) + (forward + 2) * self.keys + forward * self.angles
-        ring = tokens * self.ring * (others * training.element * (forward + 1 + training.again) + training.ranks * training.wide)
-        return ring + others * (tokens * token + training.micro_batch * ((forward + 1) * 2 * self.states + forward * self.span))
+        gradients = tokens * self.ring * training.ranks * training.wide
+        states = training.micro_batch * ((forward + 1) * 2 * self.states + forward * self.span)
+        return self.beside(training, again=again) + gradients + others * (tokens * token + states)
+
+    def beside(self, training: Training, *, again: bool = False) -> float:
+        """Of ``sent``, what goes while the attention runs: a ring's keys and values; its gradients, and all others, are waited for."""
+        passes = 2 + again + training.again
+        return self._tokens(training) * self.ring * (training.ranks - 1) * training.element * passes
+
+    @staticmethod
+    def _tokens(training: Training) -> float:
+        return training.micro_batch * training.length / training.ranks
 
 
 CUT_KINDS = ("all_to_all", "all_gather", "ring")

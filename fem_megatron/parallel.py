@@ -25,8 +25,11 @@ class Parallel(Protocol):
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream's slice -> [s, b, D], the whole sequence, for use by this rank's part; its gradient is summed over ranks."""
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """linear(enter(x), weight) for an x that nothing else needs entered: under sequence parallelism only the slice is kept."""
+    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """linear(enter(x), weight) for an x that nothing else needs entered: under sequence parallelism only the slice is kept.
+
+        weight: [out, in], or with more dimensions before the last, which are taken as one.
+        """
 
     def leave(self, partial: Tensor) -> Tensor:
         """This rank's summand of [s, b, D] -> the sum over ranks, in the residual stream's slicing."""
@@ -49,6 +52,9 @@ class Parallel(Protocol):
     def parameter(self, weight: Weight) -> nn.Parameter:
         """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
 
+    def linear(self, weight: nn.Parameter) -> nn.Linear:
+        """The module that multiplies by a parameter [out, in], which is yet to be given to it."""
+
 
 class OneProcess:
     """No parallelism: every move is the identity; and no fusion."""
@@ -62,8 +68,8 @@ class OneProcess:
     def enter(self, x: Tensor) -> Tensor:
         return x
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.linear(x, weight)
+    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        return nn.functional.linear(x, weight.flatten(0, -2))
 
     def leave(self, partial: Tensor) -> Tensor:
         return partial
@@ -85,6 +91,9 @@ class OneProcess:
 
     def parameter(self, weight: Weight) -> nn.Parameter:
         return parameter(weight, weight.shape, self.dtype)
+
+    def linear(self, weight: nn.Parameter) -> nn.Linear:
+        return nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
 
 
 def swiglu(packed: Tensor) -> Tensor:
@@ -110,6 +119,6 @@ def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None
         for depth, part in enumerate(path):
             if not hasattr(owner, part):
                 linear = depth == len(path) - 1 and leaf == "weight" and made.ndim == 2 and not weight.bare
-                owner.add_module(part, nn.Linear(made.shape[1], made.shape[0], bias=False, device="meta") if linear else nn.Module())
+                owner.add_module(part, parallel.linear(made) if linear else nn.Module())
             owner = owner.get_submodule(part)
         setattr(owner, leaf, made)

@@ -19,7 +19,8 @@ from fem_megatron.cut import Cut, Ranks
 from fem_megatron.state import Context
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.reference import repeat_heads
-from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, mix, mix_gap, value_centre_and_range, within_range
+from kernels.free_energy import FreeEnergyGap, ValueStream, Window, mix, mix_gap, value_window
+from kernels.free_energy.ranges import Decision
 
 
 def softmax_read(
@@ -32,14 +33,18 @@ def softmax_read(
     gate: Tensor | None = None,
     *,
     scale: float | None = None,
+    decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """`fem_attention` of the layer's tokens, by documents or over ranks as the context has them; v may have fewer heads than k."""
+    """`fem_attention` of the layer's tokens, by documents or over ranks as the context has them; v may have fewer heads than k.
+
+    decision: of the layer, whether a ring may read this call; None: its range is waited for.
+    """
     cut = context.cut
     if cut is not None and cut.ring:
-        span = None if beta is None else cut.span(v, 2)
-        if span is None or beta is None or within_range(span, beta):
-            return context.again(lambda *given: _by_ring(cut, span, scale, *given), q, k, v, beta, lam, gate)
+        window = None if beta is None else value_window(cut.span(v, 2), beta)
+        if window is None or not (decision or Decision()).exact(window.largest):
+            return context.again(lambda *given: _by_ring(cut, window, scale, *given), q, k, v, beta, lam, gate)
 
     def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None) -> Tensor:
         v = repeat_heads(v, 1, k.shape[1])
@@ -50,7 +55,7 @@ def softmax_read(
 
 def _by_ring(
     cut: Cut,
-    span: Tensor | None,
+    window: Window | None,
     scale: float | None,
     q: Tensor,
     k: Tensor,
@@ -60,10 +65,10 @@ def _by_ring(
     gate: Tensor | None,
 ) -> Tensor:
     scale, wide = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(q.dtype, torch.float32)
-    if beta is None or span is None:
+    if beta is None or window is None:
         return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
-    centre, spread = value_centre_and_range(span, beta)
-    shifted, rows = spread < SHIFT_BELOW, beta.to(wide)[:, None].expand_as(centre)
+    centre, shifted = window.centre, window.shifted
+    rows = beta.to(wide)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(wide), rows, centre, shifted)
     mu, z = _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, cut.ranks).to(wide).chunk(2, -1)
     gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, q.shape[1]) for t in (rows, centre, shifted)))

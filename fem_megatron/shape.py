@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 
@@ -49,6 +49,7 @@ class Weight:
     vectors: its rows are vectors of their own, stored together, so that none of them is decayed. maps: rows of each linear map of one
     vector that lies packed in a matrix, in order, and again from the first (a head's slices); (): it is one, or each of its leading indices
     is; None: it holds none (an embedding's rows, filters, one number a head, low-rank factors). Muon makes each orthogonal by itself.
+    precise: its product is never one of 8-bit floats, since what follows sums its error up over the sequence.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +60,12 @@ class Weight:
     mup: Scaling | None = None
     vectors: bool = False
     maps: tuple[int, ...] | None = ()
+    precise: bool = False
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether its product may be one of 8-bit floats (train.fp8): linear maps that ranks share, used in that product alone."""
+        return self.orthogonal and self.split is not None and not (self.bare or self.precise)
 
     @property
     def orthogonal(self) -> bool:
@@ -103,7 +110,7 @@ class Training:
 
     element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
     micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run. again: reads are computed again, and keep what
-    they are given alone (train.recompute = selective). ranks: that share a sequence.
+    they are given alone (train.recompute = selective). ranks: that share a sequence. fp8: linear maps multiply 8-bit floats.
     """
 
     element: int
@@ -114,6 +121,12 @@ class Training:
     cuda: bool
     again: bool = False
     ranks: int = 1
+    fp8: bool = False
+
+    @property
+    def operand(self) -> int:
+        """Bytes of what a linear map keeps of its input, where nothing else keeps that."""
+        return 1 if self.fp8 else self.element
 
     def tokens_before(self, count: int) -> int:
         """Of the ``count`` tokens before a chunk, those that the chunk before it has, and hands on."""
@@ -129,15 +142,29 @@ class Training:
         """Bytes of a linear attention's operands (`update.product_type`)."""
         return self.element if self.cuda else self.wide
 
-    def estimate(self, hidden: int, kept: tuple[float, float], more: float = 0.0) -> dict[str, float]:
-        """Bytes a token from those seen a channel of ``hidden``, in fp32 and in bf16, and ``more``; every rank has the input whole."""
-        seen = (kept[0] if self.element == WIDE else kept[1]) * hidden + more
+    def estimate(self, hidden: int, kept: Kept, more: float = 0.0) -> dict[str, float]:
+        """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank has the input whole."""
+        on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
+        seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
         whole = self.element * hidden
         return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
 
 
+class Kept(NamedTuple):
+    """Bytes a token and channel that autograd keeps of one application, its norm aside, at the default switches.
+
+    fp32, bf16: on a CPU, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other. gpu: in bf16 by a GPU's kernels
+    (`pretrain.rehearsal`), at widths of 256 and 1024; again: there, where reads are computed again. None: as on a CPU.
+    """
+
+    fp32: float
+    bf16: float
+    gpu: float | None = None
+    again: float | None = None
+
+
 ESTIMATE = "estimate"
-KEPT = (90.0, 70.0)
+KEPT = Kept(90.0, 70.0)
 
 
 @dataclass(frozen=True)
@@ -158,14 +185,13 @@ class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
     layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
-    kept: bytes a token and channel that autograd keeps of one application, its norm aside, in fp32 and in bf16 training (``kept_bytes``):
-    seen on a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
+    kept: of an estimate (``kept_bytes``).
     once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
     """
 
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
-    kept: ClassVar[tuple[float, float]] = KEPT
+    kept: ClassVar[Kept] = KEPT
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
 
@@ -226,6 +252,10 @@ class Shape(ABC):
         """Bytes a token that autograd keeps on one rank, by term, its norm aside: an estimate, or the table's (`pretrain.plan.memory`)."""
         return training.estimate(self.hidden, self.kept)
 
+    def moment_bytes(self, training: Training) -> float:
+        """Bytes that the backward pass of one application holds for a moment on one rank, beyond gradients as wide as what was kept."""
+        return 0.0
+
     def packing(self) -> dict[str, Packing]:
         """Which matrices may start from a Transformer's, by name; {}: none."""
         return {}
@@ -281,6 +311,10 @@ class BlockShape:
 
     def weights(self) -> Weights:
         """The names of the block's state dict: ``mixer.*`` and ``mlp.*``."""
+        return {**self._weights}
+
+    @cached_property
+    def _weights(self) -> Weights:
         parts = {"mixer": self.mixer} | ({} if self.mlp is None else {"mlp": self.mlp})
         return {f"{part}.{name}": weight for part, shape in parts.items() for name, weight in shape.weights().items()}
 
@@ -342,8 +376,9 @@ class SwiGluShape(Shape):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
-        kept = 3 if training.cuda else 4
-        return {"MLP": training.element * (self.hidden / training.sequence_split + kept * self.inner / training.tensor_parallel)}
+        inner = (2 if training.cuda else 3) * training.element + training.operand
+        split = 1 if training.fp8 else training.sequence_split  # 8-bit floats are kept gathered
+        return {"MLP": training.operand * self.hidden / split + inner * self.inner / training.tensor_parallel}
 
     def summary(self) -> str:
         return f"MLP {self.inner}"

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns as _CHECKS
 from torch.utils.flop_counter import flop_registry
 
 from fem_megatron.parallel import OneProcess
@@ -95,7 +97,7 @@ class Trace:
 
 
 def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]], *, backward: bool = True) -> Trace:
-    """The trace of a forward pass and, where asked for, a backward pass.
+    """The trace of a forward pass, the second, and, where asked for, of its backward pass.
 
     make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
     Triton, whose kernels are counted, is not installed.
@@ -114,6 +116,10 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     with torch.device(META):
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
+    with counted(trace), OnPaper(trace):
+        forward()  # a layer's first call may wait; what is told is its second
+    for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
+        told.clear()
     with counted(trace), Dispatched(trace), OnPaper(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()
@@ -135,7 +141,7 @@ def caller() -> str:
 @functools.cache
 def _place_of(file: str) -> str | None:
     """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
-    if file in TRACING or "/torch/" in file or file.startswith("<"):
+    if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
     return "/".join(parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :])
@@ -143,7 +149,8 @@ def _place_of(file: str) -> str | None:
 
 TRACING = {__file__, contextlib.__file__, functools.__file__}
 """Files that are not what is traced."""
-_ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain")
+_ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain", "deepspeed")
+_WRAPPERS = ("deepspeed/utils/nvtx.py", "deepspeed/runtime/zero/linear.py")  # as torch's own frames: around, or in place of, its functions
 
 
 class OnPaper(TorchFunctionMode):
@@ -170,8 +177,8 @@ class OnPaper(TorchFunctionMode):
                 return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
         if func is torch.autograd.grad:
             return self._gradients(*args, **kwargs)
-        if func is torch.autograd.backward:
-            return self._backward(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._backward(func, *args, **kwargs)
         if func is F.rms_norm and self.gpu:
             return _rms_norm(self.trace, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -179,8 +186,9 @@ class OnPaper(TorchFunctionMode):
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if "device" in kwargs and self._here(kwargs["device"]):
             kwargs["device"] = META
-        if any(isinstance(each, torch.device) for each in args):
-            args = tuple(META if isinstance(each, torch.device) and self._here(each) else each for each in args)
+        named = (torch.device, str) if func is Tensor.to else torch.device
+        if any(isinstance(each, named) for each in args):
+            args = tuple(META if isinstance(each, named) and self._here(each) else each for each in args)
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
@@ -198,10 +206,10 @@ class OnPaper(TorchFunctionMode):
         with self:
             return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
 
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.autograd.backward``, through which this mode stays on: a layer that is computed again chooses as it did before."""
-        given = inspect.signature(torch.autograd.backward).bind(*args, **kwargs).arguments
-        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors")))
+    def _backward(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        """A pass that ``func`` begins, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in map(given.get, _BACKWARD[func]))
         made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
         with self:
             _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
@@ -213,9 +221,11 @@ def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
     return create if keep is None else keep, create
 
 
+_BACKWARD: dict[Any, tuple[str, str]] = {torch.autograd.backward: ("tensors", "grad_tensors"), Tensor.backward: ("self", "gradient")}
+"""What begins a backward pass -> its arguments: what is derived, and by what."""
 _TYPE = Tensor.type  # `platform` puts a function of its own in its place
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
-    Tensor.item: lambda _, number: number,
+    Tensor.item: lambda t, number: number if t.is_floating_point() else 0,
     Tensor.__float__: lambda _, number: number,
     Tensor.__int__: lambda *_: 0,
     Tensor.__index__: lambda *_: 0,
@@ -315,7 +325,9 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
 @contextmanager
 def counted(trace: Trace) -> Iterator[None]:
     """Into the trace: launches of Triton kernels, which do nothing; implementations that are chosen; others' packages stand in."""
-    with _launches_counted(trace), _implementations_noted(trace), _packages(trace):
+    # Both passes of a checkpointed part are compared by what they keep, whose device torch's own functions see otherwise than ours.
+    checks = mock.patch.dict(_CHECKS, default=lambda t: {"shape": t.shape, "dtype": t.dtype})
+    with _launches_counted(trace), _implementations_noted(trace), _packages(trace), checks:
         yield
 
 

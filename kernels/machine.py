@@ -1,8 +1,9 @@
-"""What the kernels room may know of the machine: which device it would compute on, and that device's name. Nothing is chosen here."""
+"""What the kernels room may know of the machine: the device it would compute on, its name, its numbers. Nothing is chosen here."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 PAPER = torch.device("cuda", 127)
 """A GPU that no machine has. A trace of tensors without numbers says that they are there, to ask what would run on an H100."""
@@ -33,3 +34,35 @@ def architecture(where: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(where)
     return 10 * major + minor
+
+
+def capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph instead of running."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class LateNumber:
+    """A number of a device that the host gets without waiting for it."""
+
+    def __init__(self, where: torch.device) -> None:
+        on_gpu = where.type == "cuda"
+        with torch.inference_mode(False):
+            self._told = torch.zeros((), device="cpu", pin_memory=on_gpu)
+        self._memory = self._told.numpy()  # to read it is no operation on a tensor
+        self._arrived = torch.cuda.Event() if on_gpu and where != PAPER else None
+
+    def send(self, number: Tensor) -> None:
+        """Begins to copy it."""
+        self._told.copy_(number, non_blocking=True)
+        if self._arrived is not None and not capturing():
+            self._arrived.record()
+
+    def so_far(self) -> float:
+        """The number that has arrived, which may be an older one; 0 at first."""
+        return float(self._memory)
+
+    def last(self) -> float:
+        """The number that was sent last; waits until it has arrived."""
+        if self._arrived is not None and not capturing():
+            self._arrived.synchronize()
+        return self.so_far()

@@ -33,8 +33,10 @@ def _namespace() -> str:
 NAMESPACE = _namespace()
 
 
-def registered(shapes: Callable[..., Any], traceable: Callable[..., bool] = lambda *_, **__: True) -> Callable[[F], F]:
-    """Makes a function of tensors and settings, annotated, an operation of torch.library.
+def registered(
+    shapes: Callable[..., Any], traceable: Callable[..., bool] = lambda *_, **__: True, name: str | None = None
+) -> Callable[[F], F]:
+    """Makes a function of tensors and settings, annotated, an operation of torch.library, which has its name or ``name``.
 
     shapes: called as the function, gives empty tensors like its results. traceable: called as the function, whether torch.compile can
     see through what a CPU does for this call, and fuse it with what is around it; on a GPU kernels run, which it cannot.
@@ -42,13 +44,12 @@ def registered(shapes: Callable[..., Any], traceable: Callable[..., bool] = lamb
 
     def decorate(function: F) -> F:
         defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
-        names, op = list(defaults), _operation(function, defaults, shapes)
+        names, op = list(defaults), _operation(function, name or function.__name__, defaults, shapes)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else kwargs[names[0]]
-            compiling = torch.compiler.is_compiling()
-            if isinstance(first, FakeTensor) if not compiling else first.is_cuda or not traceable(*args, **kwargs):
+            if opaque(first, lambda: traceable(*args, **kwargs)):
                 given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
                 return op(*(given[name] for name in names))
             return function(*args, **kwargs)
@@ -58,16 +59,24 @@ def registered(shapes: Callable[..., Any], traceable: Callable[..., bool] = lamb
     return decorate
 
 
-def _operation(function: Callable[..., Any], defaults: dict[str, Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """``fem::<function>``, whose arguments are all positional, and its backward."""
-    name, schema = f"{NAMESPACE}::{function.__name__}", torch.library.infer_schema(function, mutates_args=()).replace("*, ", "")
+def opaque(first: Tensor, traceable: Callable[[], bool] = lambda: True) -> bool:
+    """Whether a call with this tensor is to be one node of a graph: without numbers, or where torch.compile cannot see through it."""
+    if not torch.compiler.is_compiling():
+        return isinstance(first, FakeTensor)
+    return first.is_cuda or not traceable()
+
+
+def _operation(function: Callable[..., Any], name: str, defaults: dict[str, Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """``fem::<name>``, whose arguments are all positional, and its backward."""
+    name, schema = f"{NAMESPACE}::{name}", torch.library.infer_schema(function, mutates_args=()).replace("*, ", "")
     arguments = schema[1 : schema.rindex(") ->")]
 
     def by_name(args: Sequence[Any]) -> dict[str, Any]:
         return {**defaults, **dict(zip(defaults, args, strict=False))}  # torch leaves out what is a default, at the end
 
     def forward(*args: Any) -> Any:
-        return function(**by_name(args))
+        made = function(**by_name(args))
+        return _own(made, args) if isinstance(made, Tensor) else type(made)(_own(t, [*args, *made[:n]]) for n, t in enumerate(made))
 
     def gradients(grads: list[Tensor], *args: Any) -> list[Tensor]:
         """Of every tensor of floats."""
@@ -76,8 +85,10 @@ def _operation(function: Callable[..., Any], defaults: dict[str, Any], shapes: C
         with _recorded():
             made = function(**{**given, **leaves})
             outputs = [made] if isinstance(made, Tensor) else list(made)
-            found = torch.autograd.grad(outputs, list(leaves.values()), grads, materialize_grads=True)
-        return [g.clone() for g in found]  # none may be another's memory
+            kept = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+            outputs, given_grads = [t for t, _ in kept], [g for _, g in kept]
+            found = torch.autograd.grad(outputs, list(leaves.values()), given_grads, materialize_grads=True)
+        return [torch.empty_like(t).copy_(g) for t, g in zip(leaves.values(), found, strict=True)]  # none is another's memory
 
     op = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(f"{name}_backward", gradients, mutates_args=(), schema=f"(Tensor[] grads, {arguments}) -> Tensor[]")
@@ -88,14 +99,22 @@ def _operation(function: Callable[..., Any], defaults: dict[str, Any], shapes: C
         ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)))
         ctx.settings = [None if isinstance(each, Tensor) else (each,) for each in inputs]
 
-    def back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def back(ctx: Any, *grads: Tensor | Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         kept = iter(ctx.saved_tensors)
         args = [next(kept) if each is None else each[0] for each in ctx.settings]
-        found = iter(backward([g.contiguous() for g in grads], *args))
+        flat = [g for each in grads for g in ([each] if isinstance(each, Tensor) else each)]
+        found = iter(backward([g.contiguous() for g in flat], *args))
         return tuple(next(found) if _differentiable(each) else None for each in args)
 
     op.register_autograd(back, setup_context=keep)
     return op
+
+
+def _own(t: Tensor, others: Sequence[Any]) -> Tensor:
+    """t as its shape function has it, contiguous, from its memory's start, and nobody else's, as torch.library wants results."""
+    shared = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
+    fits = t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().data_ptr() not in shared
+    return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
     """Prints the rehearsal; of stages that of the one that needs most memory by its plan.
 
-    Raises ConfigError where --check is asked for and the memory does not fit, and for DeepSpeed's engine.
+    Raises ConfigError where --check is asked for and the memory does not fit, and for what cannot be rehearsed.
     """
     from fem_megatron.megatron.platform import import_megatron
 

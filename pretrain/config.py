@@ -148,6 +148,12 @@ class TrainConfig:
     precision: str = setting(
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
+    fp8: str = setting(
+        "none",
+        "tensorwise: linear maps of the layers multiply 8-bit floats, each tensor scaled by a power of two (docs/engines.md). On a GPU of "
+        "compute capability 8.9 or more; a CPU emulates it.",
+        ("none", "tensorwise"),
+    )
     recompute: str = setting(
         "none",
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
@@ -160,6 +166,12 @@ class TrainConfig:
     z_loss: float = setting(
         0.0,
         "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
+        least=0,
+    )
+    loss_chunk: int = setting(
+        0,
+        "Tokens whose logits a rank holds at once: so many after another, with their part of the gradients; 0: all of a micro-batch. The "
+        "loss is the same but for rounding.",
         least=0,
     )
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)

@@ -108,8 +108,10 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
 
     Raises:
         ValueError: a width does not divide (see ``ModelConfig.blocks``).
-        ConfigError: DeepSpeed does not take its settings, or another package its layer's options.
+        ConfigError: DeepSpeed does not take its settings, another package its layer's options, or the machine train.fp8.
     """
+    if config.train.fp8 != "none" and (missing := platform.lacks_fp8()):
+        raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
     try:
         if config.engine.name == "deepspeed":  # not installed everywhere
             from pretrain.engines.deepspeed import DeepSpeedEngine

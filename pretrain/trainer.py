@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pretrain.checkpoint.folder import Progress
 from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, batches
+from pretrain.data.staging import Staged
 from pretrain.engines import Engine, StepTimes
 from pretrain.ranks import sum_over_ranks
 from pretrain.report.loggers import Callback, Watch
@@ -104,7 +105,7 @@ class Trainer:
         self.progress_file.tell("stopped" if stopped_by else done, signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
-    def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float], str | None]:
+    def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
         """What it did, the ranks' sums of `_beside`, and what was a spike of it."""
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
@@ -116,8 +117,14 @@ class Trainer:
             found.extend([] if spike is None else [spike])
             return bool(found)
 
+        def beside() -> list[float]:
+            # While the device still updates; but the times of a timed step are to have its reading in them.
+            if before.step + 1 < self.schedule.steps and not self.stragglers.due(before.step + 2):
+                stream.ahead()
+            return self._beside()
+
         timed = self.stragglers.due(before.step + 1)
-        result = self.engine.train_step(stream, consumed, timed=timed, beside=self._beside, unwanted=unwanted if spikes else None)
+        result = self.engine.train_step(stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None)
         self.progress = replace(
             before,
             step=before.step + 1,
@@ -214,12 +221,13 @@ class Trainer:
         if self.progress_file.told != ("running", self.checkpoints.last):
             self.progress_file.tell("running")
 
-    def _training(self) -> Iterator[Any]:
+    def _training(self) -> Staged:
         at = self.progress
         return self._stream(self.data.train, at.consumed_samples - at.order_begin + at.passed_over)
 
-    def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
-        return batches(dataset, first_sample, self.config.train.micro_batch_size, platform.device(), self.data.reader, self.data.ends)
+    def _stream(self, dataset: Any, first_sample: int) -> Staged:
+        size, device = self.config.train.micro_batch_size, platform.device()
+        return Staged(batches(dataset, first_sample, size, device, self.data.reader, self.data.ends))
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps

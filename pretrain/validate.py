@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fem_common import secrets
@@ -23,6 +23,7 @@ from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.cut import check_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.fp8 import check_fp8
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -86,13 +87,17 @@ def planned_world_size(config: RunConfig) -> int:
     return layout.world_size or max(1, layout.model_parallel)
 
 
-def validate(config: RunConfig, world_size: int) -> None:
+def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -> None:
     """Checks the configuration by itself against ``world_size`` processes; touches no file.
+
+    but: sections that are not settled; checks that read one are left out, and so are all of a run of stages.
 
     Raises:
         ConfigErrors: every contradiction, with the nearest value that would do.
     """
-    if mistakes := _mistakes(config, world_size):
+    if but and config.stages:
+        return
+    if mistakes := _mistakes(config, world_size, but=but):
         raise ConfigErrors(mistakes)
 
 
@@ -111,13 +116,13 @@ def _staged_mistakes(config: RunConfig, world_size: int, before: Sequence[Mistak
     return mistakes
 
 
-def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = ()) -> list[Mistake]:
+def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = (), but: Collection[str] = ()) -> list[Mistake]:
     """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
     if config.stages:
         return _staged_mistakes(config, world_size, before)
     mistakes: list[Mistake] = []
     for check, sections in _CHECKS:
-        if _wrong([*before, *mistakes], sections):
+        if _wrong([*before, *mistakes], sections) or not {*but}.isdisjoint(sections.split()):
             continue
         with noted(mistakes, sections.partition(" ")[0]):
             for text in check(config, world_size):
@@ -146,10 +151,10 @@ def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
 def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
     model = config.model
     heads, width = model.num_attention_heads, model.hidden_size
-    near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
     try:
         model.blocks()
     except ValueError as error:
+        near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
         yield f"{error}; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else str(error)
         return
     if not model.causal:
@@ -393,6 +398,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
     (check_cut, "parallel model data"),
+    (check_fp8, "train parallel model data"),
     (_check_pipeline, "parallel model"),
     (_check_layout, "parallel"),
     (_check_batches, "train parallel"),

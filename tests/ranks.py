@@ -105,17 +105,21 @@ def _rank(environment: dict[str, str], output: str, function: Callable[..., Any]
 def _pretrain(arguments: list[str], naps: dict[int, float]) -> None:
     from pretrain import run
     from pretrain.__main__ import main
+    from pretrain.data.staging import Staged
     from pretrain.trainer import Trainer
 
     nap = naps.get(int(os.environ["RANK"]), 0.0)
 
+    class Late(Staged):
+        def __next__(self) -> Any:
+            time.sleep(nap)
+            return super().__next__()
+
     class Slow(Trainer):
         """Waits for its data."""
 
-        def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
-            for batch in super()._stream(dataset, first_sample):
-                time.sleep(nap)
-                yield batch
+        def _stream(self, dataset: Any, first_sample: int) -> Staged:
+            return Late(super()._stream(dataset, first_sample))
 
     if nap:
         vars(run)["Trainer"] = Slow

@@ -4,7 +4,7 @@ SwiGLU: ``megatron.core.fusions.fused_bias_swiglu``, compiled by torch; it keeps
 Cross-entropy over the split vocabulary: ``TransformerConfig.cross_entropy_loss_fusion``, Megatron's own form, compiled by torch.
 RoPE: flash-attn's kernel where that package is installed, which Megatron calls in ``rope_utils``.
 A layer's RMSNorm is `kernels.residual_norm`, others are torch's, one kernel on a GPU.
-Megatron-core 0.16.1 has no fused linear + cross-entropy.
+Megatron-core 0.16.1 has no fused linear + cross-entropy; `loss.sum_in_chunks` does without all logits.
 On a CPU nothing of this runs. TORCH_COMPILE_DISABLE=1, torch's own switch, makes the compiled ones plain again.
 """
 

@@ -1,7 +1,8 @@
-"""Cross-entropy over the split vocabulary whose gradient is that of cross-entropy + w (log Z)^2 (z-loss; PaLM, arXiv 2204.02311, 5)."""
+"""The loss beyond Megatron's: the z-loss (PaLM, arXiv 2204.02311, 5), and a sum of losses that never holds the logits of all tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 
 class _WithZ(torch.autograd.Function):
-    """Megatron's cross-entropy, of whose pieces it is made: the same losses to the bit, and as much memory kept.
+    """Cross-entropy over the split vocabulary whose gradient is that of cross-entropy + w (log Z)^2.
+
+    It is made of Megatron's pieces: the same losses to the bit, and as much memory kept.
 
     dL/dlogit = softmax (1 + 2 w log Z) - [the label's], times the loss's gradient: log Z's own is the softmax.
     """
@@ -53,3 +56,73 @@ def add_z_loss(chunk: GPTModel, weight: float) -> None:
         return found.transpose(0, 1).contiguous()
 
     chunk.compute_language_model_loss = losses
+
+
+Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s] -> losses [b, s], float32."""
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of chunks' losses that count, whose gradients are computed with it: a chunk's logits can go, and none come again.
+
+    What waits for the backward pass is as large as the hidden states and the weight; it lacks the sum's own gradient, a factor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], size: int, losses: Losses, learns: bool
+    ) -> Tensor:
+        leaf, total = weight.detach().requires_grad_(learns), torch.zeros((), dtype=torch.float32, device=hidden.device)
+        if learns:
+            of_hidden = torch.empty_like(hidden)
+            of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))  # not rounded on the way
+            ctx.save_for_backward(of_hidden, of_weight)
+        for start, (labels, mask) in zip(range(0, len(hidden), size), chunks, strict=True):
+            x = hidden[start : start + size].detach().requires_grad_(learns)
+            with torch.set_grad_enabled(learns):
+                found = losses(x, leaf, labels)
+            total += (found.detach() * mask).sum()
+            if learns:
+                gradients = torch.autograd.grad(found, (x, leaf), mask)
+                of_hidden[start : start + size] = gradients[0]
+                of_weight += gradients[1]
+                del gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden.mul_(grads[0]), of_weight.mul_(grads[0]).to(of_hidden.dtype), None, None, None, None
+
+
+def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
+    """Make a chunk that is told the mask return its losses' sum, a number, and hold the logits of so many tokens at once, at most.
+
+    All that is done with logits stays where it is, so this comes after whatever changes it. Without a mask nothing is another.
+    Under sequence parallelism the tokens are some of every rank's slice.
+    """
+    layer, logits, finish = chunk.output_layer, chunk.output_layer.forward, chunk._postprocess
+    ranks = chunk.pg_collection.tp.size() if layer.sequence_parallel else 1
+
+    def losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = chunk.compute_language_model_loss(labels, logits(hidden, weight)[0])
+        return found
+
+    def forward(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, known: tuple[Tensor, Tensor] | None = None
+    ) -> Any:
+        if known is None:
+            return logits(hidden, weight, runtime_gather_output)
+        size = max(1, tokens // (ranks * hidden.shape[1]))
+        parts = zip(*(t.unflatten(1, (ranks, -1)).split(size, dim=2) for t in known), strict=True)
+        chunks = [(labels.flatten(1), mask.flatten(1)) for labels, mask in parts]
+        return _Summed.apply(hidden, layer.weight if weight is None else weight, chunks, size, losses, torch.is_grad_enabled())
+
+    def postprocess(hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **given: Any) -> Any:
+        if labels is None or loss_mask is None:
+            return finish(hidden_states, labels=labels, loss_mask=loss_mask, **given)
+        shared = chunk.share_embeddings_and_output_weights
+        return layer(hidden_states, chunk.shared_embedding_or_output_weight() if shared else None, known=(labels, loss_mask))
+
+    # In the layer's own call: there ZeRO has its weight whole.
+    layer.forward, chunk._postprocess = forward, postprocess

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
-from fem_megatron.megatron.loss import add_z_loss
+from fem_megatron.megatron.loss import add_z_loss, sum_in_chunks
 from fem_megatron.megatron.offload import offload
 from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
@@ -34,7 +34,9 @@ class Layout:
     params_dtype: torch.dtype = torch.float32
     recompute: str = "none"  # or "selective", "full"
     z_loss: float = 0.0
+    loss_chunk: int = 0  # tokens; 0: all
     offload_activations: bool = False
+    fp8: str = "none"  # or "tensorwise"
 
     @property
     def overlap_p2p(self) -> bool:
@@ -93,7 +95,7 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model, config, stage, layout.context_parallel_kind),
+            block_spec(model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -110,6 +112,8 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
             leave_out_padding(chunk.output_layer, model.vocab_size)
             if layout.z_loss:
                 add_z_loss(chunk, layout.z_loss)
+            if layout.loss_chunk:
+                sum_in_chunks(chunk, layout.loss_chunk)
         if layout.offload_activations:
             offload(chunk.decoder)
         chunks.append(chunk)
@@ -128,12 +132,16 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
     if kept == rows:
         return
 
-    def fill(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+    logits = output_layer.forward
+
+    def forward(*given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+        output: tuple[torch.Tensor, Any] = logits(*given, **named)
         # In place and unseen by autograd, which has nothing to do here: a product does not read its own output in the backward pass, and
         # the gradient that a finite loss sends to -inf is zero already. So only the padding's columns are ever touched.
         output[0].detach()[..., kept:].fill_(-torch.inf)
+        return output
 
-    output_layer.register_forward_hook(fill)
+    output_layer.forward = forward
 
 
 def global_name(chunk: GPTModel, name: str) -> str:

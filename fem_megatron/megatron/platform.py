@@ -21,7 +21,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,13 @@ def device() -> torch.device:
 def device_name() -> str:
     """The accelerator's name, or ``cpu``."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
+def lacks_fp8() -> str | None:
+    """What this machine's GPU lacks to multiply 8-bit floats, or None; a CPU emulates it (``fem_megatron.megatron.fp8``)."""
+    if not has_cuda() or (found := torch.cuda.get_device_capability()) >= (8, 9):
+        return None
+    return f"a GPU of compute capability 8.9 or more, as H100 or L40S, and {device_name()} has {found[0]}.{found[1]}"
 
 
 def toolkit() -> str | None:
@@ -279,6 +286,26 @@ class Moment:
             return later.clock - self.clock
         later.event.synchronize()
         return self.event.elapsed_time(later.event) / 1000
+
+
+class Copies:
+    """A stream for copies to the device: they wait for no kernel, and kernels wait for those alone that they ask for. On a CPU nothing."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream() if has_cuda() else None
+
+    def begun(self) -> contextlib.AbstractContextManager[Any]:
+        """What is copied within is in this stream."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def needed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Kernels from here on find what was copied; the memory of these tensors serves no other copy before they are done with it."""
+        if self.stream is not None:
+            reader = torch.cuda.current_stream()
+            reader.wait_stream(self.stream)
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(reader)
 
 
 def rng_state() -> dict[str, Any]:

@@ -33,14 +33,15 @@ class MegatronBlock(Block):
         shape: BlockShape,
         causal: bool,
         cut: str | None = None,
+        fp8: bool = False,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
         assert pg_collection is not None
         self.pg_collection = pg_collection
-        parallel = TensorParallel(pg_collection.tp, sequence_parallel=config.sequence_parallel, dtype=config.params_dtype)
-        super().__init__(shape, parallel)
+        sequence, dtype = config.sequence_parallel, config.params_dtype
+        super().__init__(shape, TensorParallel(pg_collection.tp, sequence_parallel=sequence, dtype=dtype, eight_bit=fp8))
         self.config, self.causal = config, causal
         self.cut = None
         if pg_collection.cp.size() > 1:
@@ -95,19 +96,24 @@ def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
         ValueError: a size does not fit; the message names the key.
         KeyError: no mixer has this name.
     """
-    return _spec(catalogue.block(model, mixer, layer), model, None)
+    return _spec(catalogue.block(model, mixer, layer), model)
 
 
-def block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None) -> TransformerBlockSubmodules:
-    """The layers that this rank's model chunk holds, with our final norm; ``cut``: as `cut_kinds` is asked where sequences are cut."""
+def block_spec(
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None, *, fp8: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers that this rank's model chunk holds, with our final norm.
+
+    cut: as `cut_kinds` is asked where sequences are cut. fp8: linear maps multiply 8-bit floats.
+    """
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_spec(shape, model, cut) for shape in model.blocks()[first : first + count]]
+    layers = [_spec(shape, model, cut, fp8=fp8) for shape in model.blocks()[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _spec(shape: BlockShape, model: ModelConfig, cut: str | None) -> ModuleSpec:
-    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal, "cut": cut})
+def _spec(shape: BlockShape, model: ModelConfig, cut: str | None = None, *, fp8: bool = False) -> ModuleSpec:
+    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal, "cut": cut, "fp8": fp8})
 
 
 class RMSNorm(torch.nn.Module):

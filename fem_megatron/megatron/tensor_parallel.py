@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from fem_megatron.megatron import fusions
+from fem_megatron.megatron import fp8, fusions
 from fem_megatron.parallel import Parallel, parameter
 from fem_megatron.shape import Weight
 
@@ -52,10 +52,10 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 
 class TensorParallel(Parallel):
-    """``fem_megatron.parallel.Parallel`` over a Megatron process group."""
+    """``fem_megatron.parallel.Parallel`` over a Megatron process group. eight_bit: linear maps that may multiply 8-bit floats (`fp8`)."""
 
-    def __init__(self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
-        self.group, self.sequence_parallel, self.dtype = group, sequence_parallel, dtype
+    def __init__(self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False) -> None:
+        self.group, self.sequence_parallel, self.dtype, self.eight_bit = group, sequence_parallel, dtype, eight_bit
         self.size, self.rank = group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
@@ -63,10 +63,12 @@ class TensorParallel(Parallel):
             return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.group)
         return self.share(x)
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        if self._in_eight_bits(weight):
+            return fp8.linear(self.enter(x), weight.flatten(0, -2))
         return linear_with_grad_accumulation_and_async_allreduce(
             x,
-            weight,
+            weight.flatten(0, -2),
             bias=None,
             gradient_accumulation_fusion=False,
             allreduce_dgrad=self.size > 1 and not self.sequence_parallel,
@@ -112,3 +114,10 @@ class TensorParallel(Parallel):
             set_tensor_model_parallel_attributes(made, True, weight.split, 1)
         made.sequence_parallel = weight.per_token and self.sequence_parallel  # type: ignore[attr-defined]
         return made
+
+    def linear(self, weight: nn.Parameter) -> nn.Linear:
+        made = fp8.Fp8Linear if self._in_eight_bits(weight) else nn.Linear
+        return made(weight.shape[1], weight.shape[0], bias=False, device="meta")
+
+    def _in_eight_bits(self, weight: nn.Parameter) -> bool:
+        return self.eight_bit and weight.spec.eight_bit  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.arguments import check_first, check_others, check_read
 from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.registered import registered
 from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
@@ -69,11 +70,39 @@ def aft_read(
     Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
     check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
-    (b, h, t, d), rows = v.shape, 3 if beta is None else 7 if k.shape == v.shape else 10
+    (b, h, t, d), rows = v.shape, _rows(k, v, beta)
     expected: dict[str, Any] = {"k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype), "beta": (beta, (h, d)), "lam": (lam, v.shape)}
     expected |= {"gate": (gate, v.shape), "query": (query, k.shape), "valid": (valid, (b, t)), "state": (state, (b, h, rows, d))}
     check_others("aft_read", "v", v, expected)
     check_read("aft_read", beta, lam, state, causal)
+    o, *after = _checked_read(k, v, beta, lam, gate, query, valid, state, causal, implementation)
+    return o, after[0] if after else None
+
+
+def _rows(k: Tensor, v: Tensor, beta: Tensor | None) -> int:
+    """Of a state."""
+    return 3 if beta is None else 7 if k.shape == v.shape else 10
+
+
+def _shapes(k: Tensor, v: Tensor, beta: Tensor | None, causal: bool, **_: Any) -> list[Tensor]:
+    state = v.new_empty(*v.shape[:2], _rows(k, v, beta), v.shape[3], dtype=torch.promote_types(v.dtype, torch.float32))
+    return [v.new_empty(v.shape), state] if causal else [v.new_empty(v.shape)]
+
+
+@registered(_shapes, name="aft_read")
+def _checked_read(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    query: Tensor | None,
+    valid: Tensor | None,
+    state: Tensor | None,
+    causal: bool,
+    implementation: str,
+) -> list[Tensor]:
+    """o, and the state where causal; arguments as in `aft_read`, which has checked them."""
     compute = torch.promote_types(v.dtype, torch.float32)
     reasons = {"float64": v.dtype == torch.float64, "the free energy has logits of its own": k.shape != v.shape}
     unfit = first_reason(reasons | {"all tokens read all": not causal})
@@ -81,22 +110,21 @@ def aft_read(
         from kernels.aft_read.triton import fused_past
 
         wide = None if beta is None else beta.to(compute)
-        return fused_past(k, v, wide, lam, gate, query, valid, None if state is None else state.detach().to(compute))
+        return list(fused_past(k, v, wide, lam, gate, query, valid, None if state is None else state.detach().to(compute)))
     logits, values = k.to(compute), v.to(compute)
     mask = None if valid is None else valid[:, None, :, None]
     temperature = None if beta is None else beta.to(compute)[:, None]
     if causal:
-        mu, gap, after = read_past(logits, values, temperature, mask, state)
+        mu, gap, *after = read_past(logits, values, temperature, mask, state)
     else:
-        mu, gap, after = *read_all(logits, values, temperature, mask), None
+        mu, gap, *after = read_all(logits, values, temperature, mask)
     if query is not None:
         factors, mean = query.to(compute).split(v.shape[-1], dim=-1), mu
         mu = factors[0] * mean
         if gap is not None and temperature is not None:
             gap = mean + gap + factors[-1].log() / temperature - mu
-    if gap is None:
-        return mix(mu, None, None, gate).to(v.dtype), after
-    return mix_gap(mu, gap, lam, gate).to(v.dtype), after
+    o = mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)
+    return [o.to(v.dtype), *after]
 
 
 def read_past(

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.arguments import check_first, check_others
 from kernels.cem_attention.reference import Diagonal, Read
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.registered import registered
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
@@ -56,17 +57,37 @@ def cem_attention(
     Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
+    u, h, d = diagonal or (None, None, None)
+    return _read(q, k, slopes, self_bias, cross_bias, u, h, d, scale, causal, valid, implementation)
+
+
+@registered(lambda q, **_: q.new_empty(q.shape), name="cem_attention")
+def _read(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    self_bias: Tensor,
+    cross_bias: Tensor,
+    u: Tensor | None,
+    h: Tensor | None,
+    d: Tensor | None,
+    scale: float,
+    causal: bool,
+    valid: Tensor | None,
+    implementation: str,
+) -> Tensor:
+    """`cem_attention`, its arguments checked and side by side."""
     wide = torch.promote_types(q.dtype, torch.float32)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
     unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {WIDEST}": q.shape[3] > WIDEST})
-    u, h, d = (None, None, None) if diagonal is None else diagonal
     read: type[torch.autograd.Function] = Read
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.cem_attention.triton import Read as Tiles
 
         read = Tiles
-    return read.apply(q, k, u, h, d, slopes.to(wide), alone, scale, causal, valid)
+    o: Tensor = read.apply(q, k, u, h, d, slopes.to(wide), alone, scale, causal, valid)
+    return o
 
 
 def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:

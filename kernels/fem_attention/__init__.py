@@ -17,7 +17,8 @@ from kernels.fem_attention.accelerated import Choice, accelerated_attention, fus
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, reference_attention
 from kernels.fem_attention.table import order
-from kernels.free_energy import MAX_RANGE, value_centre_and_range
+from kernels.free_energy import value_centre_and_range
+from kernels.free_energy.ranges import MAX_RANGE
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import document_bounds
 from kernels.registered import registered

@@ -20,7 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
-from kernels.free_energy import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
+from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
+from kernels.free_energy.ranges import MAX_RANGE
+from kernels.machine import LateNumber
 
 
 def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
@@ -189,24 +191,24 @@ def _gradients(starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor
 class RangeWatch:
     """Warns when beta * (max v - min v) has passed what the engines take, without waiting: a call sees what earlier ones have left.
 
-    The largest number so far is kept on the device and copied to the host behind its back; read too early it is an older one.
+    The largest number so far is kept on the device; read too early on the host it is an older one.
     """
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._largest = torch.zeros((), device=device)
-            self._told = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
+        self._told = LateNumber(device)
 
     def note(self, largest: Tensor, log: logging.Logger) -> None:
         """Take in the ranges of a call, and warn of those of earlier calls."""
-        if (told := float(self._told)) > MAX_RANGE:
+        if (told := self._told.so_far()) > MAX_RANGE:
             log.warning(
                 "fem_attention: beta * (max v - min v) has reached %.4g, over %g: heads beyond it run the exact form, slower",
                 told,
                 MAX_RANGE,
             )
         torch.maximum(self._largest, largest.max(), out=self._largest)
-        self._told.copy_(self._largest, non_blocking=True)
+        self._told.send(self._largest)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, rms_norm, softplus
 
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.registered import opaque, registered
 
 __all__ = ["OP", "fem_projection", "split_heads", "turned"]
 
@@ -66,6 +67,10 @@ def fem_projection(
     check_others("fem_projection", "z", z, expected)
     if not conditioners and turn is None and not gates:
         return split_heads(z, widths)
+    if opaque(z):
+        (f, w), (cos, sin) = _joined(conditioners), turn or (None, None)
+        parts = _slices(z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation)
+        return dict(zip(widths, parts, strict=True))
     widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])  # of what a program takes at once
     inner = sum(features.shape[-1] for features, _ in conditioners)
     unfit = first_reason(
@@ -78,10 +83,37 @@ def fem_projection(
     if OP.choose(implementation, z.device, {"triton": unfit}.get) == "triton":
         from kernels.fem_projection.triton import fused_projection
 
-        joined = [each[0] if len(each) == 1 else torch.cat(each, dim=-1) for each in zip(*conditioners, strict=True)]
-        f, w = joined or (None, None)
-        return fused_projection(z, f, w, turn, plain, [widths.get(name, 0) for name in ("lam", "gate")], eps)
+        return fused_projection(z, *_joined(conditioners), turn, plain, [widths.get(name, 0) for name in ("lam", "gate")], eps)
     return projection(z, conditioners, turn, widths, eps)
+
+
+def _joined(conditioners: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+    """One conditioner's features and weight in place of several."""
+    if not conditioners:
+        return None, None
+    f, w = (each[0] if len(each) == 1 else torch.cat(each, dim=-1) for each in zip(*conditioners, strict=True))
+    return f, w
+
+
+@registered(
+    lambda z, sizes, **_: [z.new_empty(*z.shape[:2], z.shape[2] // sum(sizes), size) for size in sizes],
+    name="fem_projection",
+)
+def _slices(
+    z: Tensor,
+    f: Tensor | None,
+    w: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    names: str,
+    sizes: Sequence[int],
+    eps: float,
+    implementation: str,
+) -> list[Tensor]:
+    """The slices in their order; names: with commas between."""
+    conditioners, turn = [] if f is None or w is None else [(f, w)], None if cos is None or sin is None else (cos, sin)
+    widths = dict(zip(names.split(","), sizes, strict=True))
+    return list(fem_projection(z, conditioners, turn, widths, eps, implementation=implementation).values())
 
 
 def projection(

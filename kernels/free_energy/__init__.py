@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.arguments import check_first, check_others, check_read
+from kernels.free_energy.ranges import MAX_RANGE, Decision
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "ValueWindow", "free_energy_read"]
 
-MAX_RANGE = 80.0  # of x: |x| <= 40, so p * exp(x) and its gradients, up to exp(80), stay inside float32 and bfloat16
 SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
+CLAMP = MAX_RANGE / 2 + 0.5  # over half of MAX_RANGE, so that nothing within the range meets it; exp(CLAMP)**2 is a float32
+FAINT = math.exp(-CLAMP)
 LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
 
 OP = Op(
@@ -57,7 +60,8 @@ def free_energy_read(
     log_weights: Callable[[int, int], Tensor],
     *,
     terms: int = 1,
-    exact: bool = False,
+    exact: bool | None = None,
+    decision: Decision | None = None,
     span: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -68,10 +72,12 @@ def free_energy_read(
     read(streams [b, h, t, n]) -> sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64, with sum_i p_t(i) = 1: called once, with
     n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
-    called block by block by the exact O(t^2) form, which runs where ``exact``, and, with one warning, where beta * (max v - min v) over the
-    sequence passes 80 in a channel (to know that, each call with beta waits for the device, a GPU too: what lies beyond cannot be had
-    from [v | U]). terms: numbers it holds for one weight. span [b, h, 2, dv]: where v is a part of the sequence, each channel's least and
-    greatest value in all of it. implementation: one of OP's names; what comes before and after ``read``.
+    called block by block by the exact O(t^2) form. exact: whether that runs. None: where, with one warning, beta * (max v - min v) over
+    the sequence passes 80 in a channel, since what lies beyond cannot be had from [v | U]; to know that, each call with beta waits for the
+    device, unless a ``decision`` of the layer's (`kernels.free_energy.ranges`) knows it. False: the caller has asked. A range that passes
+    80 all the same gives finite results, in which values far under the greatest are lost to F.
+    terms: numbers that ``log_weights`` holds for one weight. span [b, h, 2, dv]: where v is a part of the sequence, each channel's least
+    and greatest value in all of it. implementation: one of OP's names; what comes before and after ``read``.
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
@@ -87,50 +93,60 @@ def free_energy_read(
         return (out if gate is None else gate.to(wide) * out).to(v.dtype)
     temperature = beta.to(wide)
     if not exact:
-        fast = _triton_read if chosen == "triton" else _read
-        mixed, largest = fast(values, temperature, lam, gate, read, values if span is None else span.to(wide))
-        if mixed is not None:
-            return mixed.to(v.dtype)
+        window = (_triton_window if chosen == "triton" else value_window)(values if span is None else span.to(wide), temperature)
+        asked = Decision() if decision is None else decision
+        if exact is False or not asked.exact(window.largest):
+            fast = _triton_read if chosen == "triton" else _read
+            return fast(values, temperature, lam, gate, read, window).to(v.dtype)
         OP.log.warning(
             "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: the exact form (slower) runs for such calls",
-            largest,
-            MAX_RANGE,
+            math.nan if asked.told is None else asked.told,
+            asked.limit,
         )
     mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
     assert free_energy is not None
     return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
 
 
-def within_range(span: Tensor, beta: Tensor) -> bool:
-    """Whether values of this ``span`` [b, h, 2, dv] (`free_energy_read`) need no exact form; waits for the device."""
-    return float(value_centre_and_range(span, beta)[1].max()) <= MAX_RANGE
+@dataclass(frozen=True)
+class Window:
+    """What stream and read need beside beta: centre, shifted (kappa = 1) [b, h, 1, dv], and the largest beta * range, in any shape."""
+
+    centre: Tensor
+    shifted: Tensor
+    largest: Tensor
 
 
-def _read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], span: Tensor
-) -> tuple[Tensor | None, float]:
-    """(o, the largest beta * range of ``span``), o None where that passes MAX_RANGE; v, beta and span in the type of sums."""
+def value_window(span: Tensor, beta: Tensor) -> Window:
+    """Of the values ``span`` [b, h, t, dv], or of their least and greatest."""
     centre, spread = value_centre_and_range(span, beta)
-    if not (largest := float(spread.max())) <= MAX_RANGE:
-        return None, largest
-    shifted = spread < SHIFT_BELOW
-    rows = beta[:, None].expand_as(centre)
-    mu, z = read(torch.cat((v, ValueStream.apply(v, rows, centre, shifted)), dim=-1)).chunk(2, dim=-1)
-    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
+    return Window(centre, spread < SHIFT_BELOW, spread)
+
+
+def _triton_window(span: Tensor, beta: Tensor) -> Any:
+    """The same by a kernel."""
+    from kernels.fem_attention.triton.prep import value_constants
+
+    return value_constants(span, beta)
+
+
+def _read(v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window) -> Tensor:
+    """o in the type of sums, which v and beta have."""
+    rows = beta[:, None].expand_as(window.centre)
+    mu, z = read(torch.cat((v, ValueStream.apply(v, rows, window.centre, window.shifted)), dim=-1)).chunk(2, dim=-1)
+    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate)
 
 
 def _triton_read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], span: Tensor
-) -> tuple[Tensor | None, float]:
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window
+) -> Tensor:
     """The same by the kernels that `fem_attention` has around its engines."""
     from kernels.fem_attention.triton.epilogue import GatedRead
-    from kernels.fem_attention.triton.prep import ValueStreams, value_constants
+    from kernels.fem_attention.triton.prep import ValueStreams
 
-    constants = value_constants(span, beta)
-    if not (largest := float(constants.largest.max())) <= MAX_RANGE:
-        return None, largest
-    reads = read(ValueStreams.apply(v, beta, constants.centre, constants.shifted))
-    return GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate), largest
+    reads = read(ValueStreams.apply(v, beta, window.centre, window.shifted))
+    out: Tensor = GatedRead.apply(reads, beta, window.centre, window.shifted, None, lam, gate)
+    return out
 
 
 def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -156,13 +172,19 @@ def compute_type(t: Tensor) -> torch.dtype:
 
 
 def value_centre_and_range(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of v's range and the range of beta * v over the sequence, for v [b, h, t, dv] and beta [h, dv].
+    """The constant c and the range of beta * v over the sequence, for v [b, h, t, dv] and beta [h, dv].
 
-    Both [b, h, 1, dv], detached, float32 or float64. Source: Free Energy Mixer, the stabilised read; any constant is valid.
+    c is the middle of v's range, and where beta * range passes 80, high - 40 / beta: no exponential overflows. Both [b, h, 1, dv],
+    detached, float32 or float64. Source: Free Energy Mixer, the stabilised read; any constant is valid.
     """
     low, high = torch.aminmax(v.detach(), dim=2, keepdim=True)
     low, high = low.to(compute_type(v)), high.to(compute_type(v))
-    return (low + high) / 2, beta.detach().to(compute_type(v))[:, None] * (high - low)
+    rows = beta.detach().to(compute_type(v))[:, None]
+    return _centre(low, high, rows), rows * (high - low)
+
+
+def _centre(low: Tensor, high: Tensor, beta: Tensor) -> Tensor:
+    return torch.maximum((low + high) / 2, high - MAX_RANGE / 2 / beta)
 
 
 class ValueStream(torch.autograd.Function):
@@ -185,7 +207,10 @@ class ValueStream(torch.autograd.Function):
 
 
 class FreeEnergyGap(torch.autograd.Function):
-    """F - mu >= 0 (Jensen) from the reads mu and Z [b, h, t, dv]. Its two guards undo rounding only, so the gradient ignores them."""
+    """F - mu >= 0 (Jensen) from the reads mu and Z [b, h, t, dv]. Its two guards undo rounding only, so the gradient ignores them.
+
+    Where all that a row reads lies so far under c that Z is under exp(-CLAMP), as a range over MAX_RANGE may have it, F - mu has none.
+    """
 
     @staticmethod
     def forward(ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
@@ -195,14 +220,15 @@ class FreeEnergyGap(torch.autograd.Function):
         gap = torch.where(shifted, _beyond_y(y) + z, z.log()).div_(beta)
         gap = torch.where(shifted, gap, gap - offset).clamp_(min=0)
         tilt = torch.where(shifted, y / (1 + y), 1)
-        ctx.save_for_backward(offset, torch.where(shifted, 1 + y, z) * beta, tilt, gap, beta)
+        mass = torch.where(shifted, 1 + y, z)
+        ctx.save_for_backward(offset, (mass * beta).masked_fill_(mass < FAINT, torch.inf), tilt, gap, beta)
         return gap
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of mu, Z and beta."""
         offset, mass, tilt, gap, beta = ctx.saved_tensors
-        (d_gap,) = grads
+        d_gap = grads[0].masked_fill(mass == torch.inf, 0)
         d_mu = -d_gap * tilt
         d_beta = torch.addcmul(d_mu * offset, d_gap, gap, value=-1).sum(2, keepdim=True) / beta
         return d_mu, d_gap / mass, d_beta, None, None
@@ -248,8 +274,8 @@ class ValueWindow:
         low = torch.minimum(before[:, :, :1], new[:, :, :1])
         high = torch.maximum(before[:, :, 1:], new[:, :, 1:])
         self.state = torch.cat((low, high), dim=2)
-        self.centre = self._centre(self.state)
-        self.rescale = torch.exp(self.beta * (self._centre(before) - self.centre))
+        self.centre = _centre(low, high, self.beta)
+        self.rescale = torch.exp(self.beta * (_centre(before[:, :, :1], before[:, :, 1:], self.beta) - self.centre))
         self.v = v
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
             self._warn(float((self.beta * (high - low)).max()))
@@ -262,10 +288,6 @@ class ValueWindow:
                 largest,
                 MAX_RANGE,
             )
-
-    def _centre(self, state: Tensor) -> Tensor:
-        low, high = state[:, :, :1], state[:, :, 1:]
-        return torch.maximum((low + high) / 2, high - MAX_RANGE / 2 / self.beta)
 
     def stream(self) -> Tensor:
         """U [b, h, t, dv], to be read beside v; what a state already sums is to be multiplied by ``rescale`` [b, h, 1, dv] first."""

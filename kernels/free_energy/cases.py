@@ -89,7 +89,7 @@ def _call(x: Inputs, implementation: str) -> Outputs:
     q, k = x["q"].to(wide), x["k"].to(wide)
     decay = None if "log_decay" not in x else x["log_decay"].to(wide)
     read = (x["v"], decay, x["beta"], x["lam"], x["gate"])
-    return (linear_read(q, k, *read, exact=x.get("exact", False), implementation=implementation),)
+    return (linear_read(q, k, *read, exact=x.get("exact"), implementation=implementation),)
 
 
 SUITE = Suite(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.free_energy import free_energy_read
+from kernels.free_energy.ranges import Decision
 from kernels.linear_attention import linear_attention, log_weights
 from kernels.registered import registered
 
 
-@registered(lambda q, k, v, *_, **__: v.new_empty(v.shape), traceable=lambda *_, **__: False)
 def linear_read(
     q: Tensor,
     k: Tensor,
@@ -21,15 +21,54 @@ def linear_read(
     gate: Tensor | None = None,
     *,
     causal: bool = True,
-    exact: bool = False,
+    exact: bool | None = None,
+    decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """o = gate * ((1 - lam) * mu + lam * F) under p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, c = cumsum(log_decay), with q, k >= 0.
 
     Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None, the others and the result as `free_energy_read` has them.
     Types: q and k in that of the products of `linear_attention`, to which the streams are rounded; v, lam, gate as `free_energy_read`.
-    exact: the definition, in the type of sums. implementation: of both operations. Raises ValueError as they do.
+    exact: the definition, in the type of sums; None: where it is needed. decision: as there. implementation: of both operations.
+    Raises ValueError as they do.
     """
+    given = (q, k, v, log_decay, beta, lam, gate)
+    if decision is None:
+        return linear_read_at_once(*given, causal=causal, exact=exact, implementation=implementation)
+    return _linear_read(*given, causal, exact, implementation, decision)
+
+
+@registered(lambda q, k, v, *_, **__: v.new_empty(v.shape), traceable=lambda *_, **__: False)
+def linear_read_at_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    lam: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    causal: bool = True,
+    exact: bool | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """`linear_read` without a decision: a form that is not known beforehand is waited for."""
+    return _linear_read(q, k, v, log_decay, beta, lam, gate, causal, exact, implementation, None)
+
+
+def _linear_read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    causal: bool,
+    exact: bool | None,
+    implementation: str,
+    decision: Decision | None,
+) -> Tensor:
     wide = torch.promote_types(v.dtype, torch.float32)
 
     def read(streams: Tensor) -> Tensor:
@@ -40,4 +79,4 @@ def linear_read(
         return log_weights(q.to(wide), k.to(wide), log_decay, start, stop, causal=causal)
 
     terms = q.shape[-1] if log_decay is not None and log_decay.dim() == 4 else 1
-    return free_energy_read(v, beta, lam, gate, read, weights, terms=terms, exact=exact, implementation=implementation)
+    return free_energy_read(v, beta, lam, gate, read, weights, terms=terms, exact=exact, decision=decision, implementation=implementation)

@@ -21,6 +21,7 @@ from kernels.aft_read import counted, excess_gap, excess_stream, first_value
 from kernels.arguments import check_first, check_others, check_read
 from kernels.free_energy import mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.registered import registered
 from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "ssm_read"]
@@ -78,12 +79,44 @@ def ssm_read(
     b, h, t, d = v.shape
     if rate.dim() != 3 or rate.shape[:2] != (h, d) or rate.shape[2] < 1:
         raise ValueError(f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}")
-    (n, free), per_state = (rate.shape[2], beta is not None), (b, h, t, rate.shape[2])
+    per_state = (b, h, t, rate.shape[2])
     expected: dict[str, Any] = {name: (x, v.shape) for name, x in (("delta", delta), ("lam", lam), ("gate", gate))}
     expected |= {"b_in": (b_in, per_state), "c_out": (c_out, per_state), "beta": (beta, (h, d)), "valid": (valid, (b, t))}
-    columns = (1 + normalise) * (n * (1 + free) + free)
-    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, columns))})
+    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, _columns(rate, beta, normalise)))})
     check_read("ssm_read", beta, lam, state, causal)
+    o, *after = _checked_read(delta, rate, b_in, c_out, v, beta, lam, gate, normalise, valid, state, causal, implementation)
+    return o, after[0] if after else None
+
+
+def _columns(rate: Tensor, beta: Tensor | None, normalise: bool) -> int:
+    """Of a state."""
+    n, free = rate.shape[2], beta is not None
+    return (1 + normalise) * (n * (1 + free) + free)
+
+
+def _shapes(rate: Tensor, v: Tensor, beta: Tensor | None, normalise: bool, causal: bool, **_: Any) -> list[Tensor]:
+    wide = torch.promote_types(v.dtype, torch.float32)
+    state = v.new_empty(*v.shape[:2], v.shape[3], _columns(rate, beta, normalise), dtype=wide)
+    return [v.new_empty(v.shape), state] if causal else [v.new_empty(v.shape)]
+
+
+@registered(_shapes, name="ssm_read")
+def _checked_read(
+    delta: Tensor,
+    rate: Tensor,
+    b_in: Tensor,
+    c_out: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    normalise: bool,
+    valid: Tensor | None,
+    state: Tensor | None,
+    causal: bool,
+    implementation: str,
+) -> list[Tensor]:
+    """o, and the state where causal; arguments as in `ssm_read`, which has checked them."""
     compute = torch.promote_types(v.dtype, torch.float32)
     reasons = {"float64": v.dtype == torch.float64, "weights that are not normalised": not normalise, "all tokens read all": not causal}
     if OP.choose(implementation, v.device, {"triton": first_reason(reasons)}.get) == "triton":
@@ -91,15 +124,15 @@ def ssm_read(
 
         delta, rate, b_in, c_out = (t.to(compute) for t in (delta, rate, b_in, c_out))
         past = None if state is None else state.detach().to(compute).contiguous()
-        return fused_past(delta, rate, b_in, c_out, v, None if beta is None else beta.to(compute), lam, gate, valid, past)
+        return list(fused_past(delta, rate, b_in, c_out, v, None if beta is None else beta.to(compute), lam, gate, valid, past))
     tokens = Tokens.of(delta.to(compute), b_in.to(compute), c_out.to(compute), v.to(compute), valid)
     temperature = None if beta is None else beta.to(compute)
     first = first_value(v.to(compute), None if valid is None else valid[:, None, :, None])
     if causal:
-        mu, gap, after = read_past(tokens, rate.to(compute), temperature, first, state, normalise)
+        mu, gap, *after = read_past(tokens, rate.to(compute), temperature, first, state, normalise)
     else:
-        mu, gap, after = *read_all(tokens, rate.to(compute), temperature, first, normalise), None
-    return (mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)).to(v.dtype), after
+        mu, gap, *after = read_all(tokens, rate.to(compute), temperature, first, normalise)
+    return [(mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)).to(v.dtype), *after]
 
 
 class Tokens(NamedTuple):

@@ -295,5 +295,7 @@ def batches(
         known = {} if ends is None else ends.applied(batch, device)
         if parallel_state.get_context_parallel_world_size() > 1:
             batch, known = _own_part(batch, known)
+        if device.type == "cuda":
+            batch = {key: field.pin_memory() for key, field in batch.items()}
         yield {key: field.to(device, non_blocking=True) for key, field in batch.items()} | known
         position += size * micro_batch_size

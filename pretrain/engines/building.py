@@ -65,7 +65,9 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute,
         z_loss=config.train.z_loss,
+        loss_chunk=config.train.loss_chunk,
         offload_activations=config.train.offload_activations,
+        fp8=config.train.fp8,
     )
 
 
@@ -159,9 +161,9 @@ class LearningRates:
 
 
 def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the losses over the tokens that count, their number)."""
+    """(sum of the losses over the tokens that count, their number); ``losses`` [b, s], or their sum already (train.loss_chunk)."""
     mask = batch["loss_mask"]
-    return (losses.float() * mask).sum(), mask.sum()
+    return (losses.float() * mask).sum() if losses.ndim else losses, mask.sum()
 
 
 def poisoned(total: torch.Tensor) -> torch.Tensor:

@@ -186,8 +186,8 @@ class DeepSpeedEngine:
         return torch.optim.AdamW(groups, fused=platform.has_cuda() or None, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        known = batch.get("context")
-        losses = self.engine(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=known)
+        known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": batch.get("context")}
+        losses = self.engine(batch["tokens"], batch["position_ids"], None, **known)
         total, tokens = summed_loss(losses, batch)
         return total, tokens.to(total.dtype)
 

@@ -332,8 +332,8 @@ def _divide(model: list[Any], tokens: torch.Tensor) -> None:
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=batch.get("context"))
-    return output, partial(_loss, batch)
+    known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": batch.get("context")}
+    return chunk(batch["tokens"], batch["position_ids"], None, **known), partial(_loss, batch)
 
 
 def _loss(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

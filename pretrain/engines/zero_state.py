@@ -42,7 +42,7 @@ class ZeroState:
 
     def prepare(self) -> None:
         """Give a fresh optimizer its zero state, which AdamW makes at its first step."""
-        for flat in self._flat():
+        for flat in self.flat():
             state = self.adam.state[flat]
             if not state:
                 state["step"] = self._step(0, flat)
@@ -72,7 +72,7 @@ class ZeroState:
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups without their parameters, with their step, as Megatron's optimizer stores them."""
         defaults = {key: value for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if key != "params"}
-        steps = {float(self.adam.state[flat]["step"]) for flat in self._flat()}
+        steps = {float(self.adam.state[flat]["step"]) for flat in self.flat()}
         assert len(steps) == 1, steps
         ours = [{key: value for key, value in group.items() if key != "params"} for group in self.engine.optimizer.param_groups]
         return [{**defaults, **{k: v for k, v in group.items() if k != "bias_correction"}, "step": max(steps)} for group in ours]
@@ -90,7 +90,7 @@ class ZeroState:
         given = read_optimizer(read, filter(None, map(self.held, self.weights)))
         steps = float(given["optimizer"]["optimizer"]["param_groups"][0]["step"])
         # A step of its own for every tensor: Adam adds to each.
-        for flat in self._flat():
+        for flat in self.flat():
             self.adam.state[flat]["step"] = self._step(steps, flat)
         if not isinstance(self.adam, torch.optim.AdamW):
             self._replay(int(steps))
@@ -105,7 +105,7 @@ class ZeroState:
         rest = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
         weight, gradient, mean, square = (torch.zeros(1) for _ in range(4))
         for step in range(1, steps + 1):
-            for _ in self._flat():
+            for _ in self.flat():
                 adam.ds_opt_adam.adam_update(adam.opt_id, step, *rest, weight, gradient, mean, square)
 
     def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
@@ -119,7 +119,7 @@ class ZeroState:
             room -= _numel(place)
         yield piece
 
-    def _flat(self) -> list[torch.Tensor]:
+    def flat(self) -> list[torch.Tensor]:
         """The tensors that the optimizer updates on this rank."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
@@ -169,7 +169,7 @@ class ZeroState:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:
                 return None
-            flat = self._flat()[mapping.param_group_index]
+            flat = self.flat()[mapping.param_group_index]
             start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
             offset = mapping.hp_fragment_address.start
         return (flat, start, numel, offset) if numel > 0 else None

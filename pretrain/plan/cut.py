@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fem_common.text import gib
 from fem_megatron.catalogue import describe, mixer_names
-from fem_megatron.cut_shape import CutKinds, cut_kinds
+from fem_megatron.cut_shape import Crossing, CutKinds, cut_kinds
 from fem_megatron.shape import BlockShape, Shape
 from pretrain.config import RunConfig
 from pretrain.plan.memory import training_of
@@ -35,13 +35,17 @@ def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
     }
 
 
-def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool) -> float:
-    """Bytes that one rank sends the others of its context-parallel group in a step: all its layers and micro-batches, both ways."""
+def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False) -> float:
+    """Bytes that one rank sends the others of its context-parallel group in a step: all its layers and micro-batches, both ways.
+
+    beside: those alone that go while attention runs (`Crossing.beside`).
+    """
     train, model, kinds = config.train, config.model, kinds_of_cut(config)
+    of = Crossing.beside if beside else Crossing.sent
     training, again = training_of(config, cuda=cuda), train.recompute == "full"
     of_layers = 0.0
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
-        of_layers += block.recurrence * block.mixer.cut_bytes(training, kinds[name]).sent(training, again=again)
+        of_layers += block.recurrence * of(block.mixer.cut_bytes(training, kinds[name]), training, again=again)
     micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
     return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
 

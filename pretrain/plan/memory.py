@@ -24,9 +24,12 @@ Numbers marked 4 are fp32 in either precision.
     out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
-The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
-mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so. With
-train.recompute = selective an MLP keeps its input, a read what it is given; an estimate stays what it is without, which is more.
+The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``), and on a
+GPU over every prior (``PriorShape.read_bytes``). Every other mixer is estimated from what it was seen to keep for each channel of its
+width (``Kept``), on a CPU or by a GPU's kernels, and the plan says so. With train.recompute = selective an MLP keeps its input, a read what
+it is given; on a CPU an estimate stays what it is without, which is more. On a GPU the peak is within 15% of the rehearsed one
+(tests/pretrain/test_rehearsal.py).
+With train.fp8 a linear map keeps its input in 8 bits, of the whole sequence, beside what else keeps that; an estimate stays what it is.
 With train.offload_activations what the layers keep is on the host, but for one layer's; on a CPU that is the same memory.
 """
 
@@ -153,21 +156,23 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
         cuda=cuda,
         again=train.recompute == "selective",
         ranks=layout.context_parallel_size,
+        fp8=train.fp8 != "none",
     )
 
 
-def is_estimated(config: RunConfig) -> bool:
+def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
     """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
-    return any(ESTIMATE in layer_activations(config, block, cuda=False) for block in config.model.blocks())
+    return any(ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds)
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     """Bytes a token that autograd keeps of the final norm, the output layer and the loss on one rank of the last stage."""
     e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
+    softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
     return {
         "final norm": (e if cuda else WIDE * 2) * hidden / s,
-        "output layer": e * hidden / s,
-        "softmax": WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size,
+        "output layer": e * hidden / s,  # its input, or with train.loss_chunk that one's gradient
+        "softmax": 0.0 if config.train.loss_chunk else softmax,
     }
 
 
@@ -201,9 +206,9 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
     """Bytes a token of a rank's layers, for every micro-batch in flight."""
     layout, layers = config.parallel, 0.0
-    for block in config.model.blocks():
+    for block, count in config.model.kinds:
         again = config.train.recompute == "full"
-        layers += _residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values())
+        layers += count * (_residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values()))
     parts = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     return chunks_in_flight(config, stage, data_parallel) * layers / parts
 
@@ -232,30 +237,38 @@ def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: in
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
 
-    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
-    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, in bf16 as much again.
+    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer. With
+    train.loss_chunk both passes in one, a chunk at a time: its logits and softmax, or their gradient and its own of the weight, beside the
+    weight's so far and all hidden states.
+    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, on a CPU in bf16 as much
+    again; and what its mixer alone holds (``Shape.moment_bytes``).
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * _own_length(config)
-    inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
-    per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
-    # Under recompute what was not kept of a layer is made again; in bf16 its fp32 parts have fp32 gradients, about as much as it has
-    # activations (seen, not derived).
+    inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
+    per_token = e * 3 * max(inner, packed) if cuda else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
+    # Under recompute what was not kept of a layer is made again; on a CPU in bf16 its fp32 parts have fp32 gradients, about as much as it
+    # has activations (seen, not derived).
     plain = replace(config, train=replace(train, recompute="none"))
-    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block in model.blocks())
+    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds)
     kept = {
         "none": whole,
-        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks()),
+        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block, _ in model.kinds),
         "full": 0.0,
     }
-    per_token += whole - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute]) + (e < WIDE) * whole
+    per_token += whole - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute]) + (e < WIDE and not cuda) * whole
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
+    layer += max(block.mixer.moment_bytes(training_of(config, cuda=cuda)) for block, _ in model.kinds)
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
-    # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
-    wide = 0 if cuda and not train.z_loss else WIDE
-    loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    if train.loss_chunk:
+        some, copied = min(train.loss_chunk, tokens), WIDE * (e < WIDE)
+        loss = rows * (max((e + copied) * some, e * (some + model.hidden_size)) + WIDE * model.hidden_size) + _residual(config) * tokens
+    else:
+        # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
+        wide = 0 if cuda and not train.z_loss else WIDE
+        loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 

@@ -6,9 +6,9 @@ Memory is ``pretrain.plan.memory``'s part; text for the console is ``render``. T
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fem_common.text import gib, si
@@ -17,9 +17,9 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.rope import RopeScaling
-from fem_megatron.shape import BlockShape, Weights
+from fem_megatron.shape import BlockShape, Weight, Weights
 from pretrain.config import RunConfig
-from pretrain.plan import cut, muon
+from pretrain.plan import cut, fp8, muon
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.memory import StageMemory, beside_told, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
@@ -78,25 +78,21 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
 
     muons: those alone that Muon updates.
     """
-    layout = config.parallel
+    layout, model = config.parallel, config.model
     stages = layout.pipeline_model_parallel_size
     counts = [0] * stages
-    for name, weight in model_weights(config.model).items():
-        if muons and not (weight.orthogonal and config.optimizer.name == "muon"):
-            continue
-        size = weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
-        for stage in _stages_of(name, config.model, stages):
-            counts[stage] += size
+
+    def own(weight: Weight) -> int:
+        counted = not muons or (weight.orthogonal and config.optimizer.name == "muon")
+        return counted * weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
+
+    for layer, block in enumerate(model.blocks()):  # interleaving deals the layers out in another order, but as many to each stage
+        counts[layer * stages // model.num_layers] += sum(map(own, block.weights().values()))
+    for name, weight in outer_weights(model).items():
+        ends = {0, stages - 1} if model.tie_embeddings else {0}
+        for stage in ends if component(name) == "embedding" else {stages - 1}:
+            counts[stage] += own(weight)
     return counts
-
-
-def _stages_of(name: str, model: ModelConfig, stages: int) -> set[int]:
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if layer:  # interleaving deals the layers out in another order, but as many to each stage
-        return {int(layer[1]) * stages // model.num_layers}
-    if component(name) == "embedding":
-        return {0, stages - 1} if model.tie_embeddings else {0}
-    return {stages - 1}
 
 
 # --- FLOPs ---------------------------------------------------------------------------------------------------------------------
@@ -109,11 +105,9 @@ def forward_flops(model: ModelConfig, seq_length: int, pieces: Pieces | None = N
     ``Shape.flops``. pieces: of documents that are read apart, each by its own length; the tokens that fill their rows up are not counted.
     """
     flops: dict[str, float] = {}
-    names = mixer_names(model)  # layers of one name cost the same
-    costs = {name: _block_flops(block, seq_length, pieces) for name, block in dict(zip(names, model.blocks(), strict=True)).items()}
-    for layer in names:
-        for name, value in costs[layer].items():
-            flops[name] = flops.get(name, 0.0) + value
+    for block, count in model.kinds:
+        for name, value in _block_flops(block, seq_length, pieces).items():
+            flops[name] = flops.get(name, 0.0) + count * value
     flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
     return {name: value for name, value in flops.items() if value}
 
@@ -134,10 +128,10 @@ def flops_per_token(config: RunConfig) -> float:
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
 
-def recomputed_flops(config: RunConfig, forward: Mapping[str, float]) -> float:
-    """FLOPs that recompute adds for a token: of the layers' ``forward`` pass all that runs twice."""
+def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
+    """FLOPs that recompute adds for a token, by component: of the layers' ``forward`` pass all that runs twice."""
     once = {"none": set(forward), "selective": {"mixer projections", "conditioner"}, "full": set[str]()}[config.train.recompute]
-    return sum(value for part, value in forward.items() if part not in once | {"output layer"})
+    return {part: value for part, value in forward.items() if part not in once | {"output layer"}}
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------------
@@ -148,7 +142,7 @@ class Plan:
     """A run's needs. Sizes in bytes, FLOPs per token.
 
     train_flops, the MFU's numerator, and hardware_flops, recompute counted too, are by ``pieces`` where documents are read apart and data
-    is here that tells their lengths; dense_flops is train_flops over whole sequences.
+    is here that tells their lengths.
     """
 
     config: RunConfig
@@ -156,17 +150,35 @@ class Plan:
     data_parallel: int
     micro_batches: int
     schedule: Schedule
-    parameters: dict[str, int]
-    transformer_parameters: int
     forward_flops: dict[str, float]
     train_flops: float
     hardware_flops: float
-    dense_flops: float
     pieces: Pieces | None
     memory: tuple[StageMemory, ...]
     cuda: bool
-    checkpoint_bytes: int
     train_data_tokens: int | None
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Of the whole model, by COMPONENTS."""
+        return count_by_component(self.config.model)
+
+    @property
+    def dense_flops(self) -> float:
+        """As ``train_flops``, over whole sequences."""
+        return flops_per_token(self.config)
+
+    @property
+    def transformer_parameters(self) -> int:
+        """Of a Transformer of the same width; they do not depend on its heads, and one head fits any width."""
+        twin = replace(self.config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1, num_attention_heads=1)
+        twin = replace(twin, num_query_groups=None, rope=False, rope_scaling=RopeScaling(), attention=AttentionConfig())
+        return sum(count_by_component(twin).values())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint."""
+        return checkpoint_bytes(self.config)
 
     @property
     def total_parameters(self) -> int:
@@ -203,10 +215,6 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     layout = config.parallel
     data_parallel = world_size // layout.model_parallel
     schedule = Schedule.of(config)
-    parameters = count_by_component(config.model)
-    # Of the same width; its parameters do not depend on its heads, and one head fits any width.
-    twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
-    twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, rope_scaling=RopeScaling(), attention=AttentionConfig())
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":
@@ -221,16 +229,12 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
         data_parallel=data_parallel,
         micro_batches=config.train.global_batch_size // (config.train.micro_batch_size * data_parallel),
         schedule=schedule,
-        parameters=parameters,
-        transformer_parameters=sum(count_by_component(twin).values()),
         forward_flops=forward,
         train_flops=train,
-        hardware_flops=train + recomputed_flops(config, forward),
-        dense_flops=flops_per_token(config),
+        hardware_flops=train + sum(computed_again(config, forward).values()),
         pieces=pieces,
         memory=tuple(stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons) for stage, (n, muons) in enumerate(counts)),
         cuda=cuda,
-        checkpoint_bytes=checkpoint_bytes(config),
         train_data_tokens=facts.tokens["train"] if facts else None,
     )
 
@@ -267,7 +271,7 @@ def memory_excess(plan: Plan) -> str | None:
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
         f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
-        f"train.recompute=full, or split the model further (parallel.*, engine.*)"
+        f"train.recompute=full or train.loss_chunk, or split the model further (parallel.*, engine.*)"
         + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")
     )
 
@@ -305,6 +309,8 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
         f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
+    if config.train.fp8 != "none":
+        yield f"  {fp8.told(config.model, forward)}"
     if config.data.documents == "separate":
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":
@@ -355,7 +361,7 @@ def _split_words(config: RunConfig) -> str:
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
     rows = plan.config.data.documents == "separate"  # a little longer than the documents, and kept beside what they were copied from
-    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config) else ""
+    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config, cuda=plan.cuda) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)

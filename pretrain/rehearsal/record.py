@@ -20,6 +20,8 @@ from fem_megatron.trace import META, TRACING, Dispatched, Trace, caller, moved
 TRACING.add(__file__)
 
 SETUP, FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("setup", "forward", "backward", "reduction", "update")
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace")
+"""What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Held:
     place: str
     born: int
     gone: int | None = None
-    kind: str = ""  # what holds it, where that is known: weights, gradients, optimizer
+    kind: str = ""  # of HOLDERS, where that is known
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,12 @@ class Recorder(Dispatched):
             if isinstance(t, Tensor) and self._is_here(t) and t.untyped_storage()._cdata in self.here:
                 held, _ = self.here[t.untyped_storage()._cdata]
                 held.kind = held.kind or kind
+
+    def forget(self, tensors: Any) -> None:
+        """These tensors hold no memory of the device."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, Tensor) and self._is_here(t):
+                self.here[t.untyped_storage()._cdata][0].bytes = 0
 
     def _is_here(self, t: Tensor) -> bool:
         return t.is_meta if self.device == META else t.is_cpu

@@ -12,7 +12,8 @@ from fem_common.text import aligned, counted, gib, si
 from fem_common.text import size as size_of
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.memory import StageMemory
-from pretrain.rehearsal.steps import ACTIVATIONS, HOLDERS, Rank, Rehearsal, holder
+from pretrain.rehearsal.record import ACTIVATIONS, HOLDERS
+from pretrain.rehearsal.steps import Rank, Rehearsal, holder
 
 _LARGEST = 12
 

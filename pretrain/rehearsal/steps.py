@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,12 +24,25 @@ from pretrain.data.datasets import FIELDS
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.run_plan import Plan, make_plan
-from pretrain.rehearsal.record import FORWARD, REDUCTION, SETUP, UPDATE, Collective, Held, Recorder, StepTrace
+from pretrain.rehearsal import zero
+from pretrain.rehearsal.record import (
+    ACTIVATIONS,
+    FORWARD,
+    GRADIENTS,
+    HOLDERS,
+    OPTIMIZER,
+    REDUCTION,
+    SETUP,
+    UPDATE,
+    WEIGHTS,
+    WORKSPACE,
+    Collective,
+    Held,
+    Recorder,
+    StepTrace,
+)
 from pretrain.schedule import Schedule
 from pretrain.signals import STOP
-
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace")
-"""What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,8 @@ class Rank:
 
 def holder(held: Held) -> str:
     """Of HOLDERS, what holds a tensor's memory."""
-    return held.kind or (ACTIVATIONS if held.phase == FORWARD else WORKSPACE)
+    kept = held.phase == FORWARD and not held.place.startswith("deepspeed/")  # where it gathers weights
+    return held.kind or (ACTIVATIONS if kept else WORKSPACE)
 
 
 @dataclass(frozen=True)
@@ -109,19 +123,19 @@ class Rehearsal:
             return None
         return (
             f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
-            "train.recompute=full, or split the model further (parallel.*)"
+            "train.recompute=full or train.loss_chunk, or split the model further (parallel.*)"
         )
 
 
 def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
     """The run's first, middle and last pipeline stage on ``device`` (h100, h200 or cpu), one after the other in this process.
 
-    Raises ConfigError for DeepSpeed's engine, whose own start wants a real device.
+    Raises ConfigError for what is offloaded, and where DeepSpeed's engine is asked for and not installed.
     """
     if config.train.offload_activations:
         raise ConfigError("train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false")
     if config.engine.name == "deepspeed":
-        raise ConfigError("engine.name = deepspeed cannot be rehearsed: DeepSpeed looks for a real device; set engine.name=megatron")
+        zero.prepare(config)
     plan = make_plan(config, world_size, cuda=device != "cpu")
     stages = config.parallel.pipeline_model_parallel_size
     where = paper.CPU if device == "cpu" else paper.PAPER
@@ -136,7 +150,7 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     trace = StepTrace(number=2 * config.optimizer.clip_grad)  # the gradient's norm, among others
     recorder = Recorder(trace)
     rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, cp, dp, pp
-    with paper.machine(device, rank, world_size, trace, recorder.fused), recorder:
+    with paper.machine(device, rank, world_size, trace, recorder.fused), recorder, _engine_on_paper(config):
         initialize_model_parallel(config)
         schedule = Schedule.of(config)
         with _weights_undrawn():
@@ -152,33 +166,21 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
 
 
 def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], schedule: Schedule, world_size: int) -> Rank:
-    """Two steps of an engine, of which the second is told. The recorder sees what runs; so it does of a real engine."""
-    trace = recorder.trace
+    """A few steps of an engine, of which the last is told. The recorder sees what runs; so it does of a real engine."""
+    trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
-    reduce = engine.settings.finalize_model_grads_func
-
-    def reduced(*args: Any, **kwargs: Any) -> None:
-        trace.stage = REDUCTION
-        reduce(*args, **kwargs)
-        trace.stage = UPDATE
-
-    engine.settings.finalize_model_grads_func = reduced
+    (zero.follow if deepspeed else _follow)(engine, recorder)
     peaks = [0.0] * world_size
     begin = launches = collectives = reads = 0
-    for step in (1, 2):
+    # ZeRO-3 notes the order of the modules in its first micro-batch, and compares it between the ranks in the second.
+    for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
         begin, launches, collectives, reads = recorder.tick, len(trace.launches), len(trace.collectives), len(trace.reads)
         trace.stage = FORWARD
         engine.train_step(batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks])
         trace.stage = SETUP
     end = recorder.tick
-    recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
-    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    recorder.known([getattr(buffer, "param_data", None) for buffer in buffers], WEIGHTS)
-    recorder.known([buffer.grad_data for buffer in buffers], GRADIENTS)
-    for inner in engine.optimizer.chained_optimizers:
-        recorder.known([dict(state) for state in inner.optimizer.state.values()], OPTIMIZER)
-        recorder.known([group["params"] for group in inner.optimizer.param_groups], OPTIMIZER)
+    (zero.tell if deepspeed else _tell)(engine, recorder)
     return Rank(
         stage=0,
         rank=torch.distributed.get_rank(),
@@ -191,6 +193,29 @@ def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], sche
         reads=trace.reads[reads:],
         chosen=trace.chosen,
     )
+
+
+def _follow(engine: Any, recorder: Recorder) -> None:
+    """Have the recorder know where Megatron's schedule reduces the gradients; after that comes the update."""
+    trace, reduce = recorder.trace, engine.settings.finalize_model_grads_func
+
+    def reduced(*args: Any, **kwargs: Any) -> None:
+        trace.stage = REDUCTION
+        reduce(*args, **kwargs)
+        trace.stage = UPDATE
+
+    engine.settings.finalize_model_grads_func = reduced
+
+
+def _tell(engine: Any, recorder: Recorder) -> None:
+    """What holds the memory of Megatron's tensors, which it makes once."""
+    recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
+    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    recorder.known([getattr(buffer, "param_data", None) for buffer in buffers], WEIGHTS)
+    recorder.known([buffer.grad_data for buffer in buffers], GRADIENTS)
+    for inner in engine.optimizer.chained_optimizers:
+        recorder.known([dict(state) for state in inner.optimizer.state.values()], OPTIMIZER)
+        recorder.known([group["params"] for group in inner.optimizer.param_groups], OPTIMIZER)
 
 
 def _groups() -> dict[tuple[int, ...], str]:
@@ -224,6 +249,10 @@ def _name_parts(engine: Any, trace: StepTrace) -> None:
         for name, module in parts.items():
             module.register_forward_pre_hook(lambda *_, name=name: setattr(trace, "part", name))
             module.register_forward_hook(lambda *_: setattr(trace, "part", "loss"))
+
+
+def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
+    return zero.on_paper() if config.engine.name == "deepspeed" else nullcontext()
 
 
 @contextmanager

@@ -89,6 +89,42 @@ def without_padding(
     return losses.detach(), logits.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> dict[str, float]:
+    """Largest differences of the loss summed in chunks of so many tokens to the sum of the losses, and of every gradient.
+
+    ``logits``: how many are in one tensor at most. Some tokens do not count. The sum has a factor, as an engine's has; of two's powers,
+    since the loss is float32.
+    """
+    from megatron.core import parallel_state
+
+    from fem_megatron.megatron.model import Layout, build
+
+    model, size = model_of(vocabulary, tied), parallel_state.get_tensor_model_parallel_world_size()
+    text, labels = batch(model)
+    positions, mask = torch.arange(LENGTH).expand_as(text), (torch.arange(BATCH * LENGTH) % 4 != 1).float().view_as(text)
+    sums, gradients, largest = [], [], []
+    for chunk_of in (0, tokens):
+        (chunk,) = build(model, Layout(tensor_model_parallel_size=size, loss_chunk=chunk_of, **layout), LENGTH, seed=1)
+        losses, seen = chunk.compute_language_model_loss, list[int]()
+
+        def noted(known: Tensor, logits: Tensor, losses: Any = losses, seen: list[int] = seen) -> Any:
+            seen.append(logits.numel())
+            return losses(known, logits)
+
+        chunk.compute_language_model_loss = noted
+        found = chunk(text, positions, None, labels=labels, loss_mask=mask)
+        total = (found * mask).sum() if chunk_of == 0 else found
+        with torch.no_grad():
+            evaluated = chunk(text, positions, None, labels=labels, loss_mask=mask)
+        assert torch.equal(evaluated, found.detach())
+        (0.25 * total).backward()
+        sums.append(total.detach())
+        gradients.append({name: weight.grad for name, weight in chunk.named_parameters()})
+        largest.append(max(seen))
+    told = {"sum": difference(sums[1], sums[0]), "logits": float(largest[1])}
+    return told | {name: difference(gradients[1][name], gradient) for name, gradient in gradients[0].items()}
+
+
 def whole(weight: Tensor, size: int) -> Tensor:
     """The ranks' parts of a weight, joined."""
     from megatron.core import parallel_state
@@ -102,7 +138,7 @@ def whole(weight: Tensor, size: int) -> Tensor:
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
     assert ours.shape == theirs.shape
-    return float((ours - theirs).detach().abs().max() / theirs.abs().max()) if ours.numel() else 0.0
+    return float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0)) if ours.numel() else 0.0
 
 
 def wrong(found: dict[str, float], tolerance: float) -> dict[str, float]:

@@ -20,6 +20,7 @@ from fem_megatron.cut_shape import CutKinds, cut_kinds
 from fem_megatron.megatron import platform
 from fem_megatron.shape import BlockShape, Shape, Training
 from fem_megatron.state import Context
+from kernels.free_energy.ranges import Ranges
 from tests.fem_megatron import padding
 from tests.fem_megatron.test_catalogue import CASES, NAMES, block_of, filled, is_causal, model_of, shape_of, tokens
 from tests.ranks import answer
@@ -52,6 +53,7 @@ FOUR = [
 SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
 Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
+CHUNKS = [("in chunks", *case) for case in EMBEDDINGS if case[0] != "not padded"]
 Errors = dict[tuple[Any, ...], dict[str, float]]
 
 
@@ -106,6 +108,14 @@ def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tupl
     assert not padding.wrong(errors[case], 1e-6)
 
 
+@pytest.mark.parametrize("case", CHUNKS, ids=str)
+def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...]) -> None:
+    # 1e-10 as above; the sum itself is of float32 losses, in another order.
+    found = dict(errors[case])
+    assert found.pop("logits") == 4 * padding.BATCH * 64  # 4 positions, 2 of each rank's slice, and a rank's rows
+    assert found.pop("sum") < 1e-6 and max(found.values()) < 1e-10, found
+
+
 def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     """On each of ``world`` ranks."""
     platform.import_megatron()
@@ -120,13 +130,15 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
         if case in SENT:
             found = {f"{kind}, {length}": count_sent(case[0], kind, length) for kind in ("states", "all_to_all") for length in (12, 48)}
         elif case[-1] == WIDE_RING:
-            found = compare_cut(case[0], "ring", beta=200.0)
+            found = compare_cut(case[0], "ring", beta=200.0) | compare_late(case[0], "ring")
         elif case[-1] == WIDE_RANGE:
-            found = compare_cut(case[0], "states", beta=200.0) | compare_refused(case[0])
+            found = compare_cut(case[0], "states", beta=200.0) | compare_refused(case[0]) | compare_late(case[0], "states")
         elif case[-1] in CUTS or case in FOUR:
             found = compare_cut(case[0], case[-1].split()[-1], 12 if world == 2 else 16)
         elif case in MIXERS:
             found = compare(case[0], sequence)
+        elif case in CHUNKS:
+            found = padding.compare_chunks(*case[1:3], 13, sequence_parallel=sequence, z_loss=0.05, params_dtype=torch.float64)
         else:
             more = {} if case in EMBEDDINGS else {"z_loss": case[2]}
             found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64, **more)
@@ -188,6 +200,26 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
     far, _ = run(whole, other, weight, is_causal(name))
     _, found, _ = run_cut(split, cut, other, weight, is_causal(name))
     errors["needle"] = ((found - y) - (far - wanted)[mine]).abs().max().item()
+    return errors
+
+
+def compare_late(name: str, kind: str) -> dict[str, float]:
+    """Of calls that go by the ones before them, as on a device: every rank takes the form that the others take, or none would end.
+
+    The third call jumps over the range, and is finite; those after it are exact, and the last is fast again.
+    """
+    cut, shape = cut_of(name, kind)
+    whole, split = filled(shape), filled(shape)
+    split.mixer.prior.ranges[0, True] = ranges = Ranges(late=True)
+    x, weight, errors = tokens(12), tokens(12).flip(0), {}
+    for n, (beta, exact) in enumerate([(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]):
+        for block in (whole, split):
+            torch.nn.init.constant_(block.mixer.beta, beta)
+        wanted, wanted_x = run(whole, x, weight, causal=True)
+        mine, y, x_grad = run_cut(split, cut, x, weight, causal=True)
+        assert ranges.forms()[-1] is exact
+        jumped = 0.0 if y.isfinite().all() and x_grad.isfinite().all() else math.inf
+        errors[f"call {n}"] = jumped if n == 2 else max(error(y, wanted[mine]), error(x_grad, wanted_x[mine]))
     return errors
 
 

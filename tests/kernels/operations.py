@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.cem_attention.reference as cem
 import kernels.fem_attention.reference as fem
@@ -251,3 +252,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
         monkeypatch.setattr(linear, name, tokens)
     monkeypatch.setattr(ssm, "CHUNK", 4)
     monkeypatch.setattr(second_order, "CHUNK", 16)
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default")):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels.aft_read import aft_read
 from kernels.check import Inputs, relative, results
 from kernels.fem_attention import fem_attention
 from kernels.free_energy import ValueWindow, free_energy_read
 from kernels.free_energy.cases import SUITE
+from kernels.free_energy.linear import linear_read
+from kernels.free_energy.ranges import Ranges
 from kernels.linear_attention import linear_attention, log_weights
 from kernels.ssm_read import ssm_read
+from tests.kernels.operations import Waits
 
 every_decay = pytest.mark.parametrize("case", ["linear attention", "a decay a head", "a decay a channel"])
 both = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
@@ -98,6 +105,125 @@ def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:
     alone = read(less, less["v"], less["beta"], less["lam"], less["gate"], exact=exact)
     x["v"][:, :, 5:9] += 7.0
     torch.testing.assert_close(read(x, x["v"], *rest, exact=exact)[:, :, kept], alone, rtol=1e-11, atol=1e-11)  # another centre
+
+
+# --- on a device: a layer's call goes by the one before it --------------------------------------------------------------------------
+
+
+def of_range(value_range: float, dtype: torch.dtype = torch.float32, case: str = "a decay a head") -> Inputs:
+    """Inputs whose largest beta * (max v - min v) is ``value_range``; all differentiable."""
+    x = inputs(case, tokens=64)
+    x["v"] *= value_range / (x["beta"][:, None] * (x["v"].amax(2, keepdim=True) - x["v"].amin(2, keepdim=True))).max()
+    return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "lam", "gate")
+
+
+def with_gradients(x: Inputs, call: Callable[..., Tensor]) -> list[Tensor]:
+    leaves = [x[name] for name in NAMES if name in x]
+    o = call(*(x.get(name) for name in NAMES))
+    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+
+def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "reference") -> list[bool]:
+    """Whether each call was read exactly: its output has either form's bits."""
+    found = []
+    for value_range in value_ranges:
+        x = of_range(value_range)
+        o, *gradients = with_gradients(x, lambda *given, v=x["v"]: linear_read(*given, decision=ranges.decide(v), implementation=how))
+        assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
+        forms = [linear_read(*(x[name] for name in NAMES), exact=form, implementation=how) for form in (False, True)]
+        assert not torch.equal(*forms)
+        exact = torch.equal(o, forms[1])
+        assert exact or torch.equal(o, forms[0])
+        found.append(exact)
+    return found
+
+
+BELOW, BETWEEN, BEYOND = 63.9, 64.1, 80.1
+
+
+@pytest.mark.parametrize("how", ["reference", "triton"])
+def test_a_call_takes_the_form_that_the_range_before_it_asked_for(how: str, messages: pytest.LogCaptureFixture) -> None:
+    given = [BELOW, BETWEEN, BEYOND, BELOW, BELOW, BEYOND, BELOW]
+    assert forms_of_calls(Ranges(late=True), given, how) == [False, False, True, True, False, False, True]
+    (jump,) = (record.getMessage() for record in messages.records if "jumped" in record.getMessage())  # the sixth; not the third
+    assert jump.startswith("free_energy_read: beta * (max v - min v) jumped from 63.9 to 80.1 within a call of a layer")
+    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [True, True, False]  # the first call waits
+    assert pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
+
+
+def test_every_jump_is_named(messages: pytest.LogCaptureFixture) -> None:
+    forms_of_calls(Ranges(late=True), [1.0, 1000.0, 1.0, 1.0, float(2**12), 1.0])
+    assert "jumped from 1 to 1000 " in messages.text and "jumped from 1 to 4096 " in messages.text
+
+
+@pytest.mark.parametrize("value_range", [BELOW, 79.9])
+def test_the_fast_form_has_the_exact_one_s_gradients_up_to_the_range(value_range: float) -> None:
+    truth = with_gradients(of_range(value_range, torch.float64), partial(linear_read, exact=True))
+    for how in ("reference", "triton"):
+        found = with_gradients(of_range(value_range), partial(linear_read, exact=False, implementation=how))
+        assert all(relative(got, wanted) < 2e-5 for got, wanted in zip(found, truth, strict=True))  # float32, of exponents up to 40
+
+
+@pytest.mark.parametrize("value_range", [81.0, 200.0, 3000.0])
+def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_lies_far_under_the_greatest(value_range: float) -> None:
+    x, wide = of_range(value_range), of_range(value_range, torch.float64)
+    truth = with_gradients(wide, partial(linear_read, exact=True))
+    mu = with_gradients(wide | {"lam": 0 * wide["lam"]}, partial(linear_read, exact=True))
+    one, other = (with_gradients(x, partial(linear_read, exact=False, implementation=how)) for how in ("reference", "triton"))
+    assert all(relative(got, wanted) < 1e-5 and got.isfinite().all() for got, wanted in zip(other, one, strict=True))
+    high = (wide["beta"][:, None] * wide["v"]).amax(2, keepdim=True)
+    free_energy = read(wide, wide["v"], wide["beta"], exact=True)
+    seen = wide["beta"][:, None] * free_energy > high - 80  # F of what is that near to the greatest is right
+    assert 0.2 < seen.double().mean() <= 1
+    assert relative(one[0][seen], truth[0][seen]) < 2e-5
+    low, top = torch.minimum(mu[0], truth[0]), torch.maximum(mu[0], truth[0])
+    slack = 1e-5 * truth[0].abs().max()
+    assert (one[0] >= low - slack).all() and (one[0] <= top + slack).all()  # elsewhere between mu and F
+
+
+def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
+    """However many calls are under way, in either order, by either way to compute again, within the layer or around it."""
+    given = [BELOW, BETWEEN, 1000.0, 63.0, 30.0, 10.0]
+    for reentrant in (True, False):
+        for within in (True, False):
+            for order in (1, -1):
+                ranges, made, xs = Ranges(late=True), [], [of_range(value_range) for value_range in given]
+
+                def layer(*x: Tensor, ranges: Ranges = ranges, within: bool = within, reentrant: bool = reentrant) -> Tensor:
+                    decision = ranges.decide(x[2])
+                    call = partial(linear_read, decision=decision)
+                    return checkpoint(call, *x, use_reentrant=reentrant) if within else call(*x)
+
+                for x in xs:
+                    arguments = [x[name] for name in NAMES]
+                    made.append(layer(*arguments) if within else checkpoint(layer, *arguments, use_reentrant=reentrant))
+                forms = ranges.forms()
+                assert forms == [False, False, True, True, False, False]
+                for x, o, form in list(zip(xs, made, forms, strict=True))[::order]:
+                    o.square().sum().backward()
+                    _, *wanted = with_gradients(x, partial(linear_read, exact=form))
+                    assert all(torch.equal(x[name].grad, g) for name, g in zip(NAMES, wanted, strict=True))
+                assert ranges.forms() == forms  # nothing of it was a call
+
+
+@pytest.mark.parametrize("how", ["reference", "triton"])
+@pytest.mark.parametrize("value_range", [10.0, 200.0], ids=["fast", "exact"])
+def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: float) -> None:
+    """What a CUDA graph refuses, too. And what is computed again does not wait, while forms are the same."""
+    ranges, x = Ranges(late=True), of_range(value_range)
+
+    def layer(*given: Tensor) -> Tensor:
+        return linear_read(*given, decision=ranges.decide(x["v"]), implementation=how)
+
+    with Waits() as first:
+        with_gradients(x, layer)
+    with Waits() as steady:
+        with_gradients(x, layer)
+        with_gradients(x, lambda *given: checkpoint(layer, *given, use_reentrant=False))
+    assert len(first.found) == 1 and steady.seen > 20 and steady.found == []
 
 
 # --- the running window of decoding ---------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from fem_common.errors import StorageError
 from pretrain.config import DataConfig, load_run
 from pretrain.data.datasets import Ends, _Tokens, batches, build_datasets
 from pretrain.data.facts import check_contents
+from pretrain.data.staging import Staged
 from pretrain.data.store_reader import StoreReader
 from pretrain.plan.run_plan import forward_flops, make_plan
 from pretrain.validate import prepare
@@ -70,6 +72,28 @@ def test_position_is_exact_and_a_longer_request_keeps_the_order(settings: list[s
         seen.append(a)
     texts = [tuple(row.tolist()) for batch in seen for row in batch["tokens"]]
     assert len(set(texts)) == len(texts)
+
+
+def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[dict[str, Any]]:
+        for number in range(3):
+            read.append(number)
+            yield {"tokens": torch.tensor(number)}
+        raise StorageError("gone")
+
+    stream = Staged(source())
+    seen = list[int]()
+    for ahead in (2, 0, 1):
+        for _ in range(ahead):
+            stream.ahead()
+        assert read == [*range(len(seen) + (ahead > 0))], "one at most"
+        seen.append(int(next(stream)["tokens"]))
+    stream.ahead()  # here a trainer still saves
+    with pytest.raises(StorageError):
+        next(stream)
+    assert seen == [0, 1, 2]
 
 
 def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_path: Path) -> None:

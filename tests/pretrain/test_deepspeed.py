@@ -155,7 +155,7 @@ def _look(engine: Any) -> dict[str, Any]:
         return bool(engine.train_step(micro_batches(16, weight), samples).skipped)
 
     def steps() -> list[float]:
-        return [float(engine.state.adam.state[one]["step"]) for one in engine.state._flat()]
+        return [float(engine.state.adam.state[one]["step"]) for one in engine.state.flat()]
 
     skipped = [step(8)]
     before = _tensors(engine)

@@ -42,6 +42,10 @@ CASES = {
     "budget ii": ModelConfig(fem=FemConfig(budget="ii")),
     "selective": ModelConfig(),
     "offloaded": ModelConfig(),
+    "fp8": ModelConfig(),
+    "fp8, selective": ModelConfig(),
+    "fp8, transformer": ModelConfig(mixer="transformer"),
+    "fp8, plain": ModelConfig(fem=FemConfig(conditioner=False, free_energy=False, gate=False)),
     "grouped, offloaded, selective": ModelConfig(mixer="transformer", num_query_groups=2),
     "grouped, normed, selective": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
 } | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
@@ -57,7 +61,8 @@ ENGINES = {
 def case(name: str, layers: int, precision: str) -> RunConfig:
     model = replace(CASES[name], hidden_size=384, num_layers=layers, num_attention_heads=4, ffn_hidden_size=640, vocab_size=1000)
     recompute = "selective" if "selective" in name else "none"
-    train = TrainConfig(precision=precision, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations="offloaded" in name)
+    fp8, offloads = "tensorwise" if "fp8" in name else "none", "offloaded" in name
+    train = TrainConfig(precision=precision, fp8=fp8, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations=offloads)
     return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=train)
 
 
@@ -131,6 +136,13 @@ def long(ranks: int) -> RunConfig:
     )
 
 
+def large_vocabulary(chunk: int) -> RunConfig:
+    """Logits that are most of all there is; ``chunk`` as train.loss_chunk."""
+    model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=32768)
+    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision="fp32", loss_chunk=chunk)
+    return RunConfig(model=model, data=DataConfig(seq_length=1024), train=train, optimizer=OptimizerConfig(warmup_steps=1))
+
+
 def measure_peak(config: RunConfig) -> int:
     """Bytes that the resident set grows by, at its largest, while an engine is built and takes two steps."""
     import torch
@@ -174,6 +186,16 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
     planned = make_plan(training(precision, engine), 1, cuda=False).peak_memory
     measured = answer(1, measure_peak, training(precision, engine), output=tmp_path / "said", patience=900)
     assert measured == pytest.approx(planned, rel=0.1 if "selective" in engine else 0.15)
+
+
+def test_the_loss_in_chunks_needs_no_memory_for_all_logits(tmp_path: Path) -> None:
+    """Peaks within 15% of the plan, as above; all logits of 4,096 tokens and 32,768 words would be 512 MiB."""
+    measured = {}
+    for chunk in (0, 256):
+        measured[chunk] = answer(1, measure_peak, large_vocabulary(chunk), output=tmp_path / f"said{chunk}", patience=300)
+        planned = make_plan(large_vocabulary(chunk), 1, cuda=False).peak_memory
+        assert measured[chunk] == pytest.approx(planned, rel=0.15), (chunk, measured, planned)
+    assert measured[256] < 0.5 * measured[0]
 
 
 @pytest.mark.slow

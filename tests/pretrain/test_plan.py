@@ -24,13 +24,13 @@ from pretrain.plan.memory import chunks_in_flight, layer_activations, training_o
 from pretrain.plan.run_plan import (
     Plan,
     checkpoint_bytes,
+    computed_again,
     count_by_component,
     flops_per_token,
     forward_flops,
     make_plan,
     memory_excess,
     parameter_shapes,
-    recomputed_flops,
     render,
     stage_parameters,
 )
@@ -121,15 +121,15 @@ def test_a_plan_needs_no_transformer_of_the_same_heads(mixer: str, width: int, h
 def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layers() -> None:
     config = run(LARGE)
     forward = forward_flops(config.model, 4096)
-    assert flops_per_token(config) == 3 * sum(forward.values()) and recomputed_flops(config, forward) == 0
+    assert flops_per_token(config) == 3 * sum(forward.values()) and not computed_again(config, forward)
     again = replace(config, train=replace(config.train, recompute="full"))
     assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
-    assert recomputed_flops(again, forward) == sum(forward.values()) - forward["output layer"]
+    assert sum(computed_again(again, forward).values()) == sum(forward.values()) - forward["output layer"]
     some = replace(config, train=replace(config.train, recompute="selective"))
-    assert recomputed_flops(some, forward) == forward["MLP"] + forward["attention"]
+    assert computed_again(some, forward) == {part: forward[part] for part in ("attention", "MLP")}
     planned = make_plan(again, 8)
     assert planned.train_flops == flops_per_token(config)
-    assert planned.hardware_flops == flops_per_token(config) + recomputed_flops(again, forward)
+    assert planned.hardware_flops == flops_per_token(config) + sum(computed_again(again, forward).values())
     # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
     weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) >= 2 and "embed" not in name)
     assert sum(forward.values()) == 2 * weights + forward["attention"]

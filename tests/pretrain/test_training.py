@@ -7,23 +7,30 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fem_megatron.megatron import platform
+from pretrain import trainer
+from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
+from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
+from pretrain.trainer import Trainer
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.jobs import engine_of, micro_batches
-from tests.ranks import records
+from tests.ranks import losses, records
 
 
 def test_run_directory_tells_all(pretrain: Command) -> None:
@@ -72,6 +79,29 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
 
 
+def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step, of a run and of its resume. That what was read and not used is not counted: test_checkpoints.py."""
+    read, counts, step = list[int](), list[int](), Trainer._step
+
+    def noted(*given: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(*given)):
+            read.append(number)
+            yield batch
+
+    def counted(trainer: Trainer, stream: Any) -> Any:
+        told = step(trainer, stream)
+        counts.append(len(read))
+        return told
+
+    monkeypatch.setattr(trainer, "batches", noted)
+    monkeypatch.setattr(Trainer, "_step", counted)
+    for steps in (4, 6):
+        assert pretrain(f"train.steps={steps}", "train.eval_interval=0", "data.valid=[]") == 0
+    assert counts == [3, 5, 7, 8, 11, 12]
+
+
 def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """For real; offline, because nobody is logged in. TensorBoard: test_observer.py."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -93,9 +123,10 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
     assert len(os.listdir("/proc/self/task")) < before + 10
 
 
-def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int) -> None:
     """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
-    with engine_of(settings) as engine:
+    with engine_of([*settings, f"train.loss_chunk={chunk}"]) as engine:
 
         def state() -> list[torch.Tensor]:
             adam = engine.optimizer.chained_optimizers[0].optimizer
@@ -117,6 +148,27 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert not engine.train_step(micro_batches(32), 24).skipped
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+
+def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path) -> None:
+    """Two attempts are one to the bit, since no scale is kept; a checkpoint has the same tensors as without, in their types."""
+    wide = ["model.hidden_size=64", "train.precision=bf16", "checkpoint.interval=6", "train.eval_interval=0"]
+    runs = {name: tmp_path / name for name in ("sixteen", "eight", "resumed")}
+    for name, run_dir in runs.items():
+        given = [f"run_dir={run_dir}", *wide, *([] if name == "sixteen" else ["train.fp8=tensorwise"])]
+        assert pretrain(*given) == 0, pretrain.err
+        if name == "resumed":
+            shutil.rmtree(run_dir / "checkpoints" / "step_00000012")
+            assert pretrain(*given) == 0 and "at step 6" in pretrain.out
+    told = {name: losses(run_dir) for name, run_dir in runs.items()}
+    assert told["resumed"] == told["eight"]
+    kept = {name: load_full_model_state(run_dir)[0] for name, run_dir in runs.items()}
+    assert all(torch.equal(one, kept["resumed"][name]) for name, one in kept["eight"].items())
+    shapes = [{name: (one.shape, one.dtype) for name, one in kept[each].items()} for each in ("sixteen", "eight")]
+    assert shapes[0] == shapes[1]
+    # An operand is within 2^-4 of itself, its errors of either sign, and a product sums 64 of them or more: 4% of a product's norm.
+    for (loss, norm), (wanted, wanted_norm) in zip(told["eight"].values(), told["sixteen"].values(), strict=True):
+        assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=0.05)
 
 
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:

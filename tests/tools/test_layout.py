@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from fem_common.config import ConfigErrors
 from pretrain.config import RunConfig, load_run
+from pretrain.plan.cut import cut_bytes
 from pretrain.plan.run_plan import flops_per_token, make_plan
+from pretrain.validate import validate
 from tools.bench.traffic.__main__ import PAGE
 from tools.layout.__main__ import main
+from tools.layout.search import AXES, layouts
 from tools.layout.step import Machine, machines, mfu, seconds
 
 RUN = "configs/run/transformer_1.3b_100bt.yaml"
@@ -71,6 +76,87 @@ def test_a_step_by_hand() -> None:
     assert slower["data parallel"] > alike["data parallel"] and slower["products"] == alike["products"]
 
 
+SMALL = ("model.num_layers=4", "train.global_batch_size=8", "model.vocab_size=32000")
+MACHINE = Machine.of("h100", "ib-400")
+NEAR, FAR = (float(MACHINE.rest["latency"][name]) for name in ("nvlink", "fabric"))
+
+
+def spent(gpus: int, *more: str, machine: Machine = MACHINE) -> dict[str, float]:
+    config = config_of(gpus, (2048, 8, 16, 8192, 32000), 1, 64, more)
+    validate(config, gpus)
+    return seconds(make_plan(config, gpus), machine)
+
+
+def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_keys() -> None:
+    sizes = ("parallel.context_parallel_size=4",)
+    config, layers = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, sizes), 8
+    # DP 8: 8 micro-batches, each with 1024 of 4096 tokens. q, k, v and what was read, bf16, forth and back: a rank keeps a quarter.
+    sent = 8 * layers * 1024 * 2 * (4 * 2 * 2048 / 4) * 3
+    assert sent == cut_bytes(config, 8, cuda=True)
+    exchanged = spent(32, *sizes)
+    assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
+    assert exchanged["products"] == pytest.approx(spent(32)["products"])  # a quarter of the tokens, four times as many micro-batches
+    ring, fast = (*sizes, "parallel.context_parallel_kind=ring"), replace(MACHINE, device={**MACHINE.device, "nvlink": 1e12})
+    # Keys and values three times in either direction, under attention; the gradients of both, fp32, four times, which nothing hides.
+    keys, gradients = 8 * layers * 1024 * 2 * 2048 * 3 * 2 * 2, 8 * layers * 1024 * 2 * 2048 * 4 * 4
+    calls, round_ = 8 * layers * (4 + 4) * NEAR, spent(32, *ring)
+    assert spent(32, *ring, machine=fast)["context parallel"] == pytest.approx(gradients / 1e12 + calls)
+    assert round_["context parallel"] == pytest.approx((keys + gradients) / 360e9 + calls - 0.7 * round_["attention"])
+    # Sixteen lie in two nodes: eight of the fifteen others are in the other one.
+    wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
+    calls = 32 * layers * 4 * FAR
+    assert spent(32, "parallel.context_parallel_size=16")["context parallel"] == pytest.approx(
+        cut_bytes(wide, 2, cuda=True) / 42.5e9 * 8 / 15 + calls
+    )
+
+
+def test_zero_s_stages_send_what_they_split() -> None:
+    machine = replace(MACHINE, rest={**MACHINE.rest, "overlap": 0.0})
+    stages = [spent(32, "engine.name=deepspeed", f"engine.zero_stage={stage}", machine=machine) for stage in (1, 2, 3)]
+    plain, parameters = spent(32, machine=machine), make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters
+    way = 31 / 32 * parameters / 340e9  # eight links of a node
+    # Two micro-batches. Gradients in fp32, twice the way where all have the sum; weights in bf16, in stage 3 for either pass.
+    ways = [2 * 4 + 2, 2 * 2 * 4 + 2, 2 * (4 + 2 * 2)]
+    assert plain["data parallel"] == pytest.approx((4 + 2) * way)
+    assert [each["data parallel"] for each in stages] == pytest.approx([each * way for each in ways])
+    hidden = spent(32, "engine.name=deepspeed", "engine.zero_stage=3", "parallel.overlap_grad_reduce=true")
+    assert hidden["data parallel"] < stages[2]["data parallel"]
+
+
+def test_what_is_computed_again_takes_its_time() -> None:
+    none, some, full = (spent(32, f"train.recompute={kind}") for kind in ("none", "selective", "full"))
+    flops = make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).forward_flops
+    assert some["attention"] == full["attention"] > none["attention"]
+    again = flops["MLP"] / (flops["MLP"] + flops["mixer projections"])
+    assert some["products"] - none["products"] == pytest.approx(again * (full["products"] - none["products"]))
+    for name in ("pointwise", "gaps"):
+        assert none[name] < some[name] < full[name]
+
+
+@pytest.mark.parametrize("more", [(), ("model.mixer=fem_gla", "engine.name=deepspeed")], ids=["megatron", "deepspeed"])
+def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> None:
+    """All combinations of all axes, one by one: no list but the trainer's own checks decides."""
+    config, gpus, found = load_run(RUN, [*SMALL, *more]), 8, set()
+    for values in product(*(axis.values(config, gpus) for axis in AXES)):
+        made = config
+        for axis, value in zip(AXES, values, strict=True):
+            name = axis.key.partition(".")[2]
+            made = replace(made, **{axis.section: replace(getattr(made, axis.section), **{name: value})})
+        made = replace(
+            made, parallel=replace(made.parallel, world_size=gpus, sequence_parallel=made.parallel.tensor_model_parallel_size > 1)
+        )
+        try:
+            validate(made, gpus)
+        except ConfigErrors:
+            continue
+        found.add(values)
+    ours = {tuple(axis.of(made) for axis in AXES) for made in layouts(config, gpus)}
+    assert ours == found
+    seen = {axis.key.partition(".")[2]: {values[number] for values in ours} for number, axis in enumerate(AXES)}
+    assert seen["context_parallel_size"] == {1, 2, 4, 8} and seen["recompute"] == {"none", "selective", "full"}
+    assert (seen["zero_stage"], seen["pipeline_model_parallel_size"]) == (({1, 2, 3}, {1}) if more else ({1}, {1, 2, 4}))
+
+
 def test_the_best_is_written_as_a_part_that_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part, picture = tmp_path / "best.yaml", tmp_path / "best.png"
     small = ["model.num_layers=2", "train.global_batch_size=8", "model.vocab_size=32000"]
@@ -80,3 +166,26 @@ def test_the_best_is_written_as_a_part_that_a_run_takes(tmp_path: Path, capsys: 
     assert taken.parallel.world_size == 4 and taken.parallel.overlap_grad_reduce
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([RUN, *small, "--gpus", "3"]) == 2
+    assert "train.global_batch_size = 8 is not a multiple" in capsys.readouterr().err
+
+
+def test_the_part_and_what_it_says_beside_are_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = tmp_path / "best.yaml"
+    small = [*SMALL, "data.seq_length=65536", "engine.name=deepspeed", "parallel.context_parallel_kind=ring"]
+    assert main([RUN, *small, "--gpus", "16", "--out", str(part)]) == 0
+    said = capsys.readouterr().out
+    beside = said.splitlines()[-1].partition("; with ")[2].split()
+    assert f"# With {' '.join(beside)}." in part.read_text(encoding="utf-8")
+    taken = load_run(RUN, [*small[:-1], f"parallel={part}", *beside])
+    validate(taken, 16)
+    best = said.splitlines()[2]
+    assert f"CP{taken.parallel.context_parallel_size} ring" in best and f"stage {taken.engine.zero_stage}" in best
+    assert f"micro-batch {taken.train.micro_batch_size}" in best and ("recompute" in best) == (taken.train.recompute != "none")
+
+
+def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([RUN, *SMALL, "model.mixer=fla.GatedLinearAttention", "--gpus", "4"]) == 2
+    assert "model.mixer = fla.GatedLinearAttention" in capsys.readouterr().err
+    assert main([RUN, *SMALL, "optimizer.name=muon", "data.documents=separate", "--gpus", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("assumed:") == 2 and "optimizer.name = muon" in said

@@ -7,93 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser, run
-from fem_common.config import ConfigErrors, dump_yaml
+from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError
 from fem_common.files import write_whole
 from fem_common.plot import COLOURS, new_figure, plain_axes, save
 from fem_common.text import aligned, gib
-from pretrain.config import ParallelConfig, RunConfig, load_run
-from pretrain.plan.devices import memory_gib
-from pretrain.plan.run_plan import Plan, make_plan
-from pretrain.validate import validate
-from tools.layout.step import NODE, Machine, machines, mfu, seconds
+from pretrain.config import ParallelConfig, load_run
+from tools.layout.search import Candidate, ranked
+from tools.layout.step import NODE, Machine, assumed, check, machines
 
 PROGRAM = "tools.layout"
 _SHOWN = 12
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that fits, and its step's seconds by what they are spent on."""
-
-    plan: Plan
-    spent: dict[str, float]
-    mfu: float
-
-    @property
-    def step(self) -> float:
-        """Seconds."""
-        return sum(self.spent.values())
-
-    @property
-    def name(self) -> str:
-        """As tables have it."""
-        layout, train = self.plan.config.parallel, self.plan.config.train
-        tensor, chunks = layout.tensor_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        parts = [f"TP{tensor}{'+SP' if layout.sequence_parallel else ''}" if tensor > 1 else ""]
-        parts += [
-            f"PP{layout.pipeline_model_parallel_size}{f'x{chunks}' if chunks else ''}" if layout.pipeline_model_parallel_size > 1 else ""
-        ]
-        parts += [f"DP{self.plan.data_parallel}", f"micro-batch {train.micro_batch_size}", "recompute" if train.recompute == "full" else ""]
-        return " ".join(filter(None, parts))
-
-    @property
-    def limit(self) -> str:
-        """What most of the step beyond products and attention is spent on, with its share."""
-        rest = {name: each for name, each in self.spent.items() if name not in ("products", "attention")}
-        most = max(rest, key=lambda name: rest[name])
-        return f"{most} {100 * rest[most] / self.step:.0f}%"
-
-
-def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    """Every layout that the run's own checks let pass."""
-    model, batch = config.model, config.train.global_batch_size
-    for tensor in (1, 2, 4, 8):
-        for stages in (each for each in range(1, model.num_layers + 1) if model.num_layers % each == 0 and gpus % (tensor * each) == 0):
-            data, deep = gpus // (tensor * stages), model.num_layers // stages
-            for chunks in (None, *(each for each in (2, 3, 4) if stages > 1 and deep % each == 0)):
-                for micro in (each for each in (1, 2, 4, 8, 16) if batch % (each * data) == 0):
-                    for recompute in ("none", "full"):
-                        parallel = replace(
-                            config.parallel, world_size=gpus, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1,
-                            pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks,
-                            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
-                        )  # fmt: skip
-                        made = replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=micro, recompute=recompute))
-                        try:
-                            validate(made, gpus)
-                        except ConfigErrors:
-                            continue
-                        yield made
-
-
-def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candidate], int]:
-    """(the layouts that fit, the fastest first; how many do not fit)."""
-    room, fit, over = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]), list[Candidate](), 0
-    for made in layouts(config, gpus):
-        plan = make_plan(made, gpus)
-        if plan.peak_memory > room:
-            over += 1
-            continue
-        spent = seconds(plan, machine)
-        fit.append(Candidate(plan, spent, mfu(plan, sum(spent.values()), machine.name)))
-    return sorted(fit, key=lambda each: each.step), over
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,10 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     config = load_run(options.config, options.overrides)
-    if config.engine.name == "deepspeed":
-        raise ConfigError("engine.name = deepspeed has no layouts to choose from here; set engine.name=megatron")
-    if config.parallel.context_parallel_size > 1:
-        raise ConfigError("parallel.context_parallel_size: layouts of sequences that are cut are not modelled; set it to 1")
+    check(config)
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size = null: a plan without data needs it, as model.vocab_size=32000")
     if options.gpus < 1:
@@ -125,6 +50,8 @@ def _report(options: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"no layout of {config.name} on {options.gpus} x {options.device} fits ({over} need more memory)")
     print(f"{config.name} on {options.gpus} x {options.device}, {options.fabric}: {len(found)} layouts fit, {over} do not; modelled")
+    for line in assumed(config):
+        print(f"assumed: {line}")
     rows = [["layout", "step, s", "MFU", "tokens/s/GPU", "memory", "limited by"]]
     for each in found[:_SHOWN]:
         tokens = each.plan.schedule.step_tokens / each.step / options.gpus
@@ -132,13 +59,13 @@ def _report(options: argparse.Namespace) -> int:
     print("\n".join(aligned(rows, left=[0, 5])))
     best = found[0]
     if options.out:
-        train = best.plan.config.train
+        beside = " ".join(best.beside)
         note = (
             f"# {best.name} for {config.name} on {options.gpus} x {options.device}, by tools.layout's model: {100 * best.mfu:.0f}% MFU.\n"
+            f"# With {beside}.\n"
         )
-        note += f"# With train.micro_batch_size={train.micro_batch_size} train.recompute={train.recompute}.\n"
         write_whole(options.out, (note + dump_yaml(_part(best.plan.config.parallel))).encode())
-        print(f"wrote {options.out}; with train.micro_batch_size={train.micro_batch_size} train.recompute={train.recompute}")
+        print(f"wrote {options.out}; with {beside}")
     if options.picture:
         draw(found[:_SHOWN], options.picture)
     return 0

@@ -1,20 +1,25 @@
 """The model of a step: seconds by what they are spent on, of one layout. Every constant is machines.yaml's.
 
 The pipeline's slowest stage is the last, with the output layer. A step is its micro-batches and the bubble, what of the collectives over
-data-parallel ranks no pass hides, and the update. Tensor parallelism's collectives hide nothing, and nothing hides them.
+data-parallel ranks no pass hides, and the update. Tensor parallelism's collectives hide nothing, and nothing hides them; so do context
+parallelism's (`pretrain.plan.cut`), but for a ring's keys and values, which attention hides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fem_megatron.catalogue import mixer_names
+from fem_common.errors import ConfigError
+from fem_megatron.catalogue import describe, mixer_names
+from pretrain.config import RunConfig
+from pretrain.plan.cut import cut_bytes
 from pretrain.plan.devices import peak_tflops
-from pretrain.plan.run_plan import Plan
+from pretrain.plan.run_plan import Plan, computed_again
 
 NODE = 8  # GPUs
 
@@ -41,6 +46,30 @@ def machines() -> dict[str, Any]:
     return read
 
 
+def check(config: RunConfig) -> None:
+    """Raises ConfigError where nothing is known of what a layer moves."""
+    known = machines()["traffic"]
+    if unknown := next((name for name in mixer_names(config.model) if name not in known), None):
+        raise ConfigError(f"model.mixer = {unknown}: what its layers move is unknown here; known are {', '.join(known)}")
+
+
+def assumed(config: RunConfig) -> Iterator[str]:
+    """What the model of this run's steps takes for granted, besides machines.yaml."""
+    own = {describe(name).mlp for name in mixer_names(config.model)}
+    if config.model.mlp and own != {config.model.mlp}:
+        yield f"model.mlp = {config.model.mlp} moves as much as the mixers' own MLPs"
+    if config.train.precision != "bf16":
+        yield f"train.precision = {config.train.precision} is as fast as bf16"
+    if config.optimizer.name == "muon":
+        yield "optimizer.name = muon takes as long as AdamW: its own products are not counted"
+    if config.train.offload_activations or config.engine.offload_optimizer:
+        yield "copies to the host and back, and updates there, take no time"
+    if config.data.documents == "separate":
+        yield "data.documents = separate: each sequence is one document"
+    if config.stages:
+        yield f"stages: each has data.seq_length = {config.data.seq_length}"
+
+
 def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     """Of one step, by what they are spent on; their sum is the step's."""
     config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
@@ -49,11 +78,12 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
     )
-    tokens = config.train.micro_batch_size * config.data.seq_length
+    tokens = config.train.micro_batch_size * config.data.seq_length // layout.context_parallel_size
     passes = {name: tokens * each for name, each in _per_token(plan, machine).items()}
     between = _tensor_parallel(plan, machine, tokens)
+    cut = _context_parallel(plan, machine, passes["attention"])
     gaps = _launches(plan, machine) * float(machine.rest["gap"])
-    one = sum(passes.values()) + between + gaps
+    one = sum(passes.values()) + between + cut + gaps
     bubble = (stages - 1) / (chunks or 1) * one
     sent = 2 * micro * 2 * (chunks or 1) * tokens * config.model.hidden_size / (tensor if layout.sequence_parallel else 1) / machine.fabric
     hops = 2 * (micro + stages) * float(machine.rest["latency"]["fabric"])
@@ -61,12 +91,23 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
         **{name: micro * each for name, each in passes.items()},
         "gaps": micro * gaps,
         "tensor parallel": micro * between,
+        "context parallel": micro * cut,
         "bubble": bubble,
         "stages": (1 - float(machine.rest["overlap"])) * sent + hops if stages > 1 else 0.0,
         "data parallel": _data_parallel(plan, machine, one),
-        "optimizer": float(machine.rest["optimizer_bytes"]) * max(s.parameters for s in plan.memory) / plan.data_parallel
-        / float(machine.device["bandwidth"]),
+        "optimizer": float(machine.rest["optimizer_bytes"]) * max(s.parameters for s in plan.memory)
+        / (1 if zero_stage(plan) == 0 else replicas(plan)) / float(machine.device["bandwidth"]),
     }  # fmt: skip
+
+
+def replicas(plan: Plan) -> int:
+    """Ranks that hold the same weights, over which gradients are summed and the optimizer's state is split."""
+    return plan.data_parallel * plan.config.parallel.context_parallel_size
+
+
+def zero_stage(plan: Plan) -> int | None:
+    """DeepSpeed's; None: Megatron's own distributed optimizer."""
+    return plan.config.engine.zero_stage if plan.config.engine.name == "deepspeed" else None
 
 
 def mfu(plan: Plan, step: float, device: str) -> float:
@@ -81,9 +122,8 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     config, device = plan.config, machine.device
     layout = config.parallel
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    again = 1 if config.train.recompute == "full" else 0
-    flops = dict(plan.forward_flops)
-    head, attention = flops.pop("output layer"), flops.pop("attention", 0.0)
+    flops, twice, again = dict(plan.forward_flops), computed_again(config, plan.forward_flops), _again(plan, machine)
+    head, attention, attention_twice = flops.pop("output layer"), flops.pop("attention", 0.0), twice.pop("attention", 0.0)
     width = config.model.hidden_size / tensor
     rate = float(device["products"]) * width / (width + float(device["half_width"]))
     wide = float(device["products"]) * config.model.hidden_size / (config.model.hidden_size + float(device["half_width"]))
@@ -92,13 +132,13 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     moved = 0.0
     known: dict[str, Any] = machine.rest["traffic"]
     for name in mixer_names(config.model):
-        kib = known.get(name, known["fem_softmax"])[0] * config.model.recurrence
+        kib = known[name][0] * config.model.recurrence
         # Of a layer a third, norms and the residual stream, is split by sequence parallelism alone.
         moved += kib * 1024 * config.model.hidden_size / 2048 * (2 / (3 * tensor) + 1 / (3 * sequence)) * (1 + again / 3)
     logits = 5 * 4 * config.model.padded_vocab_size() / tensor
     return {
-        "products": sum(flops.values()) * (3 + again) / (stages * tensor * rate) + 3 * head / (tensor * wide),
-        "attention": attention * ((1 + again) / forward + 2.5 / backward) / (stages * tensor),
+        "products": (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate) + 3 * head / (tensor * wide),
+        "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward) / (stages * tensor),
         "pointwise": (moved / stages + logits) / float(device["bandwidth"]),
     }
 
@@ -106,8 +146,13 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
 def _launches(plan: Plan, machine: Machine) -> float:
     """Kernels of a micro-batch on a rank."""
     known: dict[str, Any] = machine.rest["traffic"]
-    layers = sum(known.get(name, known["fem_softmax"])[1] for name in mixer_names(plan.config.model)) * plan.config.model.recurrence
-    return float(layers) * (1.4 if plan.config.train.recompute == "full" else 1.0) / plan.config.parallel.pipeline_model_parallel_size
+    layers = sum(known[name][1] for name in mixer_names(plan.config.model)) * plan.config.model.recurrence
+    return float(layers) * (1 + 0.4 * _again(plan, machine)) / plan.config.parallel.pipeline_model_parallel_size
+
+
+def _again(plan: Plan, machine: Machine) -> float:
+    """What recomputation does again of a layer's forward pass, products aside."""
+    return float(machine.rest["again"][plan.config.train.recompute])
 
 
 def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
@@ -117,21 +162,48 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
     if tensor == 1:
         return 0.0
     layers = plan.config.model.num_layers * plan.config.model.recurrence / layout.pipeline_model_parallel_size
-    # Sequence parallelism gathers each product's input once more for its weight's gradient: half an all-reduce's way, twice a layer.
-    sums = layers * (4 + layout.sequence_parallel + 2 * (plan.config.train.recompute == "full"))
+    # Sequence parallelism gathers each product's input once more for its weight's gradient: half an all-reduce's way, twice a layer; and
+    # an MLP's input where that alone was kept.
+    again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[plan.config.train.recompute]
+    sums = layers * (4 + layout.sequence_parallel + again)
     way = 2 * (tensor - 1) / tensor * 2 * tokens * plan.config.model.hidden_size / float(machine.device["nvlink"])
     return sums * (way + float(machine.rest["latency"]["nvlink"]))
 
 
-def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
-    """Seconds of the gradients' reduction and the weights' gathering that a micro-batch's passes do not hide."""
-    size = plan.data_parallel
+def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
+    """Seconds of a micro-batch's exchanges between ranks that share its sequences, which ``attention``'s seconds do not hide."""
+    layout = plan.config.parallel
+    tensor, size = layout.tensor_model_parallel_size, layout.context_parallel_size
     if size == 1:
         return 0.0
-    layout = plan.config.parallel
+    sent, beside = (cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches for only in (False, True))
+    near, nvlink = max(1, NODE // tensor), float(machine.device["nvlink"])  # of the group, in a node
+    speed, latency, calls = nvlink, float(machine.rest["latency"]["nvlink"]), 4 + 2 * (plan.config.train.recompute == "full")
+    if size > near:  # each rank by its own link; a ring is as fast as its slowest
+        speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
+        latency = float(machine.rest["latency"]["fabric"])
+    layers = plan.config.model.num_layers * plan.config.model.recurrence / layout.pipeline_model_parallel_size
+    waited = (sent - beside) / speed + layers * latency * (calls + size * bool(beside))
+    return waited + max(0.0, beside / speed - float(machine.rest["overlap"]) * attention)
+
+
+def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
+    """Seconds of the gradients' reduction and the weights' gathering that a micro-batch's passes, of ``one`` second, do not hide.
+
+    Megatron reduces and gathers once a step, and so does DeepSpeed's stage 1, whose ranks wait for the weights; stage 2 reduces in each
+    micro-batch, stage 3 too, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce (DeepSpeed's default).
+    """
+    size, zero, layout = replicas(plan), zero_stage(plan), plan.config.parallel
+    if size == 1:
+        return 0.0
     beside = max(1, NODE // layout.tensor_model_parallel_size)  # of the group, in a node
     # NCCL's ring crosses a node's border once: all the node's links to the fabric serve it.
     speed = min(float(machine.device["nvlink"]), machine.fabric * beside) if size > beside else float(machine.device["nvlink"])
     share = (size - 1) / size * max(stage.parameters for stage in plan.memory) / speed
-    hidden = float(machine.rest["overlap"]) if layout.overlap_grad_reduce else 0.0
-    return max(0.0, 4 * share - hidden * one * 2 / 3) + max(0.0, 2 * share - hidden * one / 3)
+    hidden = (float(machine.rest["overlap"]) if layout.overlap_grad_reduce else 0.0) * one
+    reduced, gathered = 4 * share, (2 if plan.config.train.precision == "bf16" else 4) * share
+    if zero is None:
+        return max(0.0, reduced - hidden * 2 / 3) + max(0.0, gathered - hidden / 3)
+    if zero == 3:
+        return plan.micro_batches * (max(0.0, gathered - hidden / 3) + max(0.0, gathered + reduced - hidden * 2 / 3))
+    return (plan.micro_batches if zero == 2 else 1) * max(0.0, 2 * reduced - hidden * 2 / 3) + (gathered if zero else 0.0)

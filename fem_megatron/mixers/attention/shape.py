@@ -134,18 +134,18 @@ class AttentionShape(Shape):
             normed["qk_norm"] += e * query + (0.0 if training.again else packed)
         if training.again:
             return normed | {
-                "projection": e * self.hidden,
+                "projection": training.operand * self.hidden,
                 "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
                 "attention": e * (query + keys),
                 "packed": packed,
-                "out_proj": e * query,
+                "out_proj": training.operand * query,
             }
         return normed | {
-            "projection": e * self.hidden,
+            "projection": training.operand * self.hidden,
             "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
             "packed": packed if self.groups == self.heads else 0.0,
-            "out_proj": e * query if e < WIDE or blockwise else 0.0,
+            "out_proj": training.operand * query if training.operand < WIDE or blockwise else 0.0,
         }
 
     def summary(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Kept, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -82,7 +82,7 @@ class CemAttentionShape(Shape):
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
     once = frozenset({"preconditioner"})
-    kept = (46.0, 32.0)
+    kept = Kept(46.0, 32.0, 18.3, 18.2)
 
     hidden: int
     heads: int
@@ -179,7 +179,7 @@ class CemMlpShape(Shape):
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
     once = frozenset({"preconditioner"})
-    kept = (25.0, 18.0)
+    kept = Kept(25.0, 18.0, 8.4)
 
     hidden: int
     inner: int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds
-from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, Kept, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -39,7 +39,7 @@ class DeltaShape(Shape):
     """
 
     layer_class = "fem_megatron.mixers.delta.layer:DeltaNet"
-    kept = (101.0, 78.0)
+    kept = Kept(101.0, 78.0, 32.4, 30.4)
 
     hidden: int
     heads: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
-from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import FIXED, Kept, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -25,7 +25,7 @@ class DifferentialShape(Shape):
     """
 
     layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
-    kept = (49.0, 32.0)
+    kept = Kept(49.0, 32.0, 24.2, 22.1)
 
     hidden: int
     heads: int

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import KEPT, Training, Weight, Weights, keys_seen, qk_norms
+from fem_megatron.shape import KEPT, WIDE, Kept, Training, Weight, Weights, keys_seen, qk_norms
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
-    from fem_megatron.mixers.fem.shape import FemConfig
+    from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 
 
 class PriorShape(ABC):
     """Sizes of a prior p_t(i): which slices of the packed projection a head reads it from, and what a read costs.
 
-    layer_class: "module:class" of the ``Prior`` that computes it. kept, product_scores: as ``Shape`` has them. compares: its q and k are
-    attention's queries and keys.
+    layer_class: "module:class" of the ``Prior`` that computes it. kept, product_scores: as ``Shape`` has them, kept on a CPU. compares: its
+    q and k are attention's queries and keys.
     """
 
     layer_class: ClassVar[str]
-    kept: ClassVar[tuple[float, float]] = KEPT
+    kept: ClassVar[Kept] = KEPT
     product_scores: ClassVar[bool] = False
     qk_norm: bool = False
     compares: ClassVar[bool] = False
@@ -52,6 +52,10 @@ class PriorShape(ABC):
     @abstractmethod
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         """Bytes of a token and head that its read takes besides values and gates (``gate``: whether the mixer has one)."""
+
+    def read_bytes(self, training: Training, fem: FemShape) -> float:
+        """Bytes of a token and head that autograd keeps of its read on a GPU, from the slices of the packed product on."""
+        raise NotImplementedError
 
     def weights(self, heads: int) -> Weights:
         """Parameters besides the packed projection."""
@@ -138,6 +142,16 @@ class ScanShape(PriorShape):
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
 
+    def read_bytes(self, training: Training, fem: FemShape) -> float:
+        """The features of q and k, relu and sum; decays; v and its streams, and what was read, narrow and wide; gates, or a wide one."""
+        e, wide, value = training.element, WIDE * (training.element < WIDE), fem.value_head
+        features = 2 * e * sum(self.slices().get(name, 0) for name in "qk") + 3 * WIDE * self.decays
+        if training.again:
+            return features + e * value * (1 + fem.temperature + fem.gate)
+        if fem.free_energy:
+            return features + WIDE + value * (WIDE + 2 * wide + e * (4 + fem.temperature + fem.gate))
+        return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
+
     def state_size(self, streams: int) -> int:
         """Numbers of the state of ``streams`` channels of values, of the ones beside them and of how far a chunk fades it."""
         return self.features * (streams + 1 + bool(self.decays))
@@ -220,7 +234,7 @@ class AftShape(PriorShape):
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
-    kept = (145.0, 121.0)
+    kept = Kept(145.0, 121.0)
 
     width: int
     query: str
@@ -252,6 +266,12 @@ class AftShape(PriorShape):
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         """A maximum and sums for each channel, fp32: 3 numbers, 4 more with F, 3 more where F has logits of its own."""
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
+
+    def read_bytes(self, training: Training, fem: FemShape) -> float:
+        """All slices, the query's sigmoid and its product with the gate, or its softplus in fp32; what was read, and each block's sums."""
+        e, value = training.element, fem.value_head
+        query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
+        return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         """k, and the query in fp32; after the read it is a gate, if there is no other."""
@@ -301,6 +321,12 @@ class MambaShape(PriorShape):
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         return training.wide * (self.value + 2 * self.states)
+
+    def read_bytes(self, training: Training, fem: FemShape) -> float:
+        """delta, B and C in fp32, before and after softplus; the gates, or without F all slices; the squashed values, and what was read."""
+        e, value = training.element, fem.value_head
+        slices = e * value * (1 + fem.temperature + fem.gate) if self.squash else e * fem.head_width
+        return WIDE * 2 * (self.value + 2 * self.states) + slices + e * value
 
     def weights(self, heads: int) -> Weights:
         """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""

@@ -17,8 +17,9 @@ from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
-from kernels.free_energy import MAX_RANGE, ValueWindow, free_energy_read, within_range
+from kernels.free_energy import ValueWindow, free_energy_read, value_window
 from kernels.free_energy.linear import linear_read
+from kernels.free_energy.ranges import Decision, Ranges
 from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
 
@@ -32,6 +33,16 @@ class Prior(Layer):
     def __init__(self, shape: FemShape) -> None:
         super().__init__()
         self.shape = shape
+        self.ranges: dict[tuple[int, bool], Ranges] = {}
+
+    def decision(self, v: Tensor, context: Context, *, agreed: bool = False) -> Decision | None:
+        """Of the form in which this call reads v, to be asked by its reads; None: by each for itself.
+
+        By earlier calls of the same iteration. agreed: all ranks of a cut ask with the same range, so that all decide alike.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        return self.ranges.setdefault((context.iteration, agreed), Ranges()).decide(v)
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
         """o = gate * ((1 - lam) mu + lam F): v, lam, gate [b, h, s, d_v], beta [h, d_v] -> [b, h, s, d_v] in v's type.
@@ -58,7 +69,8 @@ class ScanPrior(Prior):
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
         cut = context.passing if context.causal and self.shape.backend != "reference" else None
-        span = None if cut is None or beta is None else self._span(v, beta, cut)
+        decision = None if beta is None or context.state is not None else self.decision(v, context, agreed=cut is not None)
+        span = None if cut is None or beta is None else self._span(v, beta, cut, decision or Decision())
         passes = cut is not None and (beta is None or span is not None)
 
         def read(
@@ -83,21 +95,21 @@ class ScanPrior(Prior):
                 return self._decode(q, k, decay, v, beta, lam, gate, context)
             if passes:
                 return self._pass(q, k, decay, v, beta, lam, gate, span, context)
-            return self._read(q, k, decay, v, beta, lam, gate, causal=context.causal)
+            return self._read(q, k, decay, v, beta, lam, gate, decision, causal=context.causal)
 
         return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
-    def _span(self, v: Tensor, beta: Tensor, cut: Cut) -> Tensor | None:
+    def _span(self, v: Tensor, beta: Tensor, cut: Cut, decision: Decision) -> Tensor | None:
         """The least and the greatest value of each channel over the sequence, [b, h, 2, d_v]; None: the read needs the exact form.
 
         All ranks decide alike. Raises ValueError where that form cannot be made, since it reads all tokens of a head.
         """
         span = cut.span(v, time=2)
-        if within_range(span, beta):
+        if not decision.exact(value_window(span, beta).largest):
             return span
         if v.shape[1] % cut.ranks.size:
             raise ValueError(
-                f"beta * (max v - min v) is over {MAX_RANGE:g}: the exact form reads whole heads, and the {cut.ranks.size} ranks of "
+                f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads whole heads, and the {cut.ranks.size} ranks of "
                 f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads (model.num_attention_heads); take fewer ranks"
             )
         return None
@@ -123,7 +135,8 @@ class ScanPrior(Prior):
         def weights(start: int, stop: int) -> Tensor:
             raise AssertionError("the exact form needs the tokens of all ranks")
 
-        return free_energy_read(v, beta, lam, gate, read, weights, span=None if span is None else torch.cat((span, span)))
+        both = None if span is None else torch.cat((span, span))
+        return free_energy_read(v, beta, lam, gate, read, weights, exact=False, span=both)
 
     def _read(
         self,
@@ -134,12 +147,14 @@ class ScanPrior(Prior):
         beta: Tensor | None,
         lam: Tensor | None,
         gate: Tensor | None,
+        decision: Decision | None,
         *,
         causal: bool,
     ) -> Tensor:
         """The read of whole sequences."""
         q, k = (t.to(product_type(v)) for t in (q, k))
-        return linear_read(q, k, v, decay, beta, lam, gate, causal=causal, exact=self.shape.backend == "reference")
+        exact = True if self.shape.backend == "reference" else None
+        return linear_read(q, k, v, decay, beta, lam, gate, causal=causal, exact=exact, decision=decision)
 
     def _decode(
         self,
@@ -179,7 +194,8 @@ class SoftmaxPrior(Prior):
         k = context.extend("k", k, dim=2)
         v = context.extend("v", v, dim=2)
         chosen = "auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend
-        return softmax_read(context, q, k, v, beta, lam, gate, scale=self.shape.prior.scale, implementation=chosen)
+        decision = None if context.cut is None or beta is None else self.decision(v, context, agreed=True)
+        return softmax_read(context, q, k, v, beta, lam, gate, scale=self.shape.prior.scale, decision=decision, implementation=chosen)
 
 
 class LinearPrior(ScanPrior):

@@ -137,7 +137,7 @@ class FemShape(Shape):
         for name, size in self.conditioners().items():
             weights |= {
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
-                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0),
+                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0, precise=True),  # decays' logits
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
                 f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())),
             }
@@ -173,9 +173,9 @@ class FemShape(Shape):
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Over the softmax prior the table's; over another an estimate."""
+        """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
         if not isinstance(self.prior, SoftmaxShape):
-            return training.estimate(self.hidden, self.prior.kept)
+            return self._kept_of_a_prior(training) if training.cuda else training.estimate(self.hidden, self.prior.kept)
         e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
         value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
         narrow = e < WIDE
@@ -185,23 +185,23 @@ class FemShape(Shape):
         own_slices = cuda and bool(self.conditioner or self.prior.rope or self.temperature or self.gate)
         reads_packed_values = not self.free_energy and not own_slices and (cuda or read == unpadded)
         terms = {
-            "projection": e * self.hidden,
+            "projection": training.operand * self.hidden + (e * self.hidden if training.fp8 and self.conditioner else 0.0),
             "rope": WIDE * qk_head / training.micro_batch if self.prior.rope else 0.0,
             "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
             "packed": e * packed if cuda or self.gate or reads_packed_values else 0.0,
             "gates": value
             * (e * (self.temperature + self.gate) if cuda else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE),
-            "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
+            "out_proj": training.operand * value if self.free_energy or self.gate or training.operand < WIDE else 0.0,
         }
         if self.prior.qk_norm:  # a GPU's kernel keeps its arguments, so that what it gives is kept here
             terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
             terms["rope"] = e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
-            terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
+            terms["conditioner"] = self._conditioner_keeps(training)
             terms["scaling"] = 0.0 if cuda else e * 2 * packed
         if training.again:
             slices = 1 + self.temperature + self.gate
-            terms |= {"packed": e * packed, "gates": 0.0, "out_proj": e * value}
+            terms |= {"packed": e * packed, "gates": 0.0, "out_proj": training.operand * value}
             terms["attention"] = e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
             return terms
         if self.free_energy and cuda:  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
@@ -212,6 +212,21 @@ class FemShape(Shape):
         elif self.gate and narrow:
             terms["epilogue"] = WIDE * value
         return terms
+
+    def _kept_of_a_prior(self, training: Training) -> dict[str, float]:
+        e, t = training.element, training.tensor_parallel
+        return {
+            "projection": e * self.hidden,
+            "rope": WIDE * self.rotary_size() / training.micro_batch,
+            "packed": e * self.heads * self.head_width / t,
+            "attention": self.heads * self.prior.read_bytes(training, self) / t,
+            "out_proj": e * self.value_size / t,
+            "conditioner": self._conditioner_keeps(training) if self.conditioner else 0.0,
+        }
+
+    def _conditioner_keeps(self, training: Training) -> float:
+        own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
+        return training.element * (self.hidden + self.conditioner) + own
 
     def summary(self) -> str:
         keys = self.prior.slices().get("k")

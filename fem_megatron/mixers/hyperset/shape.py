@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.rope import Rope
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Kept, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -63,7 +63,7 @@ class HyperSetShape(Shape):
 
     layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
     once = frozenset({"step sizes"})
-    kept = (101.0, 79.0)
+    kept = Kept(101.0, 79.0, 72.2, 70.2)
 
     hidden: int
     heads: int
@@ -162,6 +162,10 @@ class HyperSetShape(Shape):
         if self.switches.attention == "linear":
             return self.hidden * self.head * max(4, element)
         return length * self.hidden * element
+
+    def moment_bytes(self, training: Training) -> float:
+        """Its fp32 gradients are about as much as it keeps."""
+        return sum(self.kept_bytes(training).values()) * training.micro_batch * training.length / training.ranks * training.cuda
 
     def summary(self) -> str:
         """Heads and widths."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import ESTIMATE, FIXED, OUTPUT, WIDE, Kept, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -35,7 +35,7 @@ class Mamba2Shape(Shape):
     """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x; about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2)."""
 
     layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
-    kept = (67.0, 44.0)
+    kept = Kept(67.0, 44.0)
 
     hidden: int
     heads: int
@@ -109,6 +109,13 @@ class Mamba2Shape(Shape):
             return Crossing(states=matrices / tensor + training.tokens_before(self.conv - 1) * e * (self.inner / tensor + 2 * self.state))
         scan = self.heads * training.wide + 2 * p * self.inner
         return Crossing((2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state)
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """An estimate; in bf16 on a GPU what the convolutions, the scan and the gated norm keep of the inner channels, and of B and C."""
+        if not training.cuda or training.element == WIDE:
+            return super().kept_bytes(training)
+        inner, state = (20, 8) if training.again else (24, 12)
+        return {ESTIMATE: training.element * self.hidden + inner * self.inner / training.tensor_parallel + state * self.state}
 
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.rope import Rope
-from fem_megatron.shape import Packing, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import WIDE, Kept, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
+BLOCK = 2**26  # numbers of the systems that the exact step solves at a time on a GPU (`kernels.second_order_attention`)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class SecondOrderShape(_Heads):
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
     once = frozenset({"gram"})
-    kept = (35.0, 34.0)
+    kept = Kept(35.0, 34.0, 31.2, 10.5)
 
     exact: bool = False
     sharpness: float = 1.0
@@ -132,6 +133,12 @@ class SecondOrderShape(_Heads):
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
         return Crossing(keys=e / tensor) if kinds.gathers else Crossing(3 * e / tensor, angles=turn)
 
+    def moment_bytes(self, training: Training) -> float:
+        """mha2nd: k k^T of every token, and six times a block of queries' systems; on a CPU blocks are small."""
+        tokens = training.micro_batch * training.length / training.ranks
+        numbers = tokens * self.hidden * self.head / training.tensor_parallel
+        return WIDE * (numbers + 6 * min(numbers, BLOCK) * training.cuda) * self.exact
+
     def max_length(self) -> int | None:
         """What mha2nd is refused over; mha2nd1st takes any."""
         return self.switches.exact_max_length if self.exact else None
@@ -146,7 +153,7 @@ class EnergyLinearShape(_Heads):
     """A gradient step a head on F = -1/2 sum_i (q.k_i)^2: linear attention whose values are its keys."""
 
     layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
-    kept = (32.0, 28.0)
+    kept = Kept(32.0, 28.0, 32.2, 12.3)
 
     @classmethod
     def of(cls, model: ModelConfig) -> EnergyLinearShape:

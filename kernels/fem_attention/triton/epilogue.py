@@ -15,24 +15,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.fem_attention.triton.prep import row_blocks
+from kernels.free_energy import FAINT as LEAST
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
 from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
+FAINT = tl.constexpr(LEAST)
 
 
 class GatedRead(torch.autograd.Function):
     """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
 
-    beta [hk, dv] (float32), centre, shifted [b, hk, 1, dv] and wild [b, hk]: of kv head n // (h // hk) for head n. A wild head has no part
-    in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
+    beta [hk, dv] (float32), centre, shifted [b, hk, 1, dv] and wild [b, hk] or None: of kv head n // (h // hk) for head n. A wild head has
+    no part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, reads: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor, wild: Tensor, lam: Tensor | None, gate: Tensor | None
+        ctx: Any,
+        reads: Tensor,
+        beta: Tensor,
+        centre: Tensor,
+        shifted: Tensor,
+        wild: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         reads, beta = rows_of(reads), beta.contiguous()
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
@@ -148,14 +157,18 @@ def _epilogue_backward_kernel(
     head, kv, at, column, inside, temperature, middle, shift = _rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
-    kept = inside & (tl.load(wild + kv) == 0)
+    kept = inside
+    if wild is not None:
+        kept = inside & (tl.load(wild + kv) == 0)
     read = _tile(reads, head, heads, rb, rh, rt, at, column)
     # A wild head's reads may be anything: masked, its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
     gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)
     width = 1.0 / temperature
-    level = 1.0 / tl.where(shift, 1.0 + y, z)
+    mass = tl.where(shift, 1.0 + y, z)
+    known = mass >= FAINT  # else F - mu has no gradient, as in `FreeEnergyGap`
+    level = 1.0 / tl.where(known, mass, 1.0)
     tilt = tl.where(shift, y * level, 1.0)
     mixed = gap
     d_mixed = tl.load(_tile(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(tl.float32)
@@ -171,6 +184,7 @@ def _epilogue_backward_kernel(
     if lam is not None:
         tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
         d_gap = d_mixed * share
+    d_gap = tl.where(known, d_gap, 0.0)
     out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
     tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
     tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
 
 The formulas are those of `kernels.free_energy`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
-whose values are not finite, is *wild*: its exponents are clamped so that the stream stays finite, and its results are to be replaced.
+whose values are not finite, is *wild*: c is then such that no exponential overflows, and attention's results are to be replaced.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.free_energy import MAX_RANGE, SHIFT_BELOW
+from kernels.free_energy import CLAMP as MOST
+from kernels.free_energy import SHIFT_BELOW
+from kernels.free_energy.ranges import MAX_RANGE
 from kernels.implementations import interpreted
 from kernels.tiles import empty_as, rows_of
 
 WARPS = 4
 LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
-# Over half of MAX_RANGE, so that nothing within the range is clamped, and low enough for exp(CLAMP)**2 to be a float32.
-CLAMP = tl.constexpr(MAX_RANGE / 2 + 0.5)
+CLAMP = tl.constexpr(MOST)
+LOWEST = tl.constexpr(-120.0)  # its exponential is 0 in float32
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2_HIGH = tl.constexpr(0.693359375)  # ten bits of log 2: times a whole number under 2^14 it is exact
 LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
@@ -41,7 +43,7 @@ class Constants:
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """The middle of each channel's range over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
+    """Each channel's c over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
 
     float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
     """
@@ -131,10 +133,10 @@ def excess(x):
 
 @triton.jit
 def exponent(v, beta, centre):
-    """x = beta (v - centre), clamped; 0 where it is not a number."""
+    """x = beta (v - centre), clamped where the range is over LARGEST; 0 where it is not a number."""
     x = (v - centre) * beta
     x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -CLAMP), CLAMP)
+    return tl.minimum(tl.maximum(x, LOWEST), CLAMP)
 
 
 @triton.jit
@@ -178,10 +180,10 @@ def _constants_kernel(
     lowest = tl.min(least, 0)
     highest = tl.max(greatest, 0)
     inside = column < DV
-    temperature = tl.load(beta + head % heads * DV + column, mask=inside, other=0.0).to(tl.float32)
+    temperature = tl.load(beta + head % heads * DV + column, mask=inside, other=1.0).to(tl.float32)
     spread = tl.where(inside, temperature * (highest - lowest), 0.0)
     spread = tl.where(spread == spread, spread, float("inf"))
-    middle = lowest * 0.5 + highest * 0.5
+    middle = tl.maximum(lowest * 0.5 + highest * 0.5, highest - LARGEST * 0.5 / temperature)
     finite = tl.abs(middle) < float("inf")
     tl.store(centre + head * DV + column, tl.where(finite, middle, 0.0), mask=inside)
     tl.store(shifted + head * DV + column, spread < SHIFT, mask=inside)

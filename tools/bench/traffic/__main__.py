@@ -86,12 +86,12 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Every mixer that takes so many tokens, without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first."""
+    """Every mixer without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first; a sequence as it can be."""
     base = load(ModelConfig, MODELS / "transformer_1.3b.yaml")
-    names = [name for name in (BASELINE, *MIXERS) if MIXERS[name].package is None and name != "mha2nd"]
-    models = {name: replace(base, mixer=name) for name in names}
+    models = {name: replace(base, mixer=name) for name in (BASELINE, *MIXERS) if MIXERS[name].package is None}
     models["GLA"] = replace(models["fem_gla"], fem=WITHOUT)
-    return {name: step_of(name, model, tokens, batch) for name, model in models.items()}
+    longest = {name: model.blocks()[0].mixer.max_length() or tokens for name, model in models.items()}
+    return {name: step_of(name, model, min(tokens, longest[name]), batch) for name, model in models.items()}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def mixers_table(steps: list[Step]) -> str:
-    """A row a mixer: KiB a token and layer by pass, and the layer beside the Transformer's."""
+    """A row a mixer: KiB a token and layer by pass, and the step of a token beside the Transformer's."""
     base, rows = steps[0], []
     for step in steps:
         first = step.layers[0].trace
@@ -125,7 +125,8 @@ def mixers_table(steps: list[Step]) -> str:
                 cells.append(_kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b))))  # type: ignore[misc]
             cells.append(str(sum(launch.backward == backward for launch in first.launches)))
         cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
-        rows.append([*cells, *(f"{step.total(roof) / base.total(roof):.2f}" for roof in ROOFS)])
+        tokens = step.tokens * step.batch / (base.tokens * base.batch)
+        rows.append([*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)])
     header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split("|")
     return runner.table([*header, *(f"step ÷ {BASELINE}, {roof.name}" for roof in ROOFS)], rows)
 
@@ -160,7 +161,8 @@ def _shown(table: str) -> str:
 
 INTRODUCTION = "Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100."
 LEGEND = """KiB a token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
-pass; *host reads*: of a number. GLA is fem_gla without its switches."""
+pass; *host reads*: of a number. GLA is fem_gla without its switches; mha2nd has its longest
+sequences, of 512 tokens."""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""What train.fp8 means for a run, from its configuration alone: which products are of 8-bit floats, and whether they can be. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fem_megatron.catalogue import mixer_names
+from fem_megatron.config import ModelConfig
+from fem_megatron.shape import BlockShape, Weights
+from pretrain.config import RunConfig
+
+TILE = 16  # what a GPU's product of 8-bit floats wants every size to be a multiple of
+
+
+def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What keeps the run from multiplying 8-bit floats: a model without such products, a size of one on a rank."""
+    layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
+    if train.fp8 == "none":
+        return
+    names, found = mixer_names(config.model), False
+    for name, block in dict(zip(names, config.model.blocks(), strict=True)).items():
+        for weight, one in eight_bit(block).items():
+            rows, columns = math.prod(one.shape[:-1]), one.shape[-1]
+            cut = layout.tensor_model_parallel_size
+            rows, columns = (rows, columns // cut) if one.split == len(one.shape) - 1 else (rows // cut, columns)
+            if rows % TILE or columns % TILE:
+                yield (
+                    f"{key} needs sizes that {TILE} divides, and {weight} of {name} is {rows} x {columns} on a rank; take other widths "
+                    "(model.*, parallel.tensor_model_parallel_size), or set train.fp8=none"
+                )
+                return
+            found = True
+    if not found:
+        yield f"{key}: no layer of {', '.join(dict.fromkeys(names))} has a linear map that may be of 8-bit floats; set train.fp8=none"
+    own = config.data.seq_length // layout.context_parallel_size
+    if train.micro_batch_size * own % TILE:
+        needed = TILE // math.gcd(TILE, own)
+        near = max(1, round(train.micro_batch_size / needed)) * needed
+        yield (
+            f"{key} needs sizes that {TILE} divides, and train.micro_batch_size = {train.micro_batch_size} sequences have "
+            f"{train.micro_batch_size * own} tokens on a rank; the nearest: train.micro_batch_size={near}"
+        )
+
+
+def eight_bit(block: BlockShape) -> Weights:
+    """The block's weights whose products are of 8-bit floats where train.fp8 is on."""
+    return {name: weight for name, weight in block.weights().items() if weight.eight_bit}
+
+
+def forward_flops(model: ModelConfig) -> float:
+    """FLOPs of 8-bit floats in a token's forward pass: each such map is applied once an iteration."""
+    return sum(2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values()) for block in model.blocks())
+
+
+def told(model: ModelConfig, forward: float) -> str:
+    """What share of the ``forward`` pass's FLOPs a token is of 8-bit floats, in a line."""
+    return f"{100 * forward_flops(model) / forward:.1f}% of them of 8-bit floats; MFU is told by the peak of 16-bit ones"

@@ -1,0 +1,141 @@
+"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on tensors without numbers, and which of its tensors hold what.
+
+All that stands in for something of DeepSpeed is here, each with its reason and where upstream (0.19.8) the need arises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+from fem_common.errors import ConfigError
+from fem_megatron.megatron import platform
+from pretrain.config import RunConfig
+from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
+from pretrain.rehearsal.record import FORWARD, GRADIENTS, OPTIMIZER, REDUCTION, UPDATE, WEIGHTS, WORKSPACE, Recorder
+
+
+def prepare(config: RunConfig) -> None:
+    """Import DeepSpeed, which looks for this machine's own device, before another one is played.
+
+    Raises:
+        ConfigError: it is not installed, or the run offloads or has Muon.
+    """
+    if config.engine.offload_optimizer:  # as every offload has it
+        raise ConfigError(
+            "engine.offload_optimizer = true cannot be rehearsed: DeepSpeed's update on the host reads numbers by their address; set it to "
+            "false (--plan knows what it needs)"
+        )
+    if config.optimizer.name == "muon":
+        raise ConfigError(
+            "optimizer.name = muon cannot be rehearsed under engine.name=deepspeed: each rank tells the others what it updates, and here "
+            "are none; set optimizer.name=adamw, or engine.name=megatron"
+        )
+    if obstacle := check_ops(offload_optimizer=False):
+        raise ConfigError(f"engine.name = deepspeed: {obstacle}")
+    prepare_environment()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator()
+
+
+@contextmanager
+def on_paper() -> Iterator[None]:
+    """DeepSpeed within `fem_megatron.megatron.paper.machine`; what it keeps for the process is this process's own again at the end."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import utils
+    from deepspeed.utils import groups
+
+    with ExitStack() as stack:
+        stack.callback(set_accelerator, get_accelerator())
+        if platform.has_cuda():
+            set_accelerator(_gpu())
+        # The default group and its clone (comm/comm.py:44, utils/groups.py:46) are of a process, not of an engine.
+        stack.enter_context(mock.patch.object(deepspeed.comm.comm, "cdb", None))
+        stack.enter_context(mock.patch.multiple(groups, _WORLD_GROUP=None, mpu=None))
+        # Which operations could be compiled here (ops/__init__.py:27): it starts compilers, and none of them runs.
+        stack.enter_context(mock.patch.dict(vars(deepspeed.ops), {"__compatible_ops__": {}}))
+        # It prints this process's memory, whatever is asked for (bf16_optimizer.py:54).
+        stack.enter_context(mock.patch.object(bf16_optimizer, "see_memory_usage"))
+        stack.enter_context(mock.patch.multiple(utils, **_alike(utils)))
+        yield
+
+
+def _gpu() -> Any:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    class Gpu(CUDA_Accelerator):
+        """Without the profiler's marks, which a torch without CUDA lacks (cuda_accelerator.py:248)."""
+
+        range_push = range_pop = lambda *_, **__: None
+
+    return Gpu()
+
+
+def _alike(utils: Any) -> dict[str, Any]:
+    """ZeRO-3 compares the order of its modules with rank 0's (zero/utils.py:81 and 99): sent and read here, too, and always the same."""
+    length, numbers = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
+
+    def same_length(given: list[int]) -> None:
+        with suppress(RuntimeError):
+            length(given)
+
+    def same_numbers(given: list[int]) -> list[int]:
+        numbers(given)
+        return given
+
+    return {"assert_lst_len_same_as_other_ranks": same_length, "get_lst_from_rank0": same_numbers}
+
+
+def follow(engine: Any, recorder: Recorder) -> None:
+    """Have the recorder know the phases of an engine's steps, and what holds the memory of DeepSpeed's tensors."""
+    trace, inner = recorder.trace, engine.engine
+    reduce, update = inner.allreduce_gradients, inner._take_model_step
+
+    def reduced(*args: Any, **kwargs: Any) -> None:
+        trace.stage = REDUCTION
+        reduce(*args, **kwargs)
+        trace.stage = FORWARD
+        tell(engine, recorder)
+
+    def updated(*args: Any, **kwargs: Any) -> None:
+        trace.stage = UPDATE
+        update(*args, **kwargs)
+
+    inner.allreduce_gradients, inner._take_model_step = reduced, updated
+    # Shapes that it keeps as tensors of "meta" (zero/stage_1_and_2.py:485), which in a rehearsal look like memory.
+    recorder.forget(getattr(inner.optimizer, "round_robin_bit16_meta", []))
+    for parameter in engine.model.parameters():
+        parameter.register_post_accumulate_grad_hook(_gradient_told(engine, recorder))
+    engine.state.adam.register_step_pre_hook(lambda *_: tell(engine, recorder))
+    tell(engine, recorder)
+
+
+def _gradient_told(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
+    """A hook for a parameter whose gradient is there; DeepSpeed's own has run, and may have moved it into a bucket."""
+
+    def told(parameter: Any) -> None:
+        recorder.known(_buckets(engine.engine.optimizer), WORKSPACE)
+        recorder.known([parameter.grad, getattr(parameter, "grad_accum", None)], GRADIENTS)
+
+    return told
+
+
+def _buckets(optimizer: Any) -> list[Any]:
+    return [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+
+
+def tell(engine: Any, recorder: Recorder) -> None:
+    """Tell the recorder what holds the memory that is there now. The first name counts: in stage 0 the optimizer updates the weights."""
+    optimizer, parameters, flat = engine.engine.optimizer, list(engine.model.parameters()), engine.state.flat()
+    recorder.known(_buckets(optimizer), WORKSPACE)
+    recorder.known([getattr(parameter, "ds_tensor", parameter) for parameter in parameters], WEIGHTS)
+    recorder.known([flat, [dict(state) for state in engine.state.adam.state.values()]], OPTIMIZER)
+    recorder.known([each.grad for each in [*flat, *parameters]], GRADIENTS)
+    names = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+    recorder.known([getattr(optimizer, name, None) for name in names], GRADIENTS)
+    recorder.known([getattr(parameter, "grad_accum", None) for parameter in parameters], GRADIENTS)

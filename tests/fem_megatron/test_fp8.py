@@ -1,0 +1,118 @@
+"""Linear maps of 8-bit floats: the operands and the products against float64 definitions of their own, and which maps they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from fem_megatron import catalogue
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import fp8, platform
+from fem_megatron.megatron.model import Layout, transformer_config
+from fem_megatron.megatron.specs import MegatronBlock
+
+# Bits of the mantissa, least exponent of a normal number, largest number (OCP's 8-bit formats).
+FORMATS = {fp8.FORWARD: (3, -6, 448.0), fp8.BACKWARD: (2, -14, 57344.0)}
+SPREAD = 12  # binary orders of magnitude, so that some of the numbers are denormal in 8 bits
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(SPREAD * torch.rand(shape, generator=generator))
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
+
+
+def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """t in float64 as an operand has it, and the most by which it may be off t: half a step of 2^(exponent - mantissa)."""
+    mantissa, least, largest = FORMATS[dtype]
+    t = t.detach().double()
+    scale = 2.0 ** torch.floor(torch.log2(t.abs().max() / largest) + 1)
+    exponent = torch.floor(torch.log2((t / scale).abs())).clamp_min(least)
+    step = scale * 2.0 ** (exponent - mantissa)
+    return torch.round(t / step) * step, step / 2  # round: half to even
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: torch.dtype) -> None:
+    for seed in range(20):
+        t = draw(16, 32, seed=seed, dtype=of) * 10.0 ** (seed - 10)
+        found, scale = fp8.quantised(t, dtype)
+        wanted, bound = rounded(t, dtype)
+        assert found.is_contiguous() and torch.equal(found.double() * scale.double(), wanted)
+        assert bool(((wanted - t.double()).abs() <= bound).all()) and float(torch.frexp(scale).mantissa) == 0.5
+    nothing, _ = fp8.quantised(torch.zeros(16, 16, dtype=of), dtype)
+    assert not nothing.double().any()
+
+
+def test_parts_scaled_apart_round_to_the_same_numbers() -> None:
+    for dtype, normal in ((fp8.FORWARD, 2.0**-13), (fp8.BACKWARD, 2.0**-28)):
+        whole = draw(64, 32, seed=3)
+        parts = torch.cat([found.double() * scale.double() for found, scale in (fp8.quantised(part, dtype) for part in whole.split(16))])
+        found, scale = fp8.quantised(whole, dtype)
+        same = whole.abs() > normal * whole.abs().max()
+        assert torch.equal(parts[same], (found.double() * scale.double())[same]) and same.float().mean() > 0.9
+        assert len({float(fp8.quantised(part, dtype)[1]) for part in whole.split(16)}) > 1
+
+
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
+def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None:
+    """To the sum's rounding (fp32's 2^-24 for each of n summands) and the result's; so they are off the exact ones by their operands'."""
+    x, weight, dy = draw(8, 6, 32, seed=0, dtype=of), draw(48, 32, seed=1, dtype=of), draw(8, 6, 48, seed=2, dtype=of)
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = fp8.linear(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (of, of, of)
+    (qx, off_x), (qw, off_w) = rounded(x.flatten(0, 1), fp8.FORWARD), rounded(weight, fp8.FORWARD)
+    qg, off_g = rounded(dy.flatten(0, 1), fp8.BACKWARD)
+    for found, (a, off_a, t), (b, off_b, u) in (
+        (y, (qx, off_x, x.flatten(0, 1)), (qw.T, off_w.T, weight.T)),
+        (dx, (qg, off_g, dy.flatten(0, 1)), (qw, off_w, weight)),
+        (dw, (qg.T, off_g.T, dy.flatten(0, 1).T), (qx, off_x, x.flatten(0, 1))),
+    ):
+        wanted, sums = a @ b, a.abs() @ b.abs()
+        error = (found.detach().double().view_as(wanted) - wanted).abs()
+        narrow = torch.finfo(of).eps / 2 * wanted.abs()
+        assert bool((error <= a.shape[1] * 2.0**-24 * sums + narrow).all())
+        exact = t.detach().double() @ u.detach().double()
+        allowed = off_a @ u.detach().double().abs() + t.detach().double().abs() @ off_b + off_a @ off_b
+        assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all()) and not torch.equal(wanted, exact)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x, weight = draw(16, 16, seed=0), draw(16, 16, seed=1).requires_grad_()
+    x[3, 4] = bad
+    assert fp8.linear(x, weight)[3].isnan().all()
+    dy = torch.ones(16, 16)
+    dy[2, 2] = bad
+    (dw,) = torch.autograd.grad(fp8.linear(draw(16, 16, seed=0), weight), weight, dy)
+    assert not dw.isfinite().all()
+
+
+@pytest.mark.parametrize("mixer", [name for name in catalogue.MIXERS if not name.startswith("fla.")])
+def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
+    """Where it is on, the same parameters under the same names; the modules that multiply 8-bit floats are those that the shapes name."""
+    model = ModelConfig(mixer=mixer, hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, vocab_size=512)
+    config, groups = transformer_config(model, Layout()), ProcessGroupCollection.use_mpu_process_groups()
+    shape = catalogue.block(model, mixer, 0)
+    off, on = (MegatronBlock(config, shape=shape, causal=True, fp8=wanted, pg_collection=groups) for wanted in (False, True))
+    parameters = [[(name, one.shape, one.dtype) for name, one in block.named_parameters()] for block in (off, on)]
+    assert parameters[0] == parameters[1]
+    found = {f"{name}.weight" for name, module in on.named_modules() if isinstance(module, fp8.Fp8Linear)}
+    wanted = {name for name, weight in shape.weights().items() if weight.eight_bit}
+    assert found == wanted - {"mlp.gate_up"} and not any(isinstance(module, fp8.Fp8Linear) for module in off.modules())
+    assert not {name for name in found if any(part in name for part in ("tdc", "rates", "steps", "query", "step."))}
+
+
+def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert platform.lacks_fp8() is None  # a CPU emulates it
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    for capability, missing in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert bool(missing_part := platform.lacks_fp8()) == missing
+        assert missing_part is None or ("8.9" in missing_part and "NVIDIA A100 has 8.0" in missing_part)

@@ -1,0 +1,166 @@
+"""The layouts that a run could have on so many GPUs: each axis is an entry of AXES, and what goes together the trainer's checks say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from typing import Any
+
+from fem_common.config import ConfigErrors
+from pretrain.config import RunConfig
+from pretrain.plan.devices import memory_gib
+from pretrain.plan.run_plan import Plan, make_plan
+from pretrain.plan.zero_memory import zero_name
+from pretrain.validate import validate
+from tools.layout.step import Machine, mfu, seconds
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key of the configuration. values: that are tried of it; word: in a layout's name, of the run that has it ("": nothing)."""
+
+    key: str
+    values: Callable[[RunConfig, int], Iterable[Any]]
+    word: Callable[[RunConfig], str]
+
+    @property
+    def section(self) -> str:
+        """The configuration's."""
+        return self.key.partition(".")[0]
+
+    def of(self, config: RunConfig) -> Any:
+        """The run's value."""
+        return getattr(getattr(config, self.section), self.key.partition(".")[2])
+
+
+def _tensor(config: RunConfig) -> str:
+    size = config.parallel.tensor_model_parallel_size
+    return f"TP{size}+SP" if size > 1 else ""
+
+
+def _pipeline(config: RunConfig) -> str:
+    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size
+    return (f"PP{stages}x{chunks}" if chunks else f"PP{stages}") if stages > 1 else ""
+
+
+def _context(config: RunConfig) -> str:
+    size, kind = config.parallel.context_parallel_size, config.parallel.context_parallel_kind
+    return (f"CP{size} {kind}" if kind else f"CP{size}") if size > 1 else ""
+
+
+def _zero(config: RunConfig) -> str:
+    return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
+
+
+# In the order in which they are set: after a section's last axis the checks that read no section of a later one refuse what they can.
+AXES = (
+    Axis("parallel.tensor_model_parallel_size", lambda config, gpus: (1, 2, 4, 8), _tensor),
+    Axis("parallel.pipeline_model_parallel_size", lambda config, gpus: _divisors(config.model.num_layers), _pipeline),
+    Axis("parallel.virtual_pipeline_model_parallel_size", lambda config, gpus: (None, 2, 3, 4), lambda config: ""),
+    Axis("parallel.context_parallel_size", lambda config, gpus: (2**n for n in range(gpus.bit_length())), _context),
+    Axis("engine.zero_stage", lambda config, gpus: range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,), _zero),
+    Axis("train.micro_batch_size", lambda config, gpus: (1, 2, 4, 8, 16), lambda config: f"micro-batch {config.train.micro_batch_size}"),
+    Axis(
+        "train.recompute",
+        lambda config, gpus: ("none", "selective", "full"),
+        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[config.train.recompute],
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, and its step's seconds by what they are spent on."""
+
+    plan: Plan
+    spent: dict[str, float]
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return sum(self.spent.values())
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        words = [axis.word(self.plan.config) for axis in AXES]
+        words.insert([axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}")
+        return " ".join(filter(None, words))
+
+    @property
+    def beside(self) -> list[str]:
+        """What the layout is beside its part of ``configs/parallel``, as overrides."""
+        config = self.plan.config
+        ours = [axis for axis in AXES if axis.section != "parallel" and (axis.section != "engine" or config.engine.name == "deepspeed")]
+        return [f"{axis.key}={axis.of(config)}" for axis in ours]
+
+    @property
+    def limit(self) -> str:
+        """What most of the step beyond products and attention is spent on, with its share."""
+        rest = {name: each for name, each in self.spent.items() if name not in ("products", "attention")}
+        most = max(rest, key=lambda name: rest[name])
+        return f"{most} {100 * rest[most] / self.step:.0f}%"
+
+
+def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
+    """Every layout that the run's own checks let pass."""
+    found, unsettled = [config], {axis.section for axis in AXES}
+    for section, group in groupby(AXES, lambda axis: axis.section):
+        axes = [*group]
+        unsettled.discard(section)
+        made = (_with(each, gpus, section, axes, values) for each in found for values in product(*(a.values(config, gpus) for a in axes)))
+        found = [each for each in made if each is not None and _passes(each, gpus, unsettled)]
+    yield from found
+
+
+def _with(config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]) -> RunConfig | None:
+    """The run with the section's axes at these values, and what goes with them; None where its ranks do not share the GPUs out."""
+    part = replace(getattr(config, section), **{axis.key.partition(".")[2]: value for axis, value in zip(axes, values, strict=True)})
+    if section == "parallel":
+        if gpus % part.model_parallel:
+            return None  # as the checks would say, which take longer
+        part = replace(
+            part,
+            world_size=gpus,
+            sequence_parallel=part.tensor_model_parallel_size > 1,
+            context_parallel_kind=part.context_parallel_kind if part.context_parallel_size > 1 else None,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=config.engine.name == "megatron",
+        )
+    return replace(config, **{section: part})
+
+
+def _passes(config: RunConfig, gpus: int, unsettled: set[str]) -> bool:
+    try:
+        validate(config, gpus, but=unsettled)
+    except ConfigErrors:
+        return False
+    return True
+
+
+def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candidate], int]:
+    """(the layouts that fit, the fastest first; how many do not fit).
+
+    Raises:
+        ConfigErrors: the run's own checks refuse every layout; these are the simplest one's mistakes.
+    """
+    room, fit, over = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]), list[Candidate](), 0
+    for made in layouts(config, gpus):
+        plan = make_plan(made, gpus)
+        if plan.peak_memory > room:
+            over += 1
+            continue
+        spent = seconds(plan, machine)
+        fit.append(Candidate(plan, spent, mfu(plan, sum(spent.values()), machine.name)))
+    if not fit and not over:
+        simplest = _with(config, gpus, "parallel", [axis for axis in AXES if axis.section == "parallel"], (1, 1, None, 1))
+        assert simplest is not None
+        validate(replace(simplest, train=replace(config.train, micro_batch_size=1)), gpus)
+    return sorted(fit, key=lambda each: each.step), over
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
