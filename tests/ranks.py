@@ -13,24 +13,18 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from fem_common.ports import server_port
+
 PATIENCE = 120.0
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks", "tests.preloaded"])
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -39,7 +33,7 @@ def forked(world: int, function: Callable[..., Any], *given: Any, output: Path) 
 
     The function, one of a module, and what it is given are pickled. What it returns lies, pickled, in ``OUTPUT.<rank>.answer``.
     """
-    port, ranks = free_port(), list[BaseProcess]()
+    port, ranks = server_port(), list[BaseProcess]()
     for rank in range(world):
         environment = dict(zip(VARIABLES, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
         ranks.append(_context.Process(target=_rank, args=(environment, f"{output}.{rank}", function, given)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import reason
+from fem_common.ports import server_port
 from launch.cluster.slurm import SlurmError, call, node_names
 from launch.job import last_lines, launch_folder
 from launch.node.checks import check_command, read_reports
@@ -26,7 +27,6 @@ from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agen
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
 WRAPPER = 'trap "" USR1 USR2; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
-PORTS = range(12000, 32000)  # below those that Linux gives away by itself
 END_SECONDS = 60.0  # how long a node that does not answer is waited for
 ANSWER_SECONDS = 20.0  # for a question to Slurm while ranks run
 STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
@@ -63,7 +63,10 @@ class SlurmPlace(Place):
         """Start the ranks as a step; agents write to logs/agents_NODE.log, srun itself to logs/agents.log. Raises PlaceError."""
         self._keep_guard(attempt)
         logs = attempt.folder / "logs"
-        port = rendezvous_port(self._number + 13 * self.restart_count + attempt.number)
+        try:
+            port = server_port(self._number + 13 * self.restart_count + attempt.number)
+        except OSError as error:
+            raise PlaceError(reason(error)) from None
         agent = agent_command(attempt, head=attempt.nodes[0], port=port, node_rank=None)
         outputs = [f"--output={_literal(logs)}/agents_%N.log", "--open-mode=append", "--kill-on-bad-exit=1"]
         return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
@@ -304,18 +307,6 @@ def job_fields(job: str) -> dict[str, str]:
     """``scontrol show job``'s fields that are one word. Raises SlurmError."""
     shown = call("scontrol", "show", "--oneliner", "job", job, timeout=ANSWER_SECONDS).splitlines()
     return dict(word.split("=", 1) for word in (shown[0] if shown else "").split() if "=" in word)
-
-
-def rendezvous_port(seed: int) -> int:
-    """A port that nobody listens on here, where the batch script runs: on the head node. The search starts at another one for each seed."""
-    for offset in range(0, len(PORTS), 101):
-        port = PORTS[(seed * 7 + offset) % len(PORTS)]
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                listener.bind(("", port))
-                return port
-    raise PlaceError(f"no free port from {PORTS.start} to {PORTS.stop} on the head node")
 
 
 def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:

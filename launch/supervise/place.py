@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fem_common.errors import reason
+from fem_common.ports import server_port
 from launch.cluster.slurm import SlurmError, call
 from launch.job import Item, Job, read_json
 from launch.job.item_state import start_time
@@ -178,9 +179,9 @@ class LocalPlace(Place):
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start torchrun, or the only rank. Raises PlaceError."""
-        command = agent_command(attempt, head="127.0.0.1", port=free_port(), node_rank=0)
         log, tied = attempt.folder / "logs" / "agents.log", functools.partial(_in_the_agent, os.getpid())
         try:
+            command = agent_command(attempt, head="127.0.0.1", port=server_port(), node_rank=0)
             agent = started(command, log, cwd=self.job.working_directory, env=attempt.environment, preexec_fn=tied)
             return LocalRanks(attempt, agent)
         except OSError as error:
@@ -266,13 +267,6 @@ def words_of(pid: int, what: str = "cmdline") -> list[bytes]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
     return []
-
-
-def free_port() -> int:
-    """A TCP port on the loopback that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def send(pids: Sequence[int], number: int) -> None:

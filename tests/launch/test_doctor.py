@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fem_common.ports import server_port
 from launch.__main__ import main
 from launch.cluster import checks
 from launch.cluster.checks import Node
@@ -22,7 +23,6 @@ from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmPr
 from launch.cluster.trial import Outcome
 from launch.node import measure
 from launch.node.checks import Report
-from launch.supervise.place import free_port
 from launch.verbs import doctor
 from tests.launch.hostile import program
 from tests.wording import Wording
@@ -99,7 +99,7 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     patience = f"import {measure.__name__} as m, sys; m.SEEN_SECONDS = 1.0; m.SECONDS_A_SIZE = 0.1; sys.exit(m.main(sys.argv[1:]))"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
     words = ["bash", "-c", mine, "bash", sys.executable, "-c", patience, "all-reduce", str(tmp_path), "--backend=gloo", "--floor=1e6"]
-    command = [*torchrun, f"--master-port={free_port()}", "--no-python", *words, f"--shared={tmp_path / 'shared'}"]
+    command = [*torchrun, f"--master-port={server_port()}", "--no-python", *words, f"--shared={tmp_path / 'shared'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

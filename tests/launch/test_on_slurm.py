@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from fem_common.ports import PORTS, server_port
 from launch.job import Item, Job, write_json
 from launch.supervise import __main__ as supervisor
 from launch.supervise import slurm_steps as guard
-from launch.supervise.on_slurm import PORTS, SlurmPlace, SlurmRunning, container_parts, rendezvous_port
+from launch.supervise.on_slurm import SlurmPlace, SlurmRunning, container_parts
 from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
 from launch.supervise.watch import Signals
 from tests.launch.hostile import program
@@ -44,12 +45,20 @@ def test_a_task_of_an_array_is_named_as_such() -> None:
 
 
 def test_a_port_that_is_taken_is_passed_over() -> None:
-    first = rendezvous_port(4711)
+    first = server_port(4711)
     assert first in PORTS
     with socket.socket() as taken:
         taken.bind(("", first))
         taken.listen()
-        assert rendezvous_port(4711) not in (first, rendezvous_port(4712))
+        assert server_port(4711) not in (first, server_port(4712))
+
+
+def test_no_connection_takes_a_port_that_a_server_will_open_a_moment_later() -> None:
+    """Ranks and agents listen seconds after their port was chosen; meanwhile Linux gives ports away, and others choose theirs."""
+    assert PORTS.stop <= 32768  # Linux's default: net.ipv4.ip_local_port_range
+    chosen = [server_port() for _ in range(50)]
+    assert set(chosen) <= set(PORTS)
+    assert len(set(chosen)) == 50
 
 
 def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

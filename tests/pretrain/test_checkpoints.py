@@ -11,7 +11,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from fem_common.ports import server_port
 from pretrain.checkpoint.folder import MANIFEST, damaged_files, hashes_of
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
@@ -49,10 +49,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signa
 
 
 def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={server_port()}", "-m", "pretrain"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*start, DEMO, *overrides],

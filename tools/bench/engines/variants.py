@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fem_common.ports import server_port
 from pretrain.config import EngineConfig, RunConfig
 from tools.bench.data_prep.processes import ROOT
 
@@ -147,7 +147,7 @@ def launch(job: Job) -> list[Answer]:
         (folder / "job.json").write_text(json.dumps(job.as_json()), encoding="utf-8")
         log = folder / "log"
         with log.open("wb") as stream:
-            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", f"--master-port={_free_port()}"]
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", f"--master-port={server_port()}"]
             command = [sys.executable, "-W", "ignore", *torchrun, "-m", "tools.bench.engines.rank", str(folder)]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
@@ -166,13 +166,6 @@ def _environment() -> dict[str, str]:
     given.setdefault("OMP_NUM_THREADS", "1")
     given["PYTHONPATH"] = str(ROOT)
     return given
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

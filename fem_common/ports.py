@@ -1,0 +1,27 @@
+"""Ports for servers that start a moment later. Standard library alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from contextlib import suppress
+
+PORTS = range(12000, 32000)  # below those that Linux gives away by itself: no connection takes one of these in that moment
+_turns = itertools.count()
+
+
+def server_port(seed: int | None = None) -> int:
+    """A TCP port of this machine that nobody listens on.
+
+    The search starts at another port for each seed; without one, for each process and each of its calls. Raises OSError.
+    """
+    start = 7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)  # processes of one parent are far apart
+    for offset in range(0, len(PORTS), 101):
+        port = PORTS[(start + offset) % len(PORTS)]
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                listener.bind(("", port))
+                return port
+    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop} on this machine")
