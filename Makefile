@@ -52,9 +52,9 @@ demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alon
 test: lint  ## static checks and the quick tests, before a commit
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED)
 
-test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minutes; root gets it installed on Debian, elsewhere it is skipped and says why
+test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in three minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -m 'slurm and not slow' tests/slurm
 
 test-all: lint  ## the night's: the slow tests too, a real Slurm, ten of the mutants, and the kernels' machine code by Triton 3.6
 	bash tests/slurm/install.sh

@@ -23,6 +23,7 @@ LONG = (
     *("pretrain/test_store_data.py", "pretrain/test_checkpoints.py", "pretrain/test_mirror.py", "pretrain/test_checkpoint_faults.py"),
     *("launch/test_local.py", "pretrain/test_memory.py", "pretrain/test_new_mixer.py", "pretrain/test_write_faults.py"),
     *("data_prep/test_encoders.py", "tools/hf/test_layouts.py", "tools/hf/test_elsewhere.py", "data_prep/test_crash.py"),
+    *("slurm/test_ends.py", "slurm/test_training.py"),
 )
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported

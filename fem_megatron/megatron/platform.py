@@ -106,27 +106,27 @@ def import_megatron() -> None:
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    with contextlib.nullcontext() if has_cuda() else _without_compiler_and_wandb():
+    with contextlib.nullcontext() if has_cuda() else _without_compiler_and_loggers():
         importlib.import_module("megatron.core")
 
 
 @contextlib.contextmanager
-def _without_compiler_and_wandb() -> Iterator[None]:
-    """``torch.compile`` decorates nothing, and wandb is not found.
+def _without_compiler_and_loggers() -> Iterator[None]:
+    """``torch.compile`` decorates nothing, and wandb and TensorBoard are not found.
 
     Upstream (jit.py:21, 0.16.1) decorates its fusions, which are for CUDA, and that alone imports torch's compiler: three seconds of every
-    process. inference/contexts/dynamic_context.py:70 and timers.py:13 import wandb, if it is there, for inference and timers of their own.
+    process. inference/contexts/dynamic_context.py:70 and timers.py:13 import the loggers, if they are there, for inference and timers of
+    their own.
     """
-    compiler, absent = torch.compile, "wandb" not in sys.modules
+    compiler, absent = torch.compile, [name for name in ("wandb", "tensorboard") if name not in sys.modules]
     torch.compile = lambda function: function  # type: ignore[assignment]
-    if absent:
-        sys.modules["wandb"] = None  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
         yield
     finally:
         torch.compile = compiler
-        if absent:
-            del sys.modules["wandb"]
+        for name in absent:
+            del sys.modules[name]
 
 
 def check_kernel_overrides() -> None:
