@@ -332,11 +332,11 @@ def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
     assert loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"  # the probe sees it where it is
 
 
-def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_wandb() -> None:
-    """Importing torch's compiler takes three seconds of every rank, command and test process; wandb one."""
+def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> None:
+    """Importing torch's compiler takes three seconds of every rank, command and test process; wandb one, TensorBoard half of one."""
     code = "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron(); import pretrain.run; "
     code += "platform.initialize_distributed(); "
-    code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb'} & {*sys.modules})"
+    code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb', 'tensorboard'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
 
 
