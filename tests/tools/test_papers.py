@@ -194,6 +194,15 @@ def test_ett_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text("date,HUFL\n2016-07-01,1\n")
     with pytest.raises(UserError, match="1 lines of 1 series; ETTh1 has 14400 and more of 7"):
         forecast.series("ETTh1")
+    monkeypatch.setitem(forecast.SETS, "solar_AL", replace(forecast.SETS["solar_AL"], series=3, training=7, validation=8, points=10))
+    (file.parent / "solar_AL.txt").write_text("".join(f"{n},0,1.5\n" for n in range(10)))
+    assert forecast.series("solar_AL")[[0, -1]].tolist() == [[0, 0, 1.5], [9, 0, 1.5]]
+
+
+def test_the_parts_of_a_set_are_the_benchmark_s() -> None:
+    parts = {name: (this.training, this.validation, this.points) for name, this in forecast.SETS.items()}
+    assert parts["ETTm2"] == (34_560, 46_080, 57_600)
+    assert parts["weather"] == (36_887, 42_157, 52_696) and parts["solar_AL"] == (36_792, 42_048, 52_560)
 
 
 def test_digits_are_divided_anew_for_every_seed() -> None:

@@ -108,10 +108,11 @@ PUBLISHED = {
     "CIFAR-10": (89.90, 90.11, 85.93, 84.88, 88.20, 84.99, 25.81, 81.45),
     "CIFAR-100": (61.89, 63.41, 59.72, 56.97, 62.44, 59.29, 57.92, 58.29),
 }
+PLAIN = dict.fromkeys(("conditioner", "free_energy", "temperature", "gate"), False)
 STACKED: dict[str, dict[str, Any]] = {
     "softmax": {"mixer": "transformer"},
     "FEM-SM": {"mixer": "fem_softmax"},
-    "GLA": {"mixer": "fem_gla", "fem": dict.fromkeys(("conditioner", "free_energy", "temperature", "gate"), False)},
+    "GLA": {"mixer": "fem_gla", "fem": PLAIN},
     "FEM-GLA": {"mixer": "fem_gla"},
 }
 QUICK = Size(
