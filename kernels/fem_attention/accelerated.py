@@ -168,9 +168,9 @@ def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choic
 
     q, k, v, beta, lam, gate = places
     assert q is not None and k is not None
-    values = ValueStreams.apply(v, beta, constants.centre, constants.shifted)
+    values = ValueStreams.apply(v, beta, constants)
     reads = ENGINES[choice.engine].read(q, k, values, reading, choice.call)
-    o = GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate)
+    o = GatedRead.apply(reads, beta, constants, lam, gate)
     assert isinstance(o, Tensor)
     return o
 

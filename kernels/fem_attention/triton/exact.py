@@ -9,7 +9,7 @@ With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gr
     dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta
     dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF / beta)
 
-`_rows_kernel` reads again as the forward does and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
+`_rows_kernel` reads as in the forward and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
 """
 
 from __future__ import annotations
@@ -18,99 +18,21 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fem_attention.triton.attention_backward import key_spans, query_span
 from kernels.fem_attention.triton.exact_read import (
-    LOG2_E,
     _allowed,
-    _forward_kernel,
-    _greatest,
-    _keys_of,
+    _gradients_of_reads,
     _marked,
     _operand,
     _place,
-    _read,
-    _rows_of,
+    _put,
+    _rows_kernel,
     _scores,
     _temperature,
     _tile,
 )  # fmt: skip
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, of_head, padded, rows_of, strides_of
-
-
-@triton.jit
-def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr):
-    """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
-    d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
-    there = tl.minimum(rows, tq - 1)
-    if gate is not None:
-        d_free *= _tile(gate, gate_t, there, channels, CHANNELS)
-    d_mean = tl.zeros_like(d_free)
-    if lam is not None:
-        share = _tile(lam, lam_t, there, channels, CHANNELS)
-        d_mean = d_free * (1.0 - share)
-        d_free *= share
-    return d_mean, d_free
-
-
-@triton.jit
-def _rows_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """The forward again, and what the other backward kernels need of a row: x, F - x and the row term of softmax's backward.
-
-    Long, because it also gives the gradients that are a row's own: lam's, gate's and its part of beta's.
-    """
-    blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
-    columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = group * blocks * channel_blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
-        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
-        rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
-        there = tl.minimum(rows, tq - 1)
-        position = there + (tk - tq)
-        valid_here = of_head(valid, batch, 0, tk, 0)
-        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-        k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
-        d_o_here = d_o + batch * d_o_b + head * d_o_h
-        flat = (batch * heads + head) * tq
-        x, _ = _greatest(
-            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
-            False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-        )  # fmt: skip
-        beta_1 = _temperature(beta, kv, channels, CHANNELS)
-        mean, free, moment = _read(
-            queries, k_here, v_here, k_t, v_t, x, tl.load(lse + flat + there), beta_1 * LOG2_E, position, channels, columns,
-            valid_here, first, last, begin, end, tk, scale, True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-        )  # fmt: skip
-        d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-        mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
-        at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
-        tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
-        tl.store(free_energy + at, free, mask=mask)
-        term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
-        tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
-        of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
-        to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
-        tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
-        gap = tl.where(free < mean, 0.0, free - mean)
-        d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
-        if gate is not None:
-            out = x + tl.where(free < mean, mean, free)
-            if lam is not None:
-                out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
-            to = d_gate + batch * d_gate_b + head * d_gate_h + rows.to(tl.int64)[:, None] * d_gate_t + channels[None, :]
-            tl.store(to, (d_out * out).to(d_gate.dtype.element_ty), mask=mask)
-            d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
-        if lam is not None:
-            to = d_lam + batch * d_lam_b + head * d_lam_h + rows.to(tl.int64)[:, None] * d_lam_t + channels[None, :]
-            tl.store(to, (d_out * gap).to(d_lam.dtype.element_ty), mask=mask)
+from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
@@ -154,7 +76,8 @@ def _dq_kernel(
     each = group * blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
         batch, head, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
-        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
+        begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
         rows = block * ROWS + tl.arange(0, ROWS)
         there = tl.minimum(rows, tq - 1)
         valid_here = of_head(valid, batch, 0, tk, 0)
@@ -175,71 +98,35 @@ def _dq_kernel(
                 d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
-        at = d_q + batch * d_q_b + head * d_q_h + rows.to(tl.int64)[:, None] * d_q_t + columns[None, :]
-        tl.store(at, (found * (scale / LOG2_E)).to(d_q.dtype.element_ty), mask=(rows < tq)[:, None] & (columns < WIDTH)[None, :])
+        mask = (rows < tq)[:, None] & (columns < WIDTH)[None, :]
+        _put(d_q, batch, head, d_q_b, d_q_h, d_q_t, rows, columns, found * (scale / LOG2_E), mask)
 
 
 @triton.jit
-def _dk_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k,
+def _keys_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k, d_v,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_k_b, d_k_h, d_k_t, pairs, heads, group, tq, tk, scale,
+    d_k_b, d_k_h, d_k_t, d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(tk, KEYS)
-    columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, _, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
-        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
-        keys = block * KEYS + tl.arange(0, KEYS)
-        tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-        found = tl.zeros((KEYS, BLOCK_W), tl.float32)
-        for head in range(kv * group, kv * group + group):
-            flat = (batch * heads + head) * tq
-            valid_here = of_head(valid, batch, 0, tk, 0)
-            lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-            for row in range(begin, end, ROWS):
-                rows = row + tl.arange(0, ROWS)
-                there = tl.minimum(rows, tq - 1)
-                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
-                d_scores = _score_gradients(
-                    log_p, allowed, v + batch * v_b + kv * v_h, v_t, keys, beta, kv, greatest + flat * CHANNELS,
-                    free_energy + flat * CHANNELS, row_term + flat * tl.cdiv(CHANNELS, BLOCK_C),
-                    d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
-                )  # fmt: skip
-                found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
-        at = d_k + batch * d_k_b + kv * d_k_h + keys.to(tl.int64)[:, None] * d_k_t + columns[None, :]
-        tl.store(at, (found * (scale / LOG2_E)).to(d_k.dtype.element_ty), mask=(keys < tk)[:, None] & (columns < WIDTH)[None, :])
-
-
-@triton.jit
-def _dv_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, d_v,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    blocks, channel_blocks = tl.cdiv(tk, KEYS), tl.cdiv(CHANNELS, BLOCK_C)
+    """dk; d_k None: dv. Long, because both go over the same rows of the same heads."""
+    blocks, channel_blocks = tl.cdiv(tk, KEYS), 1 if d_v is None else tl.cdiv(CHANNELS, BLOCK_C)
     columns = tl.arange(0, BLOCK_W)
     upto, count = _marked(wild, pairs, PAIRS)
     each = blocks * channel_blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
         batch, _, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
-        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+        begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, 1)
         keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
         tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-        values = _operand(v + batch * v_b + kv * v_h, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-        beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
-        found = tl.zeros((KEYS, BLOCK_C), tl.float32)
+        v_here, valid_here = v + batch * v_b + kv * v_h, of_head(valid, batch, 0, tk, 0)
+        if d_k is None:
+            values = _operand(v_here, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+            beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
+        found = tl.zeros((KEYS, BLOCK_C if d_k is None else BLOCK_W), tl.float32)
         for head in range(kv * group, kv * group + group):
             flat = (batch * heads + head) * tq
-            valid_here = of_head(valid, batch, 0, tk, 0)
             lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             for row in range(begin, end, ROWS):
@@ -247,15 +134,28 @@ def _dv_kernel(
                 there = tl.minimum(rows, tq - 1)
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                log_p = tl.trans(_scores(queries, tile, allowed, scale)) - tl.load(lse + flat + there)[:, None]
-                d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-                x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
-                w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
-                found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
-        at = d_v + batch * d_v_b + kv * d_v_h + keys.to(tl.int64)[:, None] * d_v_t + channels[None, :]
-        tl.store(at, found.to(d_v.dtype.element_ty), mask=(keys < tk)[:, None] & (channels < CHANNELS)[None, :])
+                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                if d_v is None:
+                    d_scores = _score_gradients(
+                        log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
+                        CHANNELS, BLOCK_C,
+                    )  # fmt: skip
+                    found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
+                else:
+                    log_p = tl.trans(log_p)
+                    d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+                    x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                    free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                    below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
+                    w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
+                    found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
+        if d_v is None:
+            mask = (keys < tk)[:, None] & (columns < WIDTH)[None, :]
+            _put(d_k, batch, kv, d_k_b, d_k_h, d_k_t, keys, columns, found * (scale / LOG2_E), mask)
+        else:
+            mask = (keys < tk)[:, None] & (channels < CHANNELS)[None, :]
+            _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
 BLOCK = 16  # channels at once
@@ -275,7 +175,7 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(_forward_kernel, (o, lse), (o,), ROWS, KEYS, stages=1)  # with more it spills in float32
+    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), ROWS, KEYS, stages=1)  # with more it spills in float32
     return (lse,)
 
 
@@ -297,13 +197,12 @@ def exact_backward_(
         torch.empty(shape, dtype=torch.float32, device=q.device)
         for shape in (greatest.shape, (b, h, blocks, tq), (b, wild.shape[1], h // wild.shape[1] * rows, channels))
     )
-    left = (dlam, dgate, greatest, free_energy, row_term, of_beta)
-    launch(_rows_kernel, (d_o, lse, *left), (d_o, dlam, dgate), ROWS, KEYS)
+    launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), ROWS, KEYS)
     dbeta.copy_(torch.where(wild[:, :, None], of_beta.sum(2), dbeta))
-    shared = (d_o, lse, greatest, free_energy)
-    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
-    launch(_dk_kernel, (*shared, row_term, dk), (d_o, dk), KEYS, ROWS)
-    launch(_dv_kernel, (*shared, dv), (d_o, dv), KEYS, ROWS)
+    shared = (d_o, lse, greatest, free_energy, row_term)
+    launch(_dq_kernel, (*shared, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
+    launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, ROWS)
+    launch(_keys_kernel, (*shared, None, dv), (d_o, None, dv), KEYS, ROWS)
 
 
 class _Launch:
@@ -334,5 +233,5 @@ def constants(width, channels, causal, pairs):
     return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "PAIRS": padded(pairs)}
 
 
-TRAFFIC = dict.fromkeys((_forward_kernel, _rows_kernel, _dq_kernel, _dk_kernel, _dv_kernel), ("wild",))
+TRAFFIC = dict.fromkeys((_rows_kernel, _dq_kernel, _keys_kernel), ("wild",))
 """Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
