@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.fem_attention.triton.prep import Constants, row_blocks, rows_and_channels, tile_of
+from kernels.fem_attention.triton.prep import BLOCK, Constants, row_blocks, rows_and_channels, tile_of
 from kernels.free_energy import FAINT as LEAST
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
@@ -28,8 +28,8 @@ FAINT = tl.constexpr(LEAST)
 class GatedRead(torch.autograd.Function):
     """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
 
-    beta [hk, dv] (float32) and `value_constants`: of kv head n // (h // hk) for head n. A wild head, where ``wild`` is not None, has no
-    part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
+    beta [hk, dv] (float32) and `value_constants`: of kv head n // (h // hk) for head n. A wild block, where ``wild`` is not None, has
+    no part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
     """
 
     @staticmethod
@@ -129,9 +129,10 @@ def _epilogue_backward_kernel(
     )
     kept = inside
     if wild is not None:
-        kept = inside & (tl.load(wild + kv) == 0)
+        block = kv * tl.cdiv(DV, BLOCK) + column // BLOCK
+        kept = inside & (tl.load(wild + block, mask=column < DV, other=0) == 0)[None, :]
     read = tile_of(reads, head, heads, rb, rh, rt, at, column)
-    # A wild head's reads may be anything: masked, its gradients are zero.
+    # A wild block's reads may be anything: masked, its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
     gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)

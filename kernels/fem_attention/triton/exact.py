@@ -1,8 +1,9 @@
-"""The exact free-energy read of single heads, in place: the kernels of its backward, and the launches of both.
+"""The exact free-energy read of blocks of channels, in place: the kernels of its backward, and the launches of both.
 
 Attention on [v | U] holds while the range of beta v is at most 80. Where it is more, or where values are not finite, these kernels
-overwrite that (batch, kv head)'s results with exact ones, for values of any range; the choice is a mask on the device, so nothing waits for
-it, and a launch whose mask is empty does nothing. Of the forward only the log-sum-exp of the scores is kept: the backward reads again.
+overwrite the results of that (batch, kv head)'s block of channels with exact ones, for values of any range, and add its part to the
+gradients of q and k. The choice is a mask on the device, so nothing waits for it, and a launch whose mask is empty does nothing. Of the
+forward only the log-sum-exp of the scores is kept: the backward reads again.
 
 With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF of the two reads:
 
@@ -31,34 +32,37 @@ from kernels.fem_attention.triton.exact_read import (
     _temperature,
     _tile,
 )  # fmt: skip
+from kernels.fem_attention.triton.prep import BLOCK
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
 def _score_gradients(
-    log_p, allowed, v, v_t, keys, beta, kv, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
+    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
+    """The marked channels' part of the gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
     there = tl.minimum(rows, tq - 1)
     term = tl.zeros_like(there).to(tl.float32)
     for block in range(0, CHANNELS, BLOCK_C):
-        term += tl.load(row_term + (block // BLOCK_C) * tq + there)
+        marked = tl.load(marks + block // BLOCK_C) != 0
+        term += tl.load(row_term + (block // BLOCK_C) * tq + there, mask=(rows < tq) & marked, other=0.0)
     log_p = tl.trans(log_p)
     allowed = tl.trans(allowed)
     p = tl.exp2(log_p)
-    found = -p * tl.where(rows < tq, term, 0.0)[:, None]
+    found = -p * term[:, None]
     for block in range(0, CHANNELS, BLOCK_C):
-        channels = block + tl.arange(0, BLOCK_C)
-        beta_1 = _temperature(beta, kv, channels, CHANNELS)
-        d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-        x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
-        values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-        below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
-        w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
-        slope = tl.trans(d_free / beta_1[None, :])
-        found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
+        if tl.load(marks + block // BLOCK_C) != 0:
+            channels = block + tl.arange(0, BLOCK_C)
+            beta_1 = _temperature(beta, kv, channels, CHANNELS)
+            d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+            x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
+            values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+            below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
+            w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
+            slope = tl.trans(d_free / beta_1[None, :])
+            found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
     return found
 
 
@@ -68,14 +72,15 @@ def _dq_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
+    upto, count = _marked(wild, pairs, MARKS, PAIRS)
     each = group * blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
         batch, head, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
+        marks = wild + (batch * (heads // group) + kv) * MARKS
         bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
         begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
         rows = block * ROWS + tl.arange(0, ROWS)
@@ -93,13 +98,13 @@ def _dq_kernel(
             tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
             log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
             d_scores = _score_gradients(
-                log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
-                d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
+                CHANNELS, BLOCK_C,
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
         mask = (rows < tq)[:, None] & (columns < WIDTH)[None, :]
-        _put(d_q, batch, head, d_q_b, d_q_h, d_q_t, rows, columns, found * (scale / LOG2_E), mask)
+        _put(d_q, batch, head, d_q_b, d_q_h, d_q_t, rows, columns, found * (scale / LOG2_E), mask, marks, MARKS)
 
 
 @triton.jit
@@ -108,15 +113,16 @@ def _keys_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_k_b, d_k_h, d_k_t, d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """dk; d_k None: dv. Long, because both go over the same rows of the same heads."""
-    blocks, channel_blocks = tl.cdiv(tk, KEYS), 1 if d_v is None else tl.cdiv(CHANNELS, BLOCK_C)
+    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair whose items are apart
+    blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = blocks * channel_blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, _, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
+    upto, count = _marked(wild, pairs * ALONE, MARKS // ALONE, PAIRS)
+    for item in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
+        batch, _, kv, block, of_channels = _place(upto, item, blocks, heads, group, blocks, ALONE)
+        marks = wild + (batch * (heads // group) + kv) * MARKS
         begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, 1)
         keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
         tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
@@ -137,9 +143,8 @@ def _keys_kernel(
                 log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
                 if d_v is None:
                     d_scores = _score_gradients(
-                        log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                        row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
-                        CHANNELS, BLOCK_C,
+                        log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
                     )  # fmt: skip
                     found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
                 else:
@@ -152,13 +157,12 @@ def _keys_kernel(
                     found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
         if d_v is None:
             mask = (keys < tk)[:, None] & (columns < WIDTH)[None, :]
-            _put(d_k, batch, kv, d_k_b, d_k_h, d_k_t, keys, columns, found * (scale / LOG2_E), mask)
+            _put(d_k, batch, kv, d_k_b, d_k_h, d_k_t, keys, columns, found * (scale / LOG2_E), mask, marks, MARKS)
         else:
             mask = (keys < tk)[:, None] & (channels < CHANNELS)[None, :]
             _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
-BLOCK = 16  # channels at once
 ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
 WARPS, STAGES = 8, 2
 PROGRAMS = 264  # two for each of an H100's multiprocessors
@@ -168,9 +172,9 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Returns what `exact_backward_` needs.
 
     Shapes: o [b, h, tq, dv] in q's type, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv], lam and gate
-    [b, h, tq, dv] or None (1), wild [b, hk] bool; hk divides h. Queries, keys_valid and bounds as in `attention.attend`. Types: float32
-    or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the definition gives; rows that
-    cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
+    [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels] bool; hk divides h. Queries, keys_valid and bounds as in
+    `attention.attend`. Types: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the
+    definition gives; rows that cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
     Equations: Free Energy Mixer, the two-level gated read.
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
@@ -184,6 +188,7 @@ def exact_backward_(
 ):  # fmt: skip
     """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other arguments as in `exact_forward_`.
 
+    To dq and dk the wild blocks' part is added; where all blocks of a head are wild, they are overwritten, too, whatever they were.
     dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. dbeta [b, hk, dv] float32, not summed over the batch.
     For a while it holds dv float32 and dv numbers of v's type for each query: F - x and x, the greatest value that it reads.
     """
@@ -191,14 +196,14 @@ def exact_backward_(
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     b, h, tq, channels = d_o.shape
     d_o = rows_of(d_o)
-    rows, blocks = triton.cdiv(tq, ROWS), triton.cdiv(channels, BLOCK)
+    rows, blocks = triton.cdiv(tq, ROWS), wild.shape[2]
     greatest = torch.empty(b, h, tq, channels, dtype=v.dtype, device=q.device)
     free_energy, row_term, of_beta = (
         torch.empty(shape, dtype=torch.float32, device=q.device)
         for shape in (greatest.shape, (b, h, blocks, tq), (b, wild.shape[1], h // wild.shape[1] * rows, channels))
     )
     launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), ROWS, KEYS)
-    dbeta.copy_(torch.where(wild[:, :, None], of_beta.sum(2), dbeta))
+    dbeta.copy_(torch.where(wild.repeat_interleave(BLOCK.value, 2)[..., :channels], of_beta.sum(2), dbeta))
     shared = (d_o, lse, greatest, free_energy, row_term)
     launch(_dq_kernel, (*shared, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
     launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, ROWS)
@@ -215,8 +220,9 @@ class _Launch:
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
-        self.sizes = (wild.numel(), heads, heads // kv_heads, tq, tk, scale * LOG2E)
-        self.constants = constants(width, channels, causal, wild.numel())
+        self.sizes = (len(wild) * kv_heads, heads, heads // kv_heads, tq, tk, scale * LOG2E)
+        self.constants = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK.value}
+        self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
@@ -228,10 +234,5 @@ class _Launch:
         )
 
 
-def constants(width, channels, causal, pairs):
-    """The kernels' constants for a head's widths."""
-    return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "PAIRS": padded(pairs)}
-
-
 TRAFFIC = dict.fromkeys((_rows_kernel, _dq_kernel, _keys_kernel), ("wild",))
-"""Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
+"""Kernel -> the arguments that a launch reads or writes as a rule, here while no block is wild, for models of memory traffic."""

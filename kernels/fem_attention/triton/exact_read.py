@@ -1,10 +1,10 @@
-"""The exact free-energy read of single heads in Triton: the kernel over rows and what the backward's kernels share with it. No launching.
+"""The exact free-energy read of blocks of channels in Triton: the kernel over rows, and what it shares with the backward's others.
 
-A few programs share the blocks of all marked (batch, kv head) pairs, so that a launch without marks costs next to nothing. Everything is
-kept relative to x[t, j], the greatest value that query t may read: with log p and beta (v - x) in one exponent, the terms that matter are
-small numbers, so no digit is lost however far values spread, and no exponential exceeds 1. Logarithms are powers of two. Terms are tiles
-of three dimensions, and the one that is summed over comes first: it then lies inside a thread, and a sum needs no exchange. No centre, no
-window and no clipping may come in.
+A few programs share what is marked, blocks of channels of (batch, kv head) pairs, so that a launch without marks costs next to nothing.
+Everything is kept relative to x[t, j], the greatest value that query t may read: with log p and beta (v - x) in one exponent, the terms
+that matter are small numbers, so no digit is lost however far values spread, and no exponential exceeds 1. Logarithms are powers of two.
+Terms are tiles of three dimensions, and the one that is summed over comes first: it then lies inside a thread, and a sum needs no
+exchange. No centre, no window and no clipping may come in. Nothing is launched here.
 """
 
 from __future__ import annotations
@@ -119,22 +119,24 @@ def _read(
 
 
 @triton.jit
-def _marked(wild, pairs, PAIRS: tl.constexpr):
-    """(how many of the (batch, kv head) pairs up to each are marked [PAIRS], how many of all)."""
-    pair = tl.arange(0, PAIRS)
-    upto = tl.cumsum(tl.load(wild + pair, mask=pair < pairs, other=0).to(tl.int32), 0)
+def _marked(wild, count, MARKS: tl.constexpr, PAIRS: tl.constexpr):
+    """(how many of the ``count`` marks up to each are set [PAIRS], how many of all); of MARKS, which are one then, one is enough."""
+    at = tl.arange(0, PAIRS)
+    found = tl.zeros((PAIRS,), tl.int32)
+    for n in tl.static_range(MARKS):
+        found |= tl.load(wild + at * MARKS + n, mask=at < count, other=0).to(tl.int32)
+    upto = tl.cumsum(found, 0)
     return upto, tl.max(upto, 0)
 
 
 @triton.jit
-def _place(upto, item, each, heads, group, blocks, channel_blocks):
-    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a marked pair; channels innermost, heads outermost."""
+def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
+    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a mark, of which a (batch, kv head) pair has MARKS."""
     kv_heads = heads // group
-    pair = tl.sum((upto <= item // each).to(tl.int32), 0)
+    mark = tl.sum((upto <= item // each).to(tl.int32), 0)
     item = item % each
-    batch, kv = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    head = kv * group + item // (blocks * channel_blocks)
-    return batch, head, kv, item // channel_blocks % blocks, item % channel_blocks
+    batch, kv = (mark // MARKS // kv_heads).to(tl.int64), (mark // MARKS % kv_heads).to(tl.int64)
+    return batch, kv * group + item // blocks, kv, item % blocks, mark % MARKS
 
 
 @triton.jit
@@ -153,9 +155,14 @@ def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels
 
 
 @triton.jit
-def _put(out, batch, head, out_b, out_h, out_t, rows, columns, made, mask):
-    """Store a tile [rows, columns] of a head, in the type of ``out``."""
+def _put(out, batch, head, out_b, out_h, out_t, rows, columns, made, mask, marks=None, MARKS: tl.constexpr = 1):
+    """Store a tile [rows, columns] of a head, in the type of ``out``; with ``marks``, the head's, onto what the unmarked blocks gave."""
     at = out + batch * out_b + head * out_h + rows.to(tl.int64)[:, None] * out_t + columns[None, :]
+    if marks is not None:
+        calm = tl.load(marks) == 0
+        for n in tl.static_range(1, MARKS):
+            calm |= tl.load(marks + n) == 0
+        made += tl.load(at, mask=mask & calm, other=0.0).to(tl.float32)
     tl.store(at, made.to(out.dtype.element_ty), mask=mask)
 
 
@@ -165,18 +172,18 @@ def _rows_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t, d_o_b, d_o_h, d_o_t,
     d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Forward: o, and the scores' log-sum-exp. o None, backward: x, F - x, the row terms, and the gradients that are a row's own.
 
     Those are lam's, gate's and its part of beta's. Long, because both begin with the same reads.
     """
-    blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
+    blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = group * blocks * channel_blocks
+    upto, count = _marked(wild, pairs * MARKS, 1, PAIRS)
+    each = group * blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
+        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, MARKS)
         bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
         begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
         rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -207,7 +214,8 @@ def _rows_kernel(
             if gate is not None:
                 out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
             _put(o, batch, head, o_b, o_h, o_t, rows, channels, out, mask)
-            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (of_channels == 0))
+            earlier = tl.max(tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0)
+            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier))  # by the pair's first mark alone
         else:
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
@@ -215,7 +223,7 @@ def _rows_kernel(
             tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
             tl.store(free_energy + at, free, mask=mask)
             term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
-            tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
+            tl.store(row_term + flat * MARKS + of_channels * tq + rows, term, mask=rows < tq)
             of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
             to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
             tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)

@@ -1,7 +1,8 @@
 """What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
 
-The formulas are those of `kernels.free_energy`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
-whose values are not finite, is *wild*: c is then such that no exponential overflows, and attention's results are to be replaced.
+The formulas are those of `kernels.free_energy`, in float32. A block of BLOCK channels of a head is *wild* where beta * (max v - min v)
+passes MAX_RANGE in one of them, and so are all of a head with values that are not finite, which would spoil its other channels' gradients.
+c is then such that no exponential overflows, and attention's results are to be replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, empty_as, rows_of
 
 WARPS = 4
+BLOCK = tl.constexpr(16)  # channels that are read exactly, or not, together
 LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
 CLAMP = tl.constexpr(MOST)
@@ -33,7 +35,10 @@ LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 
 @dataclass(frozen=True)
 class Constants:
-    """What a head's stream and epilogue need beside beta: centre and shifted [b, hk, 1, dv], wild and largest (of beta * range) [b, hk]."""
+    """What a head's stream and epilogue need beside beta: centre, shifted [b, hk, 1, dv] and wild [b, hk, blocks of channels].
+
+    largest (of beta * range): [b, hk].
+    """
 
     centre: Tensor
     shifted: Tensor
@@ -42,7 +47,7 @@ class Constants:
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """Each channel's c over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
+    """Each channel's c over the sequence, where kappa is 1, and which blocks are wild; v [b, hk, t, dv], beta [hk, dv].
 
     float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
     """
@@ -54,7 +59,7 @@ def value_constants(v: Tensor, beta: Tensor) -> Constants:
     _range_kernel[b * hk * splits,](v, low, high, *v.stride()[:3], hk, tokens, splits, dv, span, rows, columns, num_warps=WARPS)
     centre = v.new_empty(b, hk, 1, dv, dtype=torch.float32)
     shifted = torch.empty_like(centre, dtype=torch.bool)
-    wild, largest = v.new_empty(b, hk, dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
+    wild, largest = v.new_empty(b, hk, triton.cdiv(dv, BLOCK.value), dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
     _constants_kernel[b * hk,](low, high, beta, centre, shifted, wild, largest, hk, splits, dv, rows, columns, num_warps=WARPS)
     return Constants(centre, shifted, wild, largest)
 
@@ -188,7 +193,9 @@ def _constants_kernel(
     tl.store(shifted + head * DV + column, spread < SHIFT, mask=inside)
     reach = tl.max(spread, 0)
     tl.store(largest + head, reach)
-    tl.store(wild + head, reach > LARGEST)
+    block = tl.arange(0, COLUMNS // BLOCK)
+    of_block = tl.where(reach < float("inf"), tl.max(tl.reshape(spread, (COLUMNS // BLOCK, BLOCK)), 1), reach)
+    tl.store(wild + head * tl.cdiv(DV, BLOCK) + block, of_block > LARGEST, mask=block < tl.cdiv(DV, BLOCK))
 
 
 @triton.jit
