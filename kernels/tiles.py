@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.implementations import interpreted
 
 LOG2E = math.log2(math.e)
+LOG2_E = tl.constexpr(LOG2E)  # the same within kernels
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Blocks:
     keys: int
     warps: int
     stages: int
+
+    def given(self) -> dict[str, int]:
+        """The arguments of a launch."""
+        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.time_decay_scan.triton import LOG2_E, softplus
+from kernels.tiles import LOG2_E
+from kernels.time_decay_scan.triton import softplus
 
 NUMBERS = 2048  # of a block, at most, as long as it has several tokens
 PROGRAMS = 528  # four for each of an H100's multiprocessors

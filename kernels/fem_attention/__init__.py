@@ -70,9 +70,9 @@ def fem_attention(
     implementation: one of OP's names. "reference" is exact for any finite values. "fused" (what "auto" takes on a CPU) is torch's attention
     on [v | U], right while beta * (max v - min v) over the sequence is at most 80 in every channel; beyond that, or with values that are
     not finite, the reference runs for that call and a warning says so, once; to know it, each call with beta waits for the device. The
-    engines' names: prep and epilogue in Triton around that engine's attention; a head beyond 80 is read exactly, the others are not slowed,
-    and nothing waits. On a GPU "auto" takes the engine that table.json measured fastest at the nearest shape, or "decode"; on a CPU it
-    takes "reference" for one query without gradients.
+    engines' names: prep and epilogue in Triton around that engine's attention; a block of 16 channels with one beyond 80 is read exactly,
+    the others are not slowed, and nothing waits. On a GPU "auto" takes the engine that table.json measured fastest at the nearest shape, or
+    "decode"; on a CPU it takes "reference" for one query without gradients.
     Which implementation runs is logged once (level INFO). Raises ValueError for shapes, types or names that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """

@@ -1,8 +1,8 @@
 """The free-energy read as standard attention on [v | U]: prep, an attention, epilogue; in torch's operations, and in Triton on a GPU.
 
 With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
-one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines'
-are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
+one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: blocks of channels whose range passes
+the engines' are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Read(torch.autograd.Function):
         finally:
             ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
-        d_beta = torch.zeros(*wild.shape, d_o.shape[3], dtype=torch.float32, device=d_o.device)
+        d_beta = torch.zeros(*wild.shape[:2], d_o.shape[3], dtype=torch.float32, device=d_o.device)
         exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_beta, d_lam, d_gate, **ctx.reading.masks())
         assert fast is not None
         gradients[3] = (fast + d_beta.sum(0)).to(ctx.beta_type)
@@ -162,15 +162,15 @@ def _place(t: Tensor | None, needed: bool) -> Tensor | None:
 
 
 def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice) -> Tensor:
-    """o from its parts, each of which autograd knows; right where a head is not wild, and finite values elsewhere."""
+    """o from its parts, each of which autograd knows; right where a block is not wild, and finite values elsewhere."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
     q, k, v, beta, lam, gate = places
     assert q is not None and k is not None
-    values = ValueStreams.apply(v, beta, constants.centre, constants.shifted)
+    values = ValueStreams.apply(v, beta, constants)
     reads = ENGINES[choice.engine].read(q, k, values, reading, choice.call)
-    o = GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate)
+    o = GatedRead.apply(reads, beta, constants, lam, gate)
     assert isinstance(o, Tensor)
     return o
 
@@ -203,7 +203,7 @@ class RangeWatch:
         """Take in the ranges of a call, and warn of those of earlier calls."""
         if (told := self._told.so_far()) > MAX_RANGE:
             log.warning(
-                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: heads beyond it run the exact form, slower",
+                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of channels beyond it run the exact form, slower",
                 told,
                 MAX_RANGE,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ def faint_greatest(size: Size) -> Inputs:
     return x
 
 
-def one_wild_head(size: Size) -> Inputs:
-    """A range over 80 in one channel of one head of one sequence alone."""
-    x = inputs(size, batch=2)
-    x["v"][0, -1, :, 1] *= 30
+def one_wild_channel(size: Size, **changed: Any) -> Inputs:
+    """A range over 80 in one channel of one head of one sequence alone; values have several blocks of channels."""
+    x = inputs(size, batch=2, widths=(size["dk"], max(size["dv"], 40)), **changed)
+    x["v"][0, -1, :, 17] *= 30
     return x
 
 
@@ -128,7 +129,8 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "normal": lambda size: inputs(size, batch=2),
     "range 80": lambda size: inputs(size, uniform=79.0),
     "ramp 140": lambda size: inputs(size, ramp=140.0),
-    "one wild head": one_wild_head,
+    "one wild channel": one_wild_channel,
+    "one wild channel, grouped heads, padding, past": lambda size: one_wild_channel(size, group=2, padding=True, past=size["tokens"] // 3),
     "sharp": lambda size: inputs(size, sharpness=8.0),
     "small beta": lambda size: inputs(size, beta=0.02),
     "large beta": lambda size: inputs(size, beta=40.0, uniform=70.0),

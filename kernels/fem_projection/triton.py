@@ -16,8 +16,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import padded, rows_of, strides_of
-from kernels.time_decay_scan.triton import LOG2_E, softplus
+from kernels.tiles import LOG2_E, padded, rows_of, strides_of
+from kernels.time_decay_scan.triton import softplus
 
 NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024  # of a tile, about; UNEVEN: where each number has an address of its own
 WARPS, FEW_WARPS = 16, 8  # of NUMBERS, and of fewer

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,15 +137,13 @@ def _read(v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read
     return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate)
 
 
-def _triton_read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window
-) -> Tensor:
+def _triton_read(v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Any) -> Tensor:
     """The same by the kernels that `fem_attention` has around its engines."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
-    reads = read(ValueStreams.apply(v, beta, window.centre, window.shifted))
-    out: Tensor = GatedRead.apply(reads, beta, window.centre, window.shifted, None, lam, gate)
+    reads = read(ValueStreams.apply(v, beta, window))
+    out: Tensor = GatedRead.apply(reads, beta, replace(window, wild=None), lam, gate)
     return out
 
 

@@ -38,16 +38,6 @@ from kernels.tiles import (
     store_tile,
 )  # fmt: skip
 
-# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones.
-BLOCKS = {
-    "_log_sum_kernel": (Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 2)),
-    "_bisoftmax_kernel": (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2)),
-    "_terms_kernel": (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
-    "_bisoftmax_gradient_kernel": (Blocks(128, 64, 8, 2), Blocks(128, 16, 8, 2)),
-    "_sigmoid_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    "_sigmoid_gradient_kernel": (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
-}
-
 
 def bisoftmax_attention(z, valid):
     """(softmax of rows + softmax of columns) z for z [b, h, t, p], float32 or bfloat16; valid [b, t] bool or None. Differentiable in z."""
@@ -129,16 +119,10 @@ def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
 def _launch(kernel, own, valid, *arguments, **constants):
     """On each block of every head's rows of ``own``; the arguments end with the strides, valid's comes here."""
     b, h, count, width = own.shape
-    blocks = _blocks(kernel, own.dtype, width)
+    blocks = fitting(own.dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 8, 1), BLOCKS[kernel][padded(width) > 128])
     kernel[(triton.cdiv(count, blocks.rows) * b * h,)](
-        *arguments, 0 if valid is None else valid.stride(0), **constants, WIDTH=width, PADDED=padded(width), ROWS=blocks.rows,
-        KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-
-
-def _blocks(kernel, dtype, width):
-    narrow, broad = BLOCKS[kernel.fn.__name__]
-    return fitting(dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 8, 1), broad if padded(width) > 128 else narrow)
+        *arguments, 0 if valid is None else valid.stride(0), **constants, WIDTH=width, PADDED=padded(width), **blocks.given()
+    )
 
 
 @triton.jit
@@ -342,11 +326,13 @@ def _sigmoid_gradient_kernel(
     store_tile(found + b * found_b + h * found_h + start.to(tl.int64) * found_t, found_t, count - start, sums, ROWS, WIDTH, PADDED)
 
 
-MATRIX = (
-    _log_sum_kernel,
-    _bisoftmax_kernel,
-    _terms_kernel,
-    _bisoftmax_gradient_kernel,
-    _sigmoid_kernel,
-    _sigmoid_gradient_kernel,
-)  # their products are wgmma on sm_90
+# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones.
+BLOCKS = {
+    _log_sum_kernel: (Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 2)),
+    _bisoftmax_kernel: (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2)),
+    _terms_kernel: (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    _bisoftmax_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(128, 16, 8, 2)),
+    _sigmoid_kernel: (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
+    _sigmoid_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
+}
+MATRIX = tuple(BLOCKS)  # their products are wgmma on sm_90

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2_E
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 MOST_SEGMENTS = 64  # their summaries are joined in one block
 WARPS, STAGES = 8, 1

@@ -187,8 +187,8 @@ def test_cpu_runs_the_flash_kernel_whatever_the_widths(dv: int, past: int, beta:
 
 
 @engines
-def test_a_wild_head_leaves_the_others_as_they_were_to_the_bit(engine: str) -> None:
-    calm = inputs()
+def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(engine: str) -> None:
+    calm = inputs(dv=24)
     wild = copied(calm)
     with torch.no_grad():
         wild["v"][1, 0, :, 3] *= 100
@@ -200,15 +200,43 @@ def test_a_wild_head_leaves_the_others_as_they_were_to_the_bit(engine: str) -> N
         if name != "beta":
             assert torch.equal(got[0], before[name][0]) and torch.equal(got[1, 1], before[name][1, 1])
             assert not torch.equal(got[1, 0], before[name][1, 0])
+            assert name in "qk" or torch.equal(got[1, 0, :, 16:], before[name][1, 0, :, 16:])
     later: Any = {name: t if name == "beta" else torch.cat((t[:, :, :13], -5 * t[:, :, 13:]), 2) for name, t in wild.items()}
-    assert torch.equal(fem_attention(**later, implementation=engine)[1, 0, :13], after["o"][1, 0, :13])  # exact, so to the bit
+    assert torch.equal(fem_attention(**later, implementation=engine)[1, 0, :13, :16], after["o"][1, 0, :13, :16])  # exact, so to the bit
+
+
+def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in exponentials, forward and backward; prep and epilogue have as many whatever the values."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    own, found = InterpreterBuilder.create_exp2, 0
+
+    def create_exp2(builder: Any, x: Any) -> Any:
+        nonlocal found
+        found += x.data.size
+        return own(builder, x)
+
+    def exponentials(*channels: int) -> int:
+        nonlocal found
+        x = inputs(batch=1, heads=1, dv=64)
+        with torch.no_grad():
+            x["v"][..., list(channels)] *= 100
+        found = 0
+        gradients(x, implementation="sdpa")
+        return found
+
+    monkeypatch.setattr(InterpreterBuilder, "create_exp2", create_exp2)
+    calm, one = exponentials(), exponentials(17)
+    assert exponentials(16, 23, 31) == one > calm
+    # Four blocks cost four times as much but for the pairs' own probabilities, which dq and dk need once: 1 beside 16 a block.
+    assert 4 * (one - calm) < 1.05 * (exponentials(0, 17, 40, 63) - calm)
 
 
 @engines
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 1e30])
 @pytest.mark.parametrize("without", ["", "lam"])
 def test_a_value_that_is_not_finite_stays_in_its_head(engine: str, value: float, without: str) -> None:
-    x = inputs()
+    x = inputs(dv=20)
     x = {name: t for name, t in x.items() if name != without}
     with torch.no_grad():
         x["v"][1, 0, 9, 3] = value
@@ -219,7 +247,8 @@ def test_a_value_that_is_not_finite_stays_in_its_head(engine: str, value: float,
         x["v"][1, 0, 9:, 3] = 0
     for name in set(got) - {"beta"}:
         assert got[name][0].isfinite().all() and got[name][1, 1].isfinite().all()
-    assert relative(got["o"][:, :, :9], fem_attention(**x, implementation="reference")[:, :, :9]) < 1e-5  # rows that do not read it
+    truth = gradients(x, implementation="reference")
+    assert all(relative(got[name][:, :, :9], truth[name][:, :, :9]) < 1e-5 for name in "oq")  # rows that do not read it
 
 
 @engines

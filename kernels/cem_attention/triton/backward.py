@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cem_attention.triton.forward import (
-    LOG2_E,
     Part,
     bias_tile,
     head_tile,
@@ -20,7 +19,7 @@ from kernels.cem_attention.triton.forward import (
     row_tile,
     sizes_of,
 )
-from kernels.tiles import good_at, load_tile, of_head, store_tile
+from kernels.tiles import LOG2_E, good_at, load_tile, of_head, store_tile
 
 
 @triton.jit

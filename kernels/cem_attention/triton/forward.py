@@ -5,7 +5,6 @@ A tile of keys is loaded once, as keys and as values.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import Blocks, alignment, at_row, fitting, good_at, load_tile, of_head, padded, store_tile
-
-LOG2_E = tl.constexpr(math.log2(math.e))
+from kernels.tiles import LOG2_E, LOG2E, Blocks, alignment, at_row, fitting, good_at, load_tile, of_head, padded, store_tile
 
 
 class Part(NamedTuple):
@@ -41,7 +38,7 @@ class Part(NamedTuple):
 
     def numbers(self) -> tuple[int | float, ...]:
         """Rows, keys, first, and the scale for base 2."""
-        return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2_E.value
+        return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2E
 
     def strides(self, *others: Tensor) -> tuple[int, ...]:
         """Of q, k, C (a head's is 0 where one is for all), valid and, of three dimensions each, others."""

@@ -50,8 +50,8 @@ class _Attend(torch.autograd.Function):
         blocks = forward_blocks(q.dtype, dk, n)
         _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
             q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values, out),
-            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
-            ALIGN=alignment(n, q, k, values, out), num_warps=blocks.warps, num_stages=blocks.stages,
+            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), GROUP=h // hk, ALIGN=alignment(n, q, k, values, out),
+            **blocks.given(),
         )  # fmt: skip
         ctx.save_for_backward(q, k, values, *masks, out, lse)
         ctx.causal, ctx.scale = causal, scale
@@ -69,17 +69,13 @@ class _Attend(torch.autograd.Function):
         given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
         numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
         widths = {"CAUSAL": ctx.causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": n // halves, "BDV": padded(n // halves)}
-        widths["ALIGN"] = alignment(n // halves, q, k, values, d_out, d_q, d_k, d_values)
+        widths |= {"ALIGN": alignment(n // halves, q, k, values, d_out, d_q, d_k, d_values), "GROUP": h // hk}
         blocks = queries_blocks(q.dtype, dk, n // halves, halves)
-        _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
-            *given, d_q, *numbers, *strides_of(d_q), **widths, ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](*given, d_q, *numbers, *strides_of(d_q), **widths, **blocks.given())
         blocks = keys_blocks(q.dtype, dk, n // halves, halves)
         _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
-            *given, d_k, d_values, *numbers, *strides_of(d_k, d_values), **widths, ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+            *given, d_k, d_values, *numbers, *strides_of(d_k, d_values), **widths, **blocks.given()
+        )
         return d_q, d_k, d_values, None, None, None, None
 
 
@@ -140,15 +136,11 @@ def _forward_kernel(
     read = tl.zeros([ROWS, BDV], tl.float32)
     bottom = tl.minimum(top_row + ROWS, tq) - 1
     begin, inner, end = key_spans(tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS)
-    if valid is None and first is None:
+    for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         top, total, read = _span(
-            top, total, read, queries, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t, values_t,
-            False, DK, BDK, DV, BDV, KEYS, ALIGN,
+            top, total, read, queries, k, values, valid, position, lowest, highest, inner if MASKED else begin, end if MASKED else inner,
+            factor, tk, k_t, values_t, MASKED, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
-    top, total, read = _span(
-        top, total, read, queries, k, values, valid, position, lowest, highest, inner, end, factor, tk, k_t, values_t,
-        True, DK, BDK, DV, BDV, KEYS, ALIGN,
-    )  # fmt: skip
 
     # Only rows past the last query have read nothing.
     total = tl.where(total > 0, total, 1.0)

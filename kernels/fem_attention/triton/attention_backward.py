@@ -140,15 +140,11 @@ def _queries_kernel(
     grad = tl.zeros([ROWS, BDK], tl.float32)
     bottom = tl.minimum(top_row + ROWS, tq) - 1
     begin, inner, end = key_spans(tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS)
-    if valid is None and first is None:
+    for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         grad = _queries_span(
-            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t,
-            values_t, False, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
+            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner if MASKED else begin,
+            end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
-    grad = _queries_span(
-        grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner, end, factor, tk, k_t, values_t,
-        True, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
-    )  # fmt: skip
     store_tile(of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN), d_q_t, left, grad * scale, ROWS, DK, BDK, ALIGN)
 
 

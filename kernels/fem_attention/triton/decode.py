@@ -14,13 +14,11 @@ import triton
 import triton.language as tl
 
 from kernels.fem_attention.triton.epilogue import log_beyond
-from kernels.fem_attention.triton.exact_read import _finite_or_zero
+from kernels.fem_attention.triton.exact_read import INFINITY, _allowed, _finite_or_zero
 from kernels.fem_attention.triton.prep import excess as excess_of
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, padded, rows_of, strides_of
+from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
-LOG2_E = tl.constexpr(LOG2E)
-INFINITY = tl.constexpr(float("inf"))
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 SLOTS = tl.constexpr(16)  # rows of the smallest product
 STAGES = 3
@@ -121,12 +119,7 @@ def _part_kernel(
         product = tl.dot(tile, tl.trans(queries), input_precision="ieee")
         if ROWS < SLOTS:
             product = tl.gather(product, tl.zeros((KEYS, 1), tl.int32) + tl.arange(0, ROWS)[None, :], 1)
-        allowed = inside & (position >= 0)[None, :]
-        if CAUSAL:
-            allowed = allowed & (keys[:, None] <= position[None, :])
-        if valid is not None:
-            good = tl.load(valid + batch * tk + keys, mask=keys < tk, other=0).to(tl.int1)
-            allowed = allowed & (good[:, None] | (keys[:, None] == position[None, :]))
+        allowed = _allowed(keys, position, of_head(valid, batch, 0, tk, 0), None, None, tk, CAUSAL)
         score = tl.where(allowed, product * scale, -INFINITY)
         higher = tl.maximum(top, tl.max(score, 0))
         base = tl.where(higher == -INFINITY, 0.0, higher)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.fem_attention.triton.prep import row_blocks
+from kernels.fem_attention.triton.prep import BLOCK, Constants, row_blocks, rows_and_channels, tile_of
 from kernels.free_energy import FAINT as LEAST
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
@@ -28,22 +28,13 @@ FAINT = tl.constexpr(LEAST)
 class GatedRead(torch.autograd.Function):
     """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
 
-    beta [hk, dv] (float32), centre, shifted [b, hk, 1, dv] and wild [b, hk] or None: of kv head n // (h // hk) for head n. A wild head has
+    beta [hk, dv] (float32) and `value_constants`: of kv head n // (h // hk) for head n. A wild block, where ``wild`` is not None, has
     no part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        reads: Tensor,
-        beta: Tensor,
-        centre: Tensor,
-        shifted: Tensor,
-        wild: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
-        reads, beta = rows_of(reads), beta.contiguous()
+    def forward(ctx: Any, reads: Tensor, beta: Tensor, constants: Constants, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+        reads, beta, centre, shifted = rows_of(reads), beta.contiguous(), constants.centre, constants.shifted
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
         o = empty_as(reads, width=dv)
@@ -52,7 +43,7 @@ class GatedRead(torch.autograd.Function):
             reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h, h // beta.shape[0], tokens,
             dv, rows, columns, num_warps=WARPS,
         )  # fmt: skip
-        ctx.save_for_backward(reads, beta, centre, shifted, wild, lam, gate)
+        ctx.save_for_backward(reads, beta, centre, shifted, constants.wild, lam, gate)
         return o
 
     @staticmethod
@@ -70,7 +61,7 @@ class GatedRead(torch.autograd.Function):
             reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
             *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
         )  # fmt: skip
-        return d_reads, d_beta.sum((0, 2)), None, None, None, d_lam, d_gate
+        return d_reads, d_beta.sum((0, 2)), None, d_lam, d_gate
 
 
 @triton.jit
@@ -105,46 +96,25 @@ def free_energy_gap(mu, z, beta, centre, shifted):
 
 
 @triton.jit
-def _tile(base, head, heads, sb, sh, st, at, column):
-    """Where the rows ``at`` of a head lie."""
-    return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
-
-
-@triton.jit
-def _rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(head, kv head, rows, channels, which of them exist, beta, c, kappa = 1) of a program."""
-    blocks = tl.cdiv(tokens, ROWS)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    kv = head // group
-    there = (column < DV)[None, :]
-    temperature = tl.load(beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0)
-    middle = tl.load(centre + kv * DV + column[None, :], mask=there, other=0.0)
-    shift = tl.load(shifted + kv * DV + column[None, :], mask=there, other=1).to(tl.int1)
-    return head, kv, at, column, (at < tokens)[:, None] & there, temperature, middle, shift
-
-
-@triton.jit
 def _epilogue_kernel(
     reads, beta, centre, shifted, lam, gate, o,
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o of ROWS tokens of a head."""
-    head, _, at, column, inside, temperature, middle, shift = _rows_and_channels(
+    head, _, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
-    read = _tile(reads, head, heads, rb, rh, rt, at, column)
+    read = tile_of(reads, head, heads, rb, rh, rt, at, column)
     mu = tl.load(read, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=inside, other=1.0).to(tl.float32)
     gap, _, _ = free_energy_gap(mu, z, temperature, middle, shift)
     if lam is not None:
-        gap *= tl.load(_tile(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+        gap *= tl.load(tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
     out = mu + gap
     if gate is not None:
-        out *= tl.load(_tile(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
-    tl.store(_tile(o, head, heads, ob, oh, ot, at, column), out.to(o.dtype.element_ty), mask=inside)
+        out *= tl.load(tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
+    tl.store(tile_of(o, head, heads, ob, oh, ot, at, column), out.to(o.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -154,14 +124,15 @@ def _epilogue_backward_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
-    head, kv, at, column, inside, temperature, middle, shift = _rows_and_channels(
+    head, kv, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
     kept = inside
     if wild is not None:
-        kept = inside & (tl.load(wild + kv) == 0)
-    read = _tile(reads, head, heads, rb, rh, rt, at, column)
-    # A wild head's reads may be anything: masked, its gradients are zero.
+        block = kv * tl.cdiv(DV, BLOCK) + column // BLOCK
+        kept = inside & (tl.load(wild + block, mask=column < DV, other=0) == 0)[None, :]
+    read = tile_of(reads, head, heads, rb, rh, rt, at, column)
+    # A wild block's reads may be anything: masked, its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
     gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)
@@ -171,21 +142,21 @@ def _epilogue_backward_kernel(
     level = 1.0 / tl.where(known, mass, 1.0)
     tilt = tl.where(shift, y * level, 1.0)
     mixed = gap
-    d_mixed = tl.load(_tile(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(tl.float32)
+    d_mixed = tl.load(tile_of(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(tl.float32)
     if lam is not None:
-        share = tl.load(_tile(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+        share = tl.load(tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
         mixed = share * gap
     if gate is not None:
-        opening = tl.load(_tile(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
+        opening = tl.load(tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
         d_opening = d_mixed * (mu + mixed)
-        tl.store(_tile(d_gate, head, heads, dgb, dgh, dgt, at, column), d_opening.to(d_gate.dtype.element_ty), mask=inside)
+        tl.store(tile_of(d_gate, head, heads, dgb, dgh, dgt, at, column), d_opening.to(d_gate.dtype.element_ty), mask=inside)
         d_mixed *= opening
     d_gap = d_mixed
     if lam is not None:
-        tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
+        tl.store(tile_of(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
         d_gap = d_mixed * share
     d_gap = tl.where(known, d_gap, 0.0)
-    out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
+    out = tile_of(d_reads, head, heads, drb, drh, drt, at, column)
     tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
     tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(kept, -d_gap * (tilt * offset + gap) * width, 0.0), 0)

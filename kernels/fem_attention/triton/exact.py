@@ -1,15 +1,16 @@
-"""The exact free-energy read of single heads, in place: the kernels of its backward, and the launches of both.
+"""The exact free-energy read of blocks of channels, in place: the kernels of its backward, and the launches of both.
 
 Attention on [v | U] holds while the range of beta v is at most 80. Where it is more, or where values are not finite, these kernels
-overwrite that (batch, kv head)'s results with exact ones, for values of any range; the choice is a mask on the device, so nothing waits for
-it, and a launch whose mask is empty does nothing. Of the forward only the log-sum-exp of the scores is kept: the backward reads again.
+overwrite the results of that (batch, kv head)'s block of channels with exact ones, for values of any range, and add its part to the
+gradients of q and k. The choice is a mask on the device, so nothing waits for it, and a launch whose mask is empty does nothing. Of the
+forward only the log-sum-exp of the scores is kept: the backward reads again.
 
 With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF of the two reads:
 
     dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta
     dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF / beta)
 
-`_rows_kernel` reads again as the forward does and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
+`_rows_kernel` reads as in the forward and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
 """
 
 from __future__ import annotations
@@ -18,125 +19,50 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fem_attention.triton.attention_backward import key_spans, query_span
 from kernels.fem_attention.triton.exact_read import (
-    LOG2_E,
     _allowed,
-    _forward_kernel,
-    _greatest,
-    _keys_of,
+    _gradients_of_reads,
     _marked,
     _operand,
     _place,
-    _read,
-    _rows_of,
+    _put,
+    _rows_kernel,
     _scores,
     _temperature,
     _tile,
 )  # fmt: skip
+from kernels.fem_attention.triton.prep import BLOCK
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, of_head, padded, rows_of, strides_of
-
-
-@triton.jit
-def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr):
-    """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
-    d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
-    there = tl.minimum(rows, tq - 1)
-    if gate is not None:
-        d_free *= _tile(gate, gate_t, there, channels, CHANNELS)
-    d_mean = tl.zeros_like(d_free)
-    if lam is not None:
-        share = _tile(lam, lam_t, there, channels, CHANNELS)
-        d_mean = d_free * (1.0 - share)
-        d_free *= share
-    return d_mean, d_free
-
-
-@triton.jit
-def _rows_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """The forward again, and what the other backward kernels need of a row: x, F - x and the row term of softmax's backward.
-
-    Long, because it also gives the gradients that are a row's own: lam's, gate's and its part of beta's.
-    """
-    blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
-    columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = group * blocks * channel_blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
-        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
-        rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
-        there = tl.minimum(rows, tq - 1)
-        position = there + (tk - tq)
-        valid_here = of_head(valid, batch, 0, tk, 0)
-        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-        k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
-        d_o_here = d_o + batch * d_o_b + head * d_o_h
-        flat = (batch * heads + head) * tq
-        x, _ = _greatest(
-            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
-            False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-        )  # fmt: skip
-        beta_1 = _temperature(beta, kv, channels, CHANNELS)
-        mean, free, moment = _read(
-            queries, k_here, v_here, k_t, v_t, x, tl.load(lse + flat + there), beta_1 * LOG2_E, position, channels, columns,
-            valid_here, first, last, begin, end, tk, scale, True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-        )  # fmt: skip
-        d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-        mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
-        at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
-        tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
-        tl.store(free_energy + at, free, mask=mask)
-        term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
-        tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
-        of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
-        to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
-        tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
-        gap = tl.where(free < mean, 0.0, free - mean)
-        d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
-        if gate is not None:
-            out = x + tl.where(free < mean, mean, free)
-            if lam is not None:
-                out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
-            to = d_gate + batch * d_gate_b + head * d_gate_h + rows.to(tl.int64)[:, None] * d_gate_t + channels[None, :]
-            tl.store(to, (d_out * out).to(d_gate.dtype.element_ty), mask=mask)
-            d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
-        if lam is not None:
-            to = d_lam + batch * d_lam_b + head * d_lam_h + rows.to(tl.int64)[:, None] * d_lam_t + channels[None, :]
-            tl.store(to, (d_out * gap).to(d_lam.dtype.element_ty), mask=mask)
+from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
 def _score_gradients(
-    log_p, allowed, v, v_t, keys, beta, kv, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
+    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
+    """The marked channels' part of the gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
     there = tl.minimum(rows, tq - 1)
     term = tl.zeros_like(there).to(tl.float32)
     for block in range(0, CHANNELS, BLOCK_C):
-        term += tl.load(row_term + (block // BLOCK_C) * tq + there)
+        marked = tl.load(marks + block // BLOCK_C) != 0
+        term += tl.load(row_term + (block // BLOCK_C) * tq + there, mask=(rows < tq) & marked, other=0.0)
     log_p = tl.trans(log_p)
     allowed = tl.trans(allowed)
     p = tl.exp2(log_p)
-    found = -p * tl.where(rows < tq, term, 0.0)[:, None]
+    found = -p * term[:, None]
     for block in range(0, CHANNELS, BLOCK_C):
-        channels = block + tl.arange(0, BLOCK_C)
-        beta_1 = _temperature(beta, kv, channels, CHANNELS)
-        d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-        x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
-        values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-        below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
-        w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
-        slope = tl.trans(d_free / beta_1[None, :])
-        found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
+        if tl.load(marks + block // BLOCK_C) != 0:
+            channels = block + tl.arange(0, BLOCK_C)
+            beta_1 = _temperature(beta, kv, channels, CHANNELS)
+            d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+            x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
+            values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+            below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
+            w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
+            slope = tl.trans(d_free / beta_1[None, :])
+            found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
     return found
 
 
@@ -146,15 +72,17 @@ def _dq_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
+    upto, count = _marked(wild, pairs, MARKS, PAIRS)
     each = group * blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
         batch, head, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
-        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        marks = wild + (batch * (heads // group) + kv) * MARKS
+        bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
+        begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
         rows = block * ROWS + tl.arange(0, ROWS)
         there = tl.minimum(rows, tq - 1)
         valid_here = of_head(valid, batch, 0, tk, 0)
@@ -170,76 +98,41 @@ def _dq_kernel(
             tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
             log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
             d_scores = _score_gradients(
-                log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
-                d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
+                CHANNELS, BLOCK_C,
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
-        at = d_q + batch * d_q_b + head * d_q_h + rows.to(tl.int64)[:, None] * d_q_t + columns[None, :]
-        tl.store(at, (found * (scale / LOG2_E)).to(d_q.dtype.element_ty), mask=(rows < tq)[:, None] & (columns < WIDTH)[None, :])
+        mask = (rows < tq)[:, None] & (columns < WIDTH)[None, :]
+        _put(d_q, batch, head, d_q_b, d_q_h, d_q_t, rows, columns, found * (scale / LOG2_E), mask, marks, MARKS)
 
 
 @triton.jit
-def _dk_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k,
+def _keys_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k, d_v,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_k_b, d_k_h, d_k_t, pairs, heads, group, tq, tk, scale,
+    d_k_b, d_k_h, d_k_t, d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """dk; d_k None: dv. Long, because both go over the same rows of the same heads."""
+    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair whose items are apart
     blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, _, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
-        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
-        keys = block * KEYS + tl.arange(0, KEYS)
-        tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-        found = tl.zeros((KEYS, BLOCK_W), tl.float32)
-        for head in range(kv * group, kv * group + group):
-            flat = (batch * heads + head) * tq
-            valid_here = of_head(valid, batch, 0, tk, 0)
-            lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-            for row in range(begin, end, ROWS):
-                rows = row + tl.arange(0, ROWS)
-                there = tl.minimum(rows, tq - 1)
-                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
-                d_scores = _score_gradients(
-                    log_p, allowed, v + batch * v_b + kv * v_h, v_t, keys, beta, kv, greatest + flat * CHANNELS,
-                    free_energy + flat * CHANNELS, row_term + flat * tl.cdiv(CHANNELS, BLOCK_C),
-                    d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
-                )  # fmt: skip
-                found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
-        at = d_k + batch * d_k_b + kv * d_k_h + keys.to(tl.int64)[:, None] * d_k_t + columns[None, :]
-        tl.store(at, (found * (scale / LOG2_E)).to(d_k.dtype.element_ty), mask=(keys < tk)[:, None] & (columns < WIDTH)[None, :])
-
-
-@triton.jit
-def _dv_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, d_v,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
-    d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    blocks, channel_blocks = tl.cdiv(tk, KEYS), tl.cdiv(CHANNELS, BLOCK_C)
-    columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = blocks * channel_blocks
-    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, _, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
-        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+    upto, count = _marked(wild, pairs * ALONE, MARKS // ALONE, PAIRS)
+    for item in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
+        batch, _, kv, block, of_channels = _place(upto, item, blocks, heads, group, blocks, ALONE)
+        marks = wild + (batch * (heads // group) + kv) * MARKS
+        begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, 1)
         keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
         tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-        values = _operand(v + batch * v_b + kv * v_h, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-        beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
-        found = tl.zeros((KEYS, BLOCK_C), tl.float32)
+        v_here, valid_here = v + batch * v_b + kv * v_h, of_head(valid, batch, 0, tk, 0)
+        if d_k is None:
+            values = _operand(v_here, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+            beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
+        found = tl.zeros((KEYS, BLOCK_C if d_k is None else BLOCK_W), tl.float32)
         for head in range(kv * group, kv * group + group):
             flat = (batch * heads + head) * tq
-            valid_here = of_head(valid, batch, 0, tk, 0)
             lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             for row in range(begin, end, ROWS):
@@ -247,18 +140,29 @@ def _dv_kernel(
                 there = tl.minimum(rows, tq - 1)
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                log_p = tl.trans(_scores(queries, tile, allowed, scale)) - tl.load(lse + flat + there)[:, None]
-                d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-                x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
-                w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
-                found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
-        at = d_v + batch * d_v_b + kv * d_v_h + keys.to(tl.int64)[:, None] * d_v_t + channels[None, :]
-        tl.store(at, found.to(d_v.dtype.element_ty), mask=(keys < tk)[:, None] & (channels < CHANNELS)[None, :])
+                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                if d_v is None:
+                    d_scores = _score_gradients(
+                        log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                    )  # fmt: skip
+                    found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
+                else:
+                    log_p = tl.trans(log_p)
+                    d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+                    x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                    free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                    below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
+                    w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
+                    found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
+        if d_v is None:
+            mask = (keys < tk)[:, None] & (columns < WIDTH)[None, :]
+            _put(d_k, batch, kv, d_k_b, d_k_h, d_k_t, keys, columns, found * (scale / LOG2_E), mask, marks, MARKS)
+        else:
+            mask = (keys < tk)[:, None] & (channels < CHANNELS)[None, :]
+            _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
-BLOCK = 16  # channels at once
 ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
 WARPS, STAGES = 8, 2
 PROGRAMS = 264  # two for each of an H100's multiprocessors
@@ -268,14 +172,14 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Returns what `exact_backward_` needs.
 
     Shapes: o [b, h, tq, dv] in q's type, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv], lam and gate
-    [b, h, tq, dv] or None (1), wild [b, hk] bool; hk divides h. Queries, keys_valid and bounds as in `attention.attend`. Types: float32
-    or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the definition gives; rows that
-    cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
+    [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels] bool; hk divides h. Queries, keys_valid and bounds as in
+    `attention.attend`. Types: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the
+    definition gives; rows that cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
     Equations: Free Energy Mixer, the two-level gated read.
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(_forward_kernel, (o, lse), (o,), ROWS, KEYS, stages=1)  # with more it spills in float32
+    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), ROWS, KEYS, stages=1)  # with more it spills in float32
     return (lse,)
 
 
@@ -284,6 +188,7 @@ def exact_backward_(
 ):  # fmt: skip
     """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other arguments as in `exact_forward_`.
 
+    To dq and dk the wild blocks' part is added; where all blocks of a head are wild, they are overwritten, too, whatever they were.
     dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. dbeta [b, hk, dv] float32, not summed over the batch.
     For a while it holds dv float32 and dv numbers of v's type for each query: F - x and x, the greatest value that it reads.
     """
@@ -291,19 +196,18 @@ def exact_backward_(
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     b, h, tq, channels = d_o.shape
     d_o = rows_of(d_o)
-    rows, blocks = triton.cdiv(tq, ROWS), triton.cdiv(channels, BLOCK)
+    rows, blocks = triton.cdiv(tq, ROWS), wild.shape[2]
     greatest = torch.empty(b, h, tq, channels, dtype=v.dtype, device=q.device)
     free_energy, row_term, of_beta = (
         torch.empty(shape, dtype=torch.float32, device=q.device)
         for shape in (greatest.shape, (b, h, blocks, tq), (b, wild.shape[1], h // wild.shape[1] * rows, channels))
     )
-    left = (dlam, dgate, greatest, free_energy, row_term, of_beta)
-    launch(_rows_kernel, (d_o, lse, *left), (d_o, dlam, dgate), ROWS, KEYS)
-    dbeta.copy_(torch.where(wild[:, :, None], of_beta.sum(2), dbeta))
-    shared = (d_o, lse, greatest, free_energy)
-    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
-    launch(_dk_kernel, (*shared, row_term, dk), (d_o, dk), KEYS, ROWS)
-    launch(_dv_kernel, (*shared, dv), (d_o, dv), KEYS, ROWS)
+    launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), ROWS, KEYS)
+    dbeta.copy_(torch.where(wild.repeat_interleave(BLOCK.value, 2)[..., :channels], of_beta.sum(2), dbeta))
+    shared = (d_o, lse, greatest, free_energy, row_term)
+    launch(_dq_kernel, (*shared, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
+    launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, ROWS)
+    launch(_keys_kernel, (*shared, None, dv), (d_o, None, dv), KEYS, ROWS)
 
 
 class _Launch:
@@ -316,8 +220,9 @@ class _Launch:
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
-        self.sizes = (wild.numel(), heads, heads // kv_heads, tq, tk, scale * LOG2E)
-        self.constants = constants(width, channels, causal, wild.numel())
+        self.sizes = (len(wild) * kv_heads, heads, heads // kv_heads, tq, tk, scale * LOG2E)
+        self.constants = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK.value}
+        self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
@@ -329,10 +234,5 @@ class _Launch:
         )
 
 
-def constants(width, channels, causal, pairs):
-    """The kernels' constants for a head's widths."""
-    return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "PAIRS": padded(pairs)}
-
-
-TRAFFIC = dict.fromkeys((_forward_kernel, _rows_kernel, _dq_kernel, _dk_kernel, _dv_kernel), ("wild",))
-"""Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
+TRAFFIC = dict.fromkeys((_rows_kernel, _dq_kernel, _keys_kernel), ("wild",))
+"""Kernel -> the arguments that a launch reads or writes as a rule, here while no block is wild, for models of memory traffic."""

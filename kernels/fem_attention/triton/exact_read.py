@@ -1,10 +1,10 @@
-"""The exact free-energy read of single heads in Triton: the forward kernel and what the backward's kernels share with it. No launching.
+"""The exact free-energy read of blocks of channels in Triton: the kernel over rows, and what it shares with the backward's others.
 
-A few programs share the blocks of all marked (batch, kv head) pairs, so that a launch without marks costs next to nothing. Everything is
-kept relative to x[t, j], the greatest value that query t may read: with log p and beta (v - x) in one exponent, the terms that matter are
-small numbers, so no digit is lost however far values spread, and no exponential exceeds 1. Logarithms are powers of two. Terms are tiles
-of three dimensions, and the one that is summed over comes first: it then lies inside a thread, and a sum needs no exchange. No centre, no
-window and no clipping may come in.
+A few programs share what is marked, blocks of channels of (batch, kv head) pairs, so that a launch without marks costs next to nothing.
+Everything is kept relative to x[t, j], the greatest value that query t may read: with log p and beta (v - x) in one exponent, the terms
+that matter are small numbers, so no digit is lost however far values spread, and no exponential exceeds 1. Logarithms are powers of two.
+Terms are tiles of three dimensions, and the one that is summed over comes first: it then lies inside a thread, and a sum needs no
+exchange. No centre, no window and no clipping may come in. Nothing is launched here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.tiles import of_head
+from kernels.fem_attention.triton.attention_backward import key_spans
+from kernels.tiles import LOG2_E, of_head
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
 
 
@@ -60,33 +60,6 @@ def _allowed(keys, position, valid, first, last, tk, CAUSAL: tl.constexpr):
 def _scores(q, k, allowed, scale):
     """[keys, rows], powers of two, -inf where a key is not read."""
     return tl.where(allowed, tl.dot(k, tl.trans(q), input_precision="ieee") * scale, -INFINITY)
-
-
-@triton.jit
-def _keys_of(row, tq, tk, first, last, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
-    """The keys [begin, end) that the ROWS rows from ``row`` may read."""
-    past = tk - tq
-    final = tl.minimum(row + ROWS, tq) - 1 + past
-    begin, end = 0, tk
-    if CAUSAL:
-        end = final + 1
-    if first is not None:
-        begin = tl.load(first + row + past)
-        end = tl.minimum(end, tl.load(last + final))
-    return begin, end
-
-
-@triton.jit
-def _rows_of(key, tq, tk, first, last, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
-    """The rows [begin, end) that may read the KEYS keys from ``key``."""
-    past = tk - tq
-    begin, end = 0, tq
-    if CAUSAL:
-        begin = tl.maximum(key - past, 0)
-    if first is not None:
-        begin = tl.maximum(begin, tl.load(first + key) - past)
-        end = tl.load(last + tl.minimum(key + KEYS, tk) - 1) - past
-    return begin, end
 
 
 @triton.jit
@@ -146,60 +119,117 @@ def _read(
 
 
 @triton.jit
-def _marked(wild, pairs, PAIRS: tl.constexpr):
-    """(how many of the (batch, kv head) pairs up to each are marked [PAIRS], how many of all)."""
-    pair = tl.arange(0, PAIRS)
-    upto = tl.cumsum(tl.load(wild + pair, mask=pair < pairs, other=0).to(tl.int32), 0)
+def _marked(wild, count, MARKS: tl.constexpr, PAIRS: tl.constexpr):
+    """(how many of the ``count`` marks up to each are set [PAIRS], how many of all); of MARKS, which are one then, one is enough."""
+    at = tl.arange(0, PAIRS)
+    found = tl.zeros((PAIRS,), tl.int32)
+    for n in tl.static_range(MARKS):
+        found |= tl.load(wild + at * MARKS + n, mask=at < count, other=0).to(tl.int32)
+    upto = tl.cumsum(found, 0)
     return upto, tl.max(upto, 0)
 
 
 @triton.jit
-def _place(upto, item, each, heads, group, blocks, channel_blocks):
-    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a marked pair; channels innermost, heads outermost."""
+def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
+    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a mark, of which a (batch, kv head) pair has MARKS."""
     kv_heads = heads // group
-    pair = tl.sum((upto <= item // each).to(tl.int32), 0)
+    mark = tl.sum((upto <= item // each).to(tl.int32), 0)
     item = item % each
-    batch, kv = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    head = kv * group + item // (blocks * channel_blocks)
-    return batch, head, kv, item // channel_blocks % blocks, item % channel_blocks
+    batch, kv = (mark // MARKS // kv_heads).to(tl.int64), (mark // MARKS % kv_heads).to(tl.int64)
+    return batch, kv * group + item // blocks, kv, item % blocks, mark % MARKS
 
 
 @triton.jit
-def _forward_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, o, lse,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t,
-    pairs, heads, group, tq, tk, scale,
+def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr):
+    """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
+    d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
+    there = tl.minimum(rows, tq - 1)
+    if gate is not None:
+        d_free *= _tile(gate, gate_t, there, channels, CHANNELS)
+    d_mean = tl.zeros_like(d_free)
+    if lam is not None:
+        share = _tile(lam, lam_t, there, channels, CHANNELS)
+        d_mean = d_free * (1.0 - share)
+        d_free *= share
+    return d_mean, d_free
+
+
+@triton.jit
+def _put(out, batch, head, out_b, out_h, out_t, rows, columns, made, mask, marks=None, MARKS: tl.constexpr = 1):
+    """Store a tile [rows, columns] of a head, in the type of ``out``; with ``marks``, the head's, onto what the unmarked blocks gave."""
+    at = out + batch * out_b + head * out_h + rows.to(tl.int64)[:, None] * out_t + columns[None, :]
+    if marks is not None:
+        calm = tl.load(marks) == 0
+        for n in tl.static_range(1, MARKS):
+            calm |= tl.load(marks + n) == 0
+        made += tl.load(at, mask=mask & calm, other=0.0).to(tl.float32)
+    tl.store(at, made.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, lse, o, d_o, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t, d_o_b, d_o_h, d_o_t,
+    d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
+    """Forward: o, and the scores' log-sum-exp. o None, backward: x, F - x, the row terms, and the gradients that are a row's own.
+
+    Those are lam's, gate's and its part of beta's. Long, because both begin with the same reads.
+    """
+    blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
-    upto, count = _marked(wild, pairs, PAIRS)
-    each = group * blocks * channel_blocks
+    upto, count = _marked(wild, pairs * MARKS, 1, PAIRS)
+    each = group * blocks
     for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
-        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
-        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, MARKS)
+        bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
+        begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
         rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
         there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
         position = there + (tk - tq)
         valid_here = of_head(valid, batch, 0, tk, 0)
+        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
         queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
         k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+        flat = (batch * heads + head) * tq
         x, sums = _greatest(
             queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
-            True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+            o is not None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
-        beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
-        mean, free, _ = _read(
-            queries, k_here, v_here, k_t, v_t, x, sums, beta_2, position, channels, columns, valid_here, first, last, begin, end,
-            tk, scale, False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+        if o is None:
+            sums = tl.load(lse + flat + there)
+        beta_1 = _temperature(beta, kv, channels, CHANNELS)
+        mean, free, moment = _read(
+            queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels, columns, valid_here, first, last, begin, end,
+            tk, scale, o is None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
+        gap = tl.where(free < mean, 0.0, free - mean)
         out = x + tl.where(free < mean, mean, free)
         if lam is not None:
-            share = _tile(lam + batch * lam_b + head * lam_h, lam_t, there, channels, CHANNELS)
-            out = x + mean + share * tl.where(free < mean, 0.0, free - mean)
-        if gate is not None:
-            out *= _tile(gate + batch * gate_b + head * gate_h, gate_t, there, channels, CHANNELS)
-        at = o + batch * o_b + head * o_h + rows.to(tl.int64)[:, None] * o_t + channels[None, :]
-        tl.store(at, out.to(o.dtype.element_ty), mask=(rows < tq)[:, None] & (channels < CHANNELS)[None, :])
-        tl.store(lse + (batch * heads + head) * tq + rows, sums, mask=(rows < tq) & (of_channels == 0))
+            out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
+        if o is not None:
+            if gate is not None:
+                out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
+            _put(o, batch, head, o_b, o_h, o_t, rows, channels, out, mask)
+            earlier = tl.max(tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0)
+            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier))  # by the pair's first mark alone
+        else:
+            d_o_here = d_o + batch * d_o_b + head * d_o_h
+            d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+            at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
+            tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
+            tl.store(free_energy + at, free, mask=mask)
+            term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
+            tl.store(row_term + flat * MARKS + of_channels * tq + rows, term, mask=rows < tq)
+            of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
+            to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
+            tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
+            d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
+            if gate is not None:
+                _put(d_gate, batch, head, d_gate_b, d_gate_h, d_gate_t, rows, channels, d_out * out, mask)
+                d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
+            if lam is not None:
+                _put(d_lam, batch, head, d_lam_b, d_lam_h, d_lam_t, rows, channels, d_out * gap, mask)

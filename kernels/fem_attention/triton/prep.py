@@ -1,7 +1,8 @@
 """What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
 
-The formulas are those of `kernels.free_energy`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
-whose values are not finite, is *wild*: c is then such that no exponential overflows, and attention's results are to be replaced.
+The formulas are those of `kernels.free_energy`, in float32. A block of BLOCK channels of a head is *wild* where beta * (max v - min v)
+passes MAX_RANGE in one of them, and so are all of a head with values that are not finite, which would spoil its other channels' gradients.
+c is then such that no exponential overflows, and attention's results are to be replaced.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from kernels.free_energy import CLAMP as MOST
 from kernels.free_energy import SHIFT_BELOW
 from kernels.free_energy.ranges import MAX_RANGE
 from kernels.implementations import interpreted
-from kernels.tiles import empty_as, rows_of
+from kernels.tiles import LOG2_E, empty_as, rows_of
 
 WARPS = 4
+BLOCK = tl.constexpr(16)  # channels that are read exactly, or not, together
 LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
 CLAMP = tl.constexpr(MOST)
 LOWEST = tl.constexpr(-120.0)  # its exponential is 0 in float32
-LOG2E = tl.constexpr(math.log2(math.e))
 LN2_HIGH = tl.constexpr(0.693359375)  # ten bits of log 2: times a whole number under 2^14 it is exact
 LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a head's stream and epilogue need beside beta: centre and shifted [b, hk, 1, dv], wild and largest (of beta * range) [b, hk]."""
+    """What a head's stream and epilogue need beside beta: centre, shifted [b, hk, 1, dv] and wild [b, hk, blocks of channels].
+
+    largest (of beta * range): [b, hk].
+    """
 
     centre: Tensor
     shifted: Tensor
-    wild: Tensor
+    wild: Tensor | None
     largest: Tensor
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """Each channel's c over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
+    """Each channel's c over the sequence, where kappa is 1, and which blocks are wild; v [b, hk, t, dv], beta [hk, dv].
 
     float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
     """
@@ -55,20 +59,20 @@ def value_constants(v: Tensor, beta: Tensor) -> Constants:
     _range_kernel[b * hk * splits,](v, low, high, *v.stride()[:3], hk, tokens, splits, dv, span, rows, columns, num_warps=WARPS)
     centre = v.new_empty(b, hk, 1, dv, dtype=torch.float32)
     shifted = torch.empty_like(centre, dtype=torch.bool)
-    wild, largest = v.new_empty(b, hk, dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
+    wild, largest = v.new_empty(b, hk, triton.cdiv(dv, BLOCK.value), dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
     _constants_kernel[b * hk,](low, high, beta, centre, shifted, wild, largest, hk, splits, dv, rows, columns, num_warps=WARPS)
     return Constants(centre, shifted, wild, largest)
 
 
 class ValueStreams(torch.autograd.Function):
-    """[v | U] [b, hk, t, 2dv] in v's type, of v [b, hk, t, dv] and beta [hk, dv] (float32), centre and shifted of `value_constants`.
+    """[v | U] [b, hk, t, 2dv] in v's type, of v [b, hk, t, dv], beta [hk, dv] (float32) and `value_constants`.
 
     beta's gradient is the stream's own part of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
-        v, beta = rows_of(v), beta.contiguous()
+    def forward(ctx: Any, v: Tensor, beta: Tensor, constants: Constants) -> Tensor:
+        v, beta, centre, shifted = rows_of(v), beta.contiguous(), constants.centre, constants.shifted
         b, hk, tokens, dv = v.shape
         values = v.new_empty(b, hk, tokens, 2 * dv)
         rows, columns = row_blocks(dv)
@@ -93,7 +97,7 @@ class ValueStreams(torch.autograd.Function):
         _stream_backward_kernel[b * hk * blocks,](
             v, beta, centre, shifted, d_values, d_v, d_beta, *strides, hk, tokens, dv, rows, columns, num_warps=WARPS
         )
-        return d_v, d_beta.sum((0, 2)), None, None
+        return d_v, d_beta.sum((0, 2)), None
 
 
 def row_blocks(dv: int) -> tuple[int, int]:
@@ -111,9 +115,9 @@ def range_blocks(dv: int) -> tuple[int, int, int]:
 @triton.jit
 def accurate_exp(x):
     """exp(x) to two units in the last place: the hardware's exp2 of x log2(e) loses |x| of them by that product's rounding."""
-    whole = tl.floor(x * LOG2E + 0.5)
+    whole = tl.floor(x * LOG2_E + 0.5)
     rest = (x - whole * LN2_HIGH) - whole * LN2_LOW
-    return tl.exp2(rest * LOG2E) * tl.exp2(whole)
+    return tl.exp2(rest * LOG2_E) * tl.exp2(whole)
 
 
 @triton.jit
@@ -189,23 +193,30 @@ def _constants_kernel(
     tl.store(shifted + head * DV + column, spread < SHIFT, mask=inside)
     reach = tl.max(spread, 0)
     tl.store(largest + head, reach)
-    tl.store(wild + head, reach > LARGEST)
+    block = tl.arange(0, COLUMNS // BLOCK)
+    of_block = tl.where(reach < float("inf"), tl.max(tl.reshape(spread, (COLUMNS // BLOCK, BLOCK)), 1), reach)
+    tl.store(wild + head * tl.cdiv(DV, BLOCK) + block, of_block > LARGEST, mask=block < tl.cdiv(DV, BLOCK))
 
 
 @triton.jit
-def _values_of(v, beta, centre, shifted, sb, sh, st, heads, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(head, tokens, channels, which of them exist, v, beta, c, kappa = 1) of a program."""
+def tile_of(base, head, heads, sb, sh, st, at, column):
+    """Where the rows ``at`` of a head lie."""
+    return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
+
+
+@triton.jit
+def rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(head, kv head, rows, channels, which of them exist, beta, c, kappa = 1) of a program."""
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = column < DV
-    inside = (at < tokens)[:, None] & channel[None, :]
-    temperature = tl.load(beta + head % heads * DV + column, mask=channel, other=0.0)[None, :]
-    middle = tl.load(centre + head * DV + column, mask=channel, other=0.0)[None, :]
-    kappa = tl.load(shifted + head * DV + column, mask=channel, other=0)[None, :] != 0
-    value = tl.load(v + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :], mask=inside, other=0.0)
-    return head, at, column, inside, value, temperature, middle, kappa
+    kv = head // group
+    there = (column < DV)[None, :]
+    temperature = tl.load(beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0)
+    middle = tl.load(centre + kv * DV + column[None, :], mask=there, other=0.0)
+    shift = tl.load(shifted + kv * DV + column[None, :], mask=there, other=1).to(tl.int1)
+    return head, kv, at, column, (at < tokens)[:, None] & there, temperature, middle, shift
 
 
 @triton.jit
@@ -215,12 +226,11 @@ def _stream_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """values = [v | U] of ROWS tokens of a head."""
-    head, at, column, inside, value, temperature, middle, kappa = _values_of(
-        v, beta, centre, shifted, sb, sh, st, heads, tokens, DV, ROWS, COLUMNS
-    )
+    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS)
+    value = tl.load(tile_of(v, head, heads, sb, sh, st, at, column), mask=inside, other=0.0)
     x = exponent(value.to(tl.float32), temperature, middle)
     u = tl.where(kappa, excess(x), accurate_exp(x))
-    out = values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
+    out = tile_of(values, head, heads, ub, uh, ut, at, column)
     tl.store(out, value, mask=inside)
     tl.store(out + DV, u.to(values.dtype.element_ty), mask=inside)
 
@@ -232,15 +242,13 @@ def _stream_backward_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
-    head, at, column, inside, value, temperature, middle, kappa = _values_of(
-        v, beta, centre, shifted, sb, sh, st, heads, tokens, DV, ROWS, COLUMNS
-    )
+    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS)
+    value = tl.load(tile_of(v, head, heads, sb, sh, st, at, column), mask=inside, other=0.0)
     x = exponent(value.to(tl.float32), temperature, middle)
     slope = tl.where(kappa, excess(x) + x, accurate_exp(x))
-    given = d_values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
+    given = tile_of(d_values, head, heads, ub, uh, ut, at, column)
     dx = tl.load(given + DV, mask=inside, other=0.0).to(tl.float32) * slope
     gradient = tl.load(given, mask=inside, other=0.0).to(tl.float32) + dx * temperature
-    out = d_v + head // heads * db + head % heads * dh + at[:, None] * dt + column[None, :]
-    tl.store(out, gradient.to(d_v.dtype.element_ty), mask=inside)
+    tl.store(tile_of(d_v, head, heads, db, dh, dt, at, column), gradient.to(d_v.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(inside, dx * (value.to(tl.float32) - middle), 0.0), 0)
     tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)

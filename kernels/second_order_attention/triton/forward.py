@@ -25,80 +25,35 @@ def means(q, k, half, factors, valid, causal):
     b, h, t, d = q.shape
     mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
     levels = torch.empty(2, b, h, t, dtype=torch.float32, device=q.device)
-    launch(_means_kernel, means_blocks(q.dtype), t, q, k, valid, causal, q, k, half, factors, valid, mean, *levels)
+    given = (q, k, None, half, factors, valid, mean, *levels, None, None)
+    launch(_read_kernel, read_blocks(q.dtype, is_second=False), t, q, k, valid, causal, *given)
     return mean, levels
 
 
 def second(q, k, u, half, factors, mean, lse, valid, causal):
     """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
     read, centre = torch.empty_like(mean), torch.empty_like(lse)
-    blocks = second_blocks(q.dtype)
-    launch(_second_kernel, blocks, q.shape[2], q, k, valid, causal, q, k, u, half, factors, valid, mean, lse, read, centre)
+    given = (q, k, u, half, factors, valid, mean, lse, None, read, centre)
+    launch(_read_kernel, read_blocks(q.dtype, is_second=True), q.shape[2], q, k, valid, causal, *given)
     return read, centre
 
 
-def launch(kernel, blocks, own, q, k, valid, causal, *arguments, **constants):
+def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
     """A kernel on each block of every head's ``own`` queries or keys: its arguments, then what all kernels of this room end with."""
     b, h, t, d = q.shape
     kernel[(triton.cdiv(own, blocks.rows) * b * h,)](
         *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3], 0 if valid is None else valid.stride(0),
-        CAUSAL=causal, WIDTH=d, PADDED=padded(d), OWN=blocks.rows, OTHER=blocks.keys, **constants,
+        CAUSAL=causal, WIDTH=d, PADDED=padded(d), OWN=blocks.rows, OTHER=blocks.keys,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
 @triton.jit
-def _means_kernel(
-    q, k, half, factors, valid, mean, lse, average, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
+def _read_kernel(
+    q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, OWN)
-    k += b * k_b + h * k_h
-    half += head_of_all * tk
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, OWN)
-    position = tk - t + row[:, None]
-    good = good_at(valid, position, tk)
-    factor = tl.load(factors + h)
-    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED)
-    top = tl.full([OWN], float("-inf"), tl.float32)
-    total = tl.zeros([OWN], tl.float32)
-    weighed = tl.zeros([OWN], tl.float32)
-    score = tl.zeros([OWN], tl.float32)
-    read = tl.zeros([OWN, PADDED], tl.float32)
-    end = tk
-    if CAUSAL:
-        end = tl.minimum(tk, tk - t + start + OWN)
-    for n in range(0, end, OTHER):
-        keys = load_tile(k + tl.cast(n, tl.int64) * k_t, k_t, tk - n, OTHER, WIDTH, PADDED)
-        key = n + tl.arange(0, OTHER)
-        norm = tl.load(half + key, mask=key < tk, other=0.0)[None, :]
-        scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
-        allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
-        scores = tl.where(allowed, scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        # Rows that have seen nothing yet: -inf - -inf is no number.
-        level = tl.where(new == float("-inf"), 0.0, new)
-        under = scores - level[:, None]
-        weights = tl.exp2(under)
-        kept = tl.exp2(top - level)
-        # Weights times their scores, which are under the new top now; nothing where nothing was seen.
-        score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(tl.where(allowed, weights * under, 0.0), 1)
-        total = total * kept + tl.sum(weights, 1)
-        rounded = weights.to(keys.dtype)
-        weighed = weighed * kept + tl.sum(rounded.to(tl.float32), 1)
-        read = tl.dot(rounded, keys, read * kept[:, None], input_precision="ieee")
-        top = new
-    tl.store(lse + head_of_all * t + row, top + tl.log2(total), mask=row < t)
-    tl.store(average + head_of_all * t + row, top + score / total, mask=row < t)
-    store_tile(mean + (head_of_all * t + start) * WIDTH, WIDTH, t - start, read / weighed[:, None], OWN, WIDTH, PADDED)
-
-
-@triton.jit
-def _second_kernel(
-    q, k, u, half, factors, valid, mean, lse, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
+    """u None: the pass for kbar; else that for C u. Long, because both go over the same pairs."""
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -108,12 +63,17 @@ def _second_kernel(
     position = tk - t + row[:, None]
     good = good_at(valid, position, tk)
     factor = tl.load(factors + h)
-    level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
     queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED)
-    along = load_tile(u + at, WIDTH, t - start, OWN, WIDTH, PADDED)
-    middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
-    offset = tl.sum(along.to(tl.float32) * middle, 1)
-    tl.store(centre + head_of_all * t + row, offset, mask=row < t)
+    if u is None:
+        top = tl.full([OWN], float("-inf"), tl.float32)
+        total = tl.zeros([OWN], tl.float32)
+        score = tl.zeros([OWN], tl.float32)
+    else:
+        level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
+        along = load_tile(u + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+        middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+        offset = tl.sum(along.to(tl.float32) * middle, 1)
+        tl.store(centre + head_of_all * t + row, offset, mask=row < t)
     weighed = tl.zeros([OWN], tl.float32)
     found = tl.zeros([OWN, PADDED], tl.float32)
     end = tk
@@ -123,25 +83,43 @@ def _second_kernel(
         keys = load_tile(k + tl.cast(n, tl.int64) * k_t, k_t, tk - n, OTHER, WIDTH, PADDED)
         key = n + tl.arange(0, OTHER)
         norm = tl.load(half + key, mask=key < tk, other=0.0)[None, :]
-        weights = probabilities((tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor, level[:, None])
-        weights *= tl.dot(along, tl.trans(keys), input_precision="ieee") - offset[:, None]
-        allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
-        rounded = tl.where(allowed, weights, 0.0).to(keys.dtype)
+        scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
+        if u is None:
+            allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+            scores = tl.where(allowed, scores, float("-inf"))
+            new = tl.maximum(top, tl.max(scores, 1))
+            # Rows that have seen nothing yet: -inf - -inf is no number.
+            level = tl.where(new == float("-inf"), 0.0, new)
+            under = scores - level[:, None]
+            weights = tl.exp2(under)
+            kept = tl.exp2(top - level)
+            # Weights times their scores, which are under the new top now; nothing where nothing was seen.
+            score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(tl.where(allowed, weights * under, 0.0), 1)
+            total = total * kept + tl.sum(weights, 1)
+            rounded = weights.to(keys.dtype)
+            weighed *= kept
+            found *= kept[:, None]
+            top = new
+        else:
+            weights = probabilities(scores, level[:, None])
+            weights *= tl.dot(along, tl.trans(keys), input_precision="ieee") - offset[:, None]
+            allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+            rounded = tl.where(allowed, weights, 0.0).to(keys.dtype)
         weighed += tl.sum(rounded.to(tl.float32), 1)
         found = tl.dot(rounded, keys, found, input_precision="ieee")
-    # The mean is read again: kept through the loop it would take too many registers.
-    middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
-    store_tile(read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED)
+    if u is None:
+        tl.store(lse + head_of_all * t + row, top + tl.log2(total), mask=row < t)
+        tl.store(average + head_of_all * t + row, top + score / total, mask=row < t)
+        store_tile(mean + at, WIDTH, t - start, found / weighed[:, None], OWN, WIDTH, PADDED)
+    else:
+        # The mean is read again: kept through the loop it would take too many registers.
+        middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+        store_tile(read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED)
 
 
-def means_blocks(dtype):
-    """Block sizes of the pass for kbar."""
-    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 3))
+def read_blocks(dtype, is_second):
+    """Block sizes of a pass, for kbar or for C u."""
+    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2 if is_second else 3))
 
 
-def second_blocks(dtype):
-    """Block sizes of the pass for C u."""
-    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2))
-
-
-MATRIX = (_means_kernel, _second_kernel)  # their products are wgmma on sm_90
+MATRIX = (_read_kernel,)  # its products are wgmma on sm_90
