@@ -159,6 +159,10 @@ class TrainConfig:
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
         ("none", "selective", "full"),
     )
+    cuda_graphs: bool = setting(
+        False,
+        "On a GPU: each layer's passes are captured in the first step, and replayed. The host launches one thing a pass (docs/engines.md).",
+    )
     offload_activations: bool = setting(
         False,
         "What the backward pass needs of the layers' forward passes waits in the host's memory: no bit changes, and the copies take time.",

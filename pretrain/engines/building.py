@@ -68,6 +68,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         loss_chunk=config.train.loss_chunk,
         offload_activations=config.train.offload_activations,
         fp8=config.train.fp8,
+        cuda_graphs=config.train.cuda_graphs,
     )
 
 
