@@ -2,7 +2,7 @@
 
 ``torch.cuda.make_graphed_callables`` captures them, within the first forward pass that trains: by then engine and optimizer have put the
 weights where they stay. It is given a layer's weights as inputs, under names of their own: a weight's own node in autograd belongs to the
-stream that DDP's hooks were made in, which a capture must not wait for, and those hooks run at every replay, as without graphs.
+stream that DDP's hooks were made in, which a capture must not wait for. DDP's hooks run at every replay, as without graphs.
 
 Megatron's own way (``CudaGraphManager``, 0.16.1) captures its TransformerLayer by a record that all models of a process share; it wants the
 Transformer Engine or inference's random states, and warms up on zeros.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fem_megatron.megatron import platform
+from fem_megatron.megatron.fp8 import known_of
 from fem_megatron.megatron.specs import MegatronBlock
 
 
@@ -52,7 +53,11 @@ def _replays(layer: MegatronBlock) -> bool:
 def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
     """x [s (/ tensor-parallel size under sequence parallelism), b, D]: the first layer's input, on which all of them are tried."""
     given = [(x.detach().clone().requires_grad_(), *map(_alias, layer.parameters())) for layer in layers]
+    noted = [known[1] for layer in layers for weight in layer.parameters() if (known := known_of(weight))]
+    before = [one.clone() for one in noted]
     graphed = platform.captured(map(_as_function, layers), given)
+    for one, value in zip(noted, before, strict=True):
+        one.copy_(value)  # what was tried was no step
     for layer, run in zip(layers, graphed, strict=True):
         _replay(layer, run)
 
@@ -87,10 +92,15 @@ def _as_function(layer: MegatronBlock) -> Callable[..., Tensor]:
 
 
 def _replay(layer: MegatronBlock, run: Callable[..., Tensor]) -> None:
-    forward, weights = layer.forward, list(layer.parameters())
+    forward, weights, parts = layer.forward, list(layer.parameters()), [part for part in layer.modules() if part is not layer]
 
     @wraps(forward)
     def replayed(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
-        return (run(hidden_states, *weights), None) if _replays(layer) else forward(hidden_states, **named)
+        if not _replays(layer):
+            return forward(hidden_states, **named)
+        for part in parts:
+            for hook in part._forward_pre_hooks.values():  # DDP's, which wait for gathered weights
+                hook(part, ())
+        return run(hidden_states, *weights), None
 
     vars(layer)["forward"] = replayed

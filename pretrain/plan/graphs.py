@@ -19,7 +19,6 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
         ("engine.name", config.engine.name, "megatron", "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones"),
         ("parallel.pipeline_model_parallel_size", layout.pipeline_model_parallel_size, 1, "a graph has room for one micro-batch under way"),
         ("parallel.context_parallel_size", layout.context_parallel_size, 1, "the exchange of a cut sequence has not been captured yet"),
-        ("parallel.overlap_param_gather", layout.overlap_param_gather, False, "a replay does not wait for gathered parameters"),
         ("train.recompute", train.recompute, "none", "a graph keeps all that it computes with, to the end of the run"),
         ("train.offload_activations", train.offload_activations, False, "a graph's activations stay where they are"),
         ("data.documents", data.documents, "joined", "documents that are read apart have other sizes in every micro-batch"),

@@ -26,7 +26,7 @@ from pretrain.rehearsal.steps import rehearse
 from pretrain.run import make_engine
 from pretrain.schedule import Schedule
 from tests.pretrain.jobs import micro_batches
-from tests.pretrain.test_parity import SP, TP2
+from tests.pretrain.test_parity import OVERLAP, SP, TP2
 from tests.pretrain.test_rehearsal import ON_A_GPU, STEADY, config_of
 from tests.ranks import answer
 
@@ -96,7 +96,7 @@ def graphed(runs: Sequence[Callable[..., Tensor]], samples: Sequence[tuple[Tenso
 def trained(settings: list[str]) -> tuple[list[Any], list[Tensor], list[int]]:
     """Three steps of two micro-batches each, an evaluation after the first, the last looked at: what they told; weights; replays so far."""
     graphed.calls, told, replays = list[Any](), list[Any](), list[int]()  # type: ignore[attr-defined]
-    config = config_of(2, [*settings, "train.micro_batch_size=2", "train.global_batch_size=4"])
+    config = config_of(2, ["train.micro_batch_size=2", "train.global_batch_size=4", *settings])
     length = config.data.seq_length
     initialize_model_parallel(config)
     with (
@@ -127,7 +127,7 @@ def compared(settings: list[str]) -> list[int]:
     return on[2]
 
 
-EIGHT = ["parallel.overlap_grad_reduce=true", "model.hidden_size=64", "train.fp8=tensorwise"]
+EIGHT = ["model.hidden_size=64", "train.fp8=delayed"]
 
 
 NIGHT = pytest.mark.slow
@@ -135,12 +135,17 @@ NIGHT = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("names", "settings"),
-    [(SOME, SP), (["fem_softmax", "transformer"], EIGHT), pytest.param(CAPTURED, SP, marks=NIGHT)],
-    ids=["SP", "fp8, overlapped", "all"],
+    [
+        (SOME, [*TP2, *SP]),
+        (["fem_softmax", "transformer"], [*TP2, *EIGHT]),
+        (SOME[:2], [*OVERLAP, "train.global_batch_size=8"]),
+        pytest.param(CAPTURED, [*TP2, *SP], marks=NIGHT),
+    ],
+    ids=["TP2 + SP", "TP2, fp8", "DP2, overlapped", "all"],
 )
 def test_replays_train_as_the_layers_do_to_the_bit(names: list[str], settings: list[str], tmp_path: Path) -> None:
     """Whoever read a replay's results after the next one, or let a replay's gradients be summed up in place, would have other numbers."""
-    replays = answer(2, compared, [*TP2, *pattern(names), *settings], output=tmp_path / "said", patience=120)
+    replays = answer(2, compared, [*pattern(names), *settings], output=tmp_path / "said", patience=120)
     assert replays == [2 * len(names), 4 * len(names), 4 * len(names)]  # neither an evaluation's nor those that are looked at
 
 
