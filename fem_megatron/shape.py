@@ -244,6 +244,10 @@ class Shape(ABC):
         """The longest sequence that the mixer takes, None: any. Longer ones raise ValueError when they come."""
         return None
 
+    def uncapturable(self) -> str | None:
+        """Why no CUDA graph may hold its passes (train.cuda_graphs): the host decides something anew in each. None: nothing."""
+        return "another package computes it, which nobody captured yet" if self.external else None
+
     def product_scores(self) -> bool:
         """Whether its scores are products over a head's width, which model.mup.base_head_size scales."""
         return False

@@ -150,14 +150,20 @@ class TrainConfig:
     )
     fp8: str = setting(
         "none",
-        "tensorwise: linear maps of the layers multiply 8-bit floats, each tensor scaled by a power of two (docs/engines.md). On a GPU of "
-        "compute capability 8.9 or more; a CPU emulates it.",
-        ("none", "tensorwise"),
+        "tensorwise: linear maps of the layers multiply 8-bit floats, each tensor scaled by a power of two (docs/engines.md); delayed: by "
+        "its largest magnitude in the steps before. On a GPU of compute capability 8.9 or more; a CPU emulates it.",
+        ("none", "tensorwise", "delayed"),
     )
+    fp8_history: int = setting(1024, "fp8=delayed: of how many steps the largest magnitude counts; 1: the last one's.", least=1)
+    fp8_margin: int = setting(0, "fp8=delayed: a scale has room for magnitudes 2^fp8_margin times as large.", least=0, below=17)
     recompute: str = setting(
         "none",
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
         ("none", "selective", "full"),
+    )
+    cuda_graphs: bool = setting(
+        False,
+        "On a GPU: each layer's passes are captured in the first step, and replayed. The host launches one thing a pass (docs/engines.md).",
     )
     offload_activations: bool = setting(
         False,

@@ -108,10 +108,12 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
 
     Raises:
         ValueError: a width does not divide (see ``ModelConfig.blocks``).
-        ConfigError: DeepSpeed does not take its settings, another package its layer's options, or the machine train.fp8.
+        ConfigError: DeepSpeed does not take its settings, another package its layer's options, or the machine what train asks.
     """
     if config.train.fp8 != "none" and (missing := platform.lacks_fp8()):
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
+    if config.train.cuda_graphs and (missing := platform.lacks_graphs()):
+        raise ConfigError(f"train.cuda_graphs = true needs {missing}; set train.cuda_graphs=false")
     try:
         if config.engine.name == "deepspeed":  # not installed everywhere
             from pretrain.engines.deepspeed import DeepSpeedEngine

@@ -24,6 +24,7 @@ from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.cut import check_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.plan.fp8 import check_fp8
+from pretrain.plan.graphs import check_graphs
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -399,6 +400,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_tensor_parallel, "parallel model data"),
     (check_cut, "parallel model data"),
     (check_fp8, "train parallel model data"),
+    (check_graphs, "train engine parallel model data"),
     (_check_pipeline, "parallel model"),
     (_check_layout, "parallel"),
     (_check_batches, "train parallel"),

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
+from fem_megatron.megatron.graphs import graph_layers
 from fem_megatron.megatron.loss import add_z_loss, sum_in_chunks
 from fem_megatron.megatron.offload import offload
 from fem_megatron.megatron.specs import block_spec
@@ -37,6 +38,7 @@ class Layout:
     loss_chunk: int = 0  # tokens; 0: all
     offload_activations: bool = False
     fp8: str = "none"  # or "tensorwise"
+    cuda_graphs: bool = False
 
     @property
     def overlap_p2p(self) -> bool:
@@ -116,6 +118,8 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
                 sum_in_chunks(chunk, layout.loss_chunk)
         if layout.offload_activations:
             offload(chunk.decoder)
+        if layout.cuda_graphs:
+            graph_layers(chunk.decoder)
         chunks.append(chunk)
     return chunks
 

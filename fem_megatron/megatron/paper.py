@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ _COMPILED = {
         *("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients"),
     ),
 }
+Layer = Callable[..., Tensor]
 Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """(name, function) -> the function as one kernel, whose results alone are seen."""
 
@@ -42,7 +44,7 @@ def machine(device: torch.device, rank: int, world_size: int, trace: Trace, fuse
 
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda()))
+            stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda(), make_graphed_callables=partial(graphed, trace)))
             stack.enter_context(mock.patch.object(Tensor, "cuda", lambda self, *_, **__: self.to(META)))
             _stand_in_kernels(stack, trace, fused)
         else:
@@ -92,6 +94,52 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
         module = importlib.import_module(f"megatron.core.{name}")
         compiled: dict[str, Any] = {each: fused(each, getattr(module, each)) for each in functions}
         stack.enter_context(mock.patch.multiple(module, **compiled))
+
+
+def graphed(trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor, ...]]) -> tuple[Layer, ...]:
+    """``torch.cuda.make_graphed_callables``: each is tried, then looked at while it would be captured. A replay's kernels run again.
+
+    Held to the end, as there: a copy of the input, and the gradients of output, input and weights.
+
+    Raises:
+        RuntimeError: the host reads a number of the device, which no capture allows; the message has the place.
+    """
+    captured: dict[str, Any] = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
+    made = []
+    for run, given in zip(runs, samples, strict=True):
+        for capture in (False, True):
+            seen = len(trace.reads)
+            with mock.patch.multiple(torch.cuda, **captured) if capture else contextlib.nullcontext():
+                out = run(*given)
+                gradients = torch.autograd.grad(out, given, torch.empty_like(out))
+            if capture and trace.reads[seen:]:
+                raise RuntimeError(f"a CUDA graph holds no host read, as {trace.reads[seen]} is")
+        held = (torch.empty_like(out), *gradients)
+        made.append(partial(_replayed, run, given, held))
+    return tuple(made)
+
+
+def _replayed(run: Layer, sample: tuple[Tensor, ...], held: tuple[Tensor, ...], *given: Tensor) -> Tensor:
+    out: Tensor = _Replay.apply(run, sample[1:], *given)
+    return out
+
+
+class _Replay(torch.autograd.Function):
+    """Both passes of a layer; what the first keeps, the second frees."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Layer, weights: tuple[Tensor, ...], *given: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inputs = (given[0].detach().requires_grad_(), *weights)
+            ctx.out = run(*ctx.inputs)
+        out: Tensor = ctx.out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out, inputs = ctx.out, ctx.inputs
+        del ctx.out, ctx.inputs  # whoever holds the loss holds this node
+        return None, None, *torch.autograd.grad(out, inputs, grads)
 
 
 class _Stream:

@@ -93,6 +93,16 @@ def lacks_fp8() -> str | None:
     return f"a GPU of compute capability 8.9 or more, as H100 or L40S, and {device_name()} has {found[0]}.{found[1]}"
 
 
+def lacks_graphs() -> str | None:
+    """What this machine lacks to capture CUDA graphs, or None."""
+    return None if has_cuda() else "a GPU, and this machine has none"
+
+
+def captured(functions: Iterable[Callable[..., torch.Tensor]], samples: Iterable[tuple[torch.Tensor, ...]]) -> Any:
+    """The functions as CUDA graphs, tried and captured on these samples in their order, backward passes in the other."""
+    return torch.cuda.make_graphed_callables(tuple(functions), tuple(samples))
+
+
 def toolkit() -> str | None:
     """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
     return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None

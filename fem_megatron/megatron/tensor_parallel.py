@@ -65,7 +65,7 @@ class TensorParallel(Parallel):
 
     def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         if self._in_eight_bits(weight):
-            return fp8.linear(self.enter(x), weight.flatten(0, -2))
+            return fp8.linear(self.enter(x), weight.flatten(0, -2), fp8.known_of(weight))
         return linear_with_grad_accumulation_and_async_allreduce(
             x,
             weight.flatten(0, -2),

@@ -31,7 +31,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import stored
 from pretrain.checkpoint.folder import find, parts_of
 
-NOT_WEIGHTS = ("optimizer.", "rng.")
+NOT_WEIGHTS = ("optimizer.", "rng.", "fp8.")
 _METADATA_MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",

@@ -149,7 +149,8 @@ class Checkpoints:
 
         with _written(final, temporary):
             from_rank_0(make_room)
-            state = {**engine.sharded_state(), "rng": _rng_tensors(self.config)}
+            scales = {} if engine.scales is None else {"fp8": engine.scales.sharded_state()}
+            state = {**engine.sharded_state(), **scales, "rng": _rng_tensors(self.config)}
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
             request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
         manifest = manifest_of(self.config, progress, content_key, self.inherited)
@@ -234,6 +235,10 @@ class Checkpoints:
                 raise _read_failure(found.path, error) from None
 
         engine.restore(read, model_only=model_only)
+        if engine.scales is not None:
+            written = found.manifest["config"].get("train", {})
+            kept = written.get("fp8") == "delayed" and not model_only
+            engine.scales.restore(lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None)
         if found.manifest["layout"] == _layout(self.config) and not model_only:
             _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
         if found.path.parent == self.folder:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
+    from fem_megatron.megatron.fp8 import Delayed
     from pretrain.data.datasets import Batch
     from pretrain.engines.sharding import Held
 
@@ -50,9 +51,11 @@ class Engine(Protocol):
 
     around_update: put around every update, the gradients of all ranks summed (`unobserved`: nothing is). DeepSpeed updates one group of
     parameters after another, each an update of its own here, and nothing where the gradient is not finite.
+    scales: what maps of 8-bit floats remember of earlier steps, which checkpoints have beside ``sharded_state`` (train.fp8=delayed).
     """
 
     around_update: AroundUpdate
+    scales: Delayed | None
 
     def train_step(
         self,

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import fp8, platform
 from fem_megatron.megatron import model as fem_model
-from fem_megatron.megatron import platform
 from fem_megatron.mup import decay_factor, lr_factor
 from fem_megatron.shape import Weight
 from pretrain.config import RunConfig
@@ -68,7 +69,18 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         loss_chunk=config.train.loss_chunk,
         offload_activations=config.train.offload_activations,
         fp8=config.train.fp8,
+        cuda_graphs=config.train.cuda_graphs,
     )
+
+
+def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | None:
+    """What this rank's maps remember where train.fp8 is delayed; shared by the ranks of its pipeline stage."""
+    if config.train.fp8 != "delayed":
+        return None
+    named = [(fem_model.global_name(model, name), weight) for model in models for name, weight in model.named_parameters()]
+    maps = {name: weight for name, weight in named if name.startswith("decoder.layers.") and weight.spec.eight_bit}
+    group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    return fp8.Delayed(maps, config.train.fp8_history, config.train.fp8_margin, group, platform.device())
 
 
 def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:

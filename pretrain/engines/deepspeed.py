@@ -26,7 +26,16 @@ from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
-from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
+from pretrain.engines.building import (
+    LearningRates,
+    delayed_scales,
+    group_overrides,
+    mean_loss,
+    model_layout,
+    optimizer_settings,
+    poisoned,
+    summed_loss,
+)
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
 from pretrain.engines.muon import Muon
@@ -71,6 +80,7 @@ class DeepSpeedEngine:
         replicas = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
         (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
+        self.scales = delayed_scales(config, [self.model])
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)
         weights = places(self.model, MegatronGroups.get_data_parallel_group())
@@ -122,6 +132,8 @@ class DeepSpeedEngine:
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
         scale = self._loss_scale(step)
+        if self.scales:
+            self.scales.begin(scale / self.micro_batches)
         reports, times, known = [], None, None
         self.norm, self.unwanted, self.judge = math.nan, False, None
         for number, batch in enumerate(step):
@@ -136,8 +148,11 @@ class DeepSpeedEngine:
             with self._updates_looked_at():
                 self.engine.step()
         grad_norm = self._grad_norm()
+        skipped = self.unwanted or not math.isfinite(grad_norm)
+        if self.scales and not skipped:
+            self.scales.advance()
         loss, sums = known or mean_loss(reports, beside())
-        return StepResult(loss, grad_norm, lr, skipped=self.unwanted or not math.isfinite(grad_norm), times=times, beside=sums)
+        return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

@@ -23,6 +23,7 @@ from pretrain.data.datasets import Batch
 from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
 from pretrain.engines.building import (
     LearningRates,
+    delayed_scales,
     group_overrides,
     is_muons,
     mean_loss,
@@ -48,6 +49,7 @@ class MegatronEngine:
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
         bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
         self.settings = bare[0].config
+        self.scales = delayed_scales(config, bare)
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
         self.optimizer = self._optimizer()
         self.split = _SplitState(self.optimizer, self.models) if config.parallel.use_distributed_optimizer else None
@@ -75,6 +77,8 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.scales:
+            self.scales.begin()
         lr = self.rates.set(samples_after)
         reports = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
@@ -88,6 +92,8 @@ class MegatronEngine:
             if update:
                 self._clip(grad_norm)
                 self.optimizer.step_with_ready_grads()
+        if update and self.scales:
+            self.scales.advance()
         loss, sums = known or mean_loss(reports, beside())
         return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from fem_common.text import counted, size
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shape import BlockShape, Weights
+from fem_megatron.shape import WIDE, BlockShape, Weights
 from pretrain.config import RunConfig
 
 TILE = 16  # what a GPU's product of 8-bit floats wants every size to be a multiple of
@@ -53,6 +54,11 @@ def forward_flops(model: ModelConfig) -> float:
     return sum(2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values()) for block in model.blocks())
 
 
-def told(model: ModelConfig, forward: float) -> str:
-    """What share of the ``forward`` pass's FLOPs a token is of 8-bit floats, in a line."""
-    return f"{100 * forward_flops(model) / forward:.1f}% of them of 8-bit floats; MFU is told by the peak of 16-bit ones"
+def told(config: RunConfig, forward: float) -> str:
+    """What share of the ``forward`` pass's FLOPs a token is of 8-bit floats, and what delayed scaling keeps, in a line."""
+    model, train = config.model, config.train
+    line = f"{100 * forward_flops(model) / forward:.1f}% of them of 8-bit floats; MFU is told by the peak of 16-bit ones"
+    if train.fp8 != "delayed":
+        return line
+    maps = sum(len(eight_bit(block)) for block in model.blocks())
+    return f"{line}; scales by {counted(train.fp8_history, 'step')}' largest magnitudes, {size(3 * WIDE * maps * train.fp8_history)}"

@@ -30,6 +30,7 @@ width (``Kept``), on a CPU or by a GPU's kernels, and the plan says so. With tra
 it is given; on a CPU an estimate stays what it is without, which is more. On a GPU the peak is within 15% of the rehearsed one
 (tests/pretrain/test_rehearsal.py).
 With train.fp8 a linear map keeps its input in 8 bits, of the whole sequence, beside what else keeps that; an estimate stays what it is.
+With train.cuda_graphs the workspace has what graphs hold of their own (`pretrain.plan.graphs`); activations stay where they are.
 With train.offload_activations what the layers keep is on the host, but for one layer's; on a CPU that is the same memory.
 """
 
@@ -41,6 +42,7 @@ from dataclasses import dataclass, replace
 from fem_common.text import gib
 from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
 from pretrain.config import EngineConfig, RunConfig
+from pretrain.plan.graphs import graph_bytes
 from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
 
@@ -81,6 +83,7 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     # a copy of all gradients, which lives until the weights are gathered (CPU).
     step = WIDE * (sharded - single if cuda else parameters if layout.use_distributed_optimizer else 0)
     step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(config, parameters, data_parallel)
+    graphs = graph_bytes(config, _residual(config) * config.train.micro_batch_size * _own_length(config))
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -88,7 +91,7 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
         gradients=parameters * WIDE,
         optimizer=sharded * (12 if bf16 else 8) - WIDE * single,
         activations=activations,
-        workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
+        workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations) + graphs,
         host=offloaded_activations(config, stage, data_parallel, cuda=cuda),
         muons=muons,
     )

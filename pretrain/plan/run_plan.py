@@ -310,7 +310,7 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
     if config.train.fp8 != "none":
-        yield f"  {fp8.told(config.model, forward)}"
+        yield f"  {fp8.told(config, forward)}"
     if config.data.documents == "separate":
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":

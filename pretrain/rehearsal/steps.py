@@ -221,6 +221,7 @@ def _tell(engine: Any, recorder: Recorder) -> None:
 def _groups() -> dict[tuple[int, ...], str]:
     """The ranks of this rank's groups -> what they share, as the configuration abbreviates it."""
     named = {
+        "TP x DP": parallel_state.get_amax_reduction_group(with_context_parallel=True),
         "all ranks": torch.distributed.group.WORLD,
         "tied embeddings": parallel_state.get_embedding_group(check_initialized=False),
         "PP": parallel_state.get_pipeline_model_parallel_group(),

@@ -82,6 +82,69 @@ def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None
         assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all()) and not torch.equal(wanted, exact)
 
 
+def history(weight: Tensor, steps: int, margin: int = 0) -> fp8.Delayed:
+    return fp8.Delayed({"map": weight}, steps, margin, torch.distributed.group.WORLD, torch.device("cpu"))
+
+
+def passes(x: Tensor, weight: Tensor, dy: Tensor, known: fp8.Known | None = None) -> tuple[Tensor, ...]:
+    x = x.clone().requires_grad_()
+    y = fp8.linear(x, weight, known)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+
+def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
+    """Margin and all; a step that was left out, and what was computed between steps, are none of them."""
+    weight, scales = draw(16, 32, seed=1).requires_grad_(), []
+    delayed = history(weight, steps=2, margin=3)
+    for step, times in enumerate((1.0, 8.0, 0.5, 0.25, 2.0)):
+        passes(100 * times * draw(16, 32, seed=5), weight, draw(16, 16, seed=6))  # an evaluation's
+        delayed.begin()
+        for part in (0.125, 1.0):  # two micro-batches
+            passes(times * part * draw(16, 32, seed=0), weight, draw(16, 16, seed=2) / times, fp8.known_of(weight))
+        if step != 3:
+            delayed.advance()
+        delayed.begin(gradient=0.5)
+        scales.append(delayed.by[0] * torch.tensor([1, 1, 2]))
+    x, dy = (draw(16, n, seed=seed).abs().max() for n, seed in ((32, 0), (16, 2)))
+    wanted = [(1, 1), (8, 1), (8, 2), (8, 2), (2, 2)]  # of x, of dy
+    assert torch.equal(torch.stack(scales), 8 * torch.stack([torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]))
+
+
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
+def test_delayed_operands_are_the_nearest_numbers_of_their_scale(of: torch.dtype) -> None:
+    """Before anything is known, and where it says no more than the tensor, those of tensorwise; else within half a step, or cut off."""
+    t = draw(16, 32, seed=4, dtype=of)
+    own = t.abs().max().float()
+    for dtype, (mantissa, least, largest) in FORMATS.items():
+        plain, scale = fp8.quantised(t, dtype)
+        for known in (torch.zeros(()), own):
+            now = torch.zeros(())
+            found, its = fp8.quantised(t, dtype, (known, now))
+            assert torch.equal(found.float(), plain.float()) and its == scale and now == own
+        for octaves in (-5, 7):
+            found, its = fp8.quantised(t, dtype, (own * 2.0**octaves, torch.zeros(())))
+            assert its == scale * 2.0**octaves
+            scaled = (t.double() / its.double()).clamp(-largest, largest)
+            step = 2.0 ** (torch.floor(torch.log2(scaled.abs())).clamp_min(least) - mantissa)
+            assert torch.equal(found.double(), torch.round(scaled / step) * step)
+            assert bool((found.double().abs() == largest).any()) == (octaves < 0)
+            same = (t.abs() <= largest * its) & (t.abs() >= 2.0**least * torch.maximum(its, scale))
+            assert same.float().mean() > 0.3 and torch.equal((found.double() * its)[same], (plain.double() * scale)[same])
+
+
+def test_what_is_not_finite_stays_so_whatever_is_known() -> None:
+    weight = draw(16, 16, seed=1).requires_grad_()
+    delayed = history(weight, steps=2)
+    delayed.now.fill_(1.0)
+    delayed.advance()
+    delayed.begin()
+    for bad in (torch.inf, torch.nan):
+        x, dy = draw(16, 16, seed=0), torch.ones(16, 16)
+        x[3, 4] = dy[2, 2] = bad
+        y, dx, dw = passes(x, weight, dy, fp8.known_of(weight))
+        assert not (y.isfinite().any() or dx.isfinite().any() or dw.isfinite().any()) and not delayed.now[0, 0].isfinite()
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     x, weight = draw(16, 16, seed=0), draw(16, 16, seed=1).requires_grad_()

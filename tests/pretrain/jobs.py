@@ -36,11 +36,15 @@ class Job:
 
 @dataclass
 class Done:
-    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight; what `TensorNorms` told of each step."""
+    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight; what `TensorNorms` told of each step.
+
+    scales: of rank 0's maps of 8-bit floats, by their weights' names, the largest magnitudes in the end (train.fp8=delayed).
+    """
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     initial: dict[str, str] = field(default_factory=dict)
     norms: list[dict[str, float]] = field(default_factory=list)
+    scales: dict[str, list[float]] = field(default_factory=dict)
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
@@ -107,6 +111,8 @@ def _run(job: Job, cache: Path) -> Done:
         assert not result.skipped
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
         done.steps.append((result.loss, result.grad_norm))
+    if engine.scales is not None:
+        done.scales = dict(zip(engine.scales.names, engine.scales.history.amax(0).tolist(), strict=True))
     checkpoints.close()
     engine.close()
     destroy_model_parallel()

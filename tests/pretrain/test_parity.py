@@ -79,6 +79,7 @@ MODELS: dict[str, list[str]] = {
     "bf16": [*PAIR, "model.tie_embeddings=false", "train.precision=bf16"],
     "fp8": [*PAIR, "model.tie_embeddings=false", "model.hidden_size=64", "train.fp8=tensorwise"],  # each rank's sizes are 16 times any
 }
+MODELS["fp8, delayed"] = [*MODELS["fp8"], "train.fp8=delayed", "train.fp8_history=5"]
 MIXERS = {name: [TIED, f"model.mixer={name}"] for name in catalogue.MIXERS if not name.startswith("fla.")}
 for name in ("fem_linear", "fem_gla"):
     MIXERS[name].append(FEATURES)
@@ -112,7 +113,8 @@ QUICK = [
     *((model, layout) for model in ("tied", "plain optimizer") for layout in SOME),
     *(("tied", f"{layout}, in chunks") for layout in ("TP2 x PP2 + SP", "TP2 x DP2, overlapped")),
     *(("bf16", layout) for layout in (SPLIT, "TP2 x PP2 + SP", "TP2 x PP2 + SP, in chunks")),
-    *(("fp8", layout) for layout in (SPLIT, "CP2 x TP2 + SP", ZERO_3, "micro-batches of 4")),
+    *(("fp8", layout) for layout in (SPLIT, ZERO_3, "micro-batches of 4")),
+    *(("fp8, delayed", layout) for layout in (SPLIT, "CP2 x TP2 + SP", "TP2 x PP2 + SP", ZERO_3, "micro-batches of 4")),
     *((group, layout) for group in GROUPS for layout in (SPLIT, WHOLE, "CP2, selective")),
     *((model, layout) for model in SPECIAL for layout in (SPLIT, "CP2, selective")),
     *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4", "PP2 interleaved", "one process, in chunks")),
@@ -167,15 +169,18 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million round to the
     # neighbour in 8 bits, which moves a channel of one token by 1e-2.
     other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
-    loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4)}.get(model, other)
+    loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4), "fp8, delayed": (1e-5, 1e-4)}.get(model, other)
     # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
     # thousandth of the least gradient here.
-    tensor_by = {"bf16": 3e-2, "fp8": 3e-2}.get(model, 2e-4)
+    tensor_by = {"bf16": 3e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found.steps, wanted.steps[BEFORE:], strict=True):
         assert loss == pytest.approx(wanted_loss, rel=loss_by)
         assert norm == pytest.approx(wanted_norm, rel=norm_by)
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
         assert norms == pytest.approx(wanted_norms, rel=tensor_by, abs=1e-9) and norms
+    assert bool(found.scales) == ("delayed" in model)
+    for name, scales in found.scales.items():  # a slice's or a micro-batch's own largest is mostly further off the whole's
+        assert scales == pytest.approx(wanted.scales[name], rel=tensor_by)
     if "ZeRO" not in layout:  # there each rank holds a slice of every weight
         assert found.initial == wanted.initial and wanted.initial
 

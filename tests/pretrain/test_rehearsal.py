@@ -43,7 +43,7 @@ QUICK: Cases = {
     "CP2": (2, [*CP2, TIED]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *PLAIN]) for stage in (1, 2, 3)},
     "TP2 + SP, in chunks": (2, [*TP2, *SP, *PLAIN, *IN_CHUNKS]),
-    "TP2 + SP, fp8": (2, [*TP2, *SP, *PLAIN, "model.hidden_size=64", "train.fp8=tensorwise"]),
+    "TP2 + SP, fp8": (2, [*TP2, *SP, *PLAIN, "model.hidden_size=64", "train.fp8=delayed"]),
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
@@ -70,7 +70,7 @@ GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the devi
 LAYOUTS: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
-    "DP2, fp8": (2, [*PLAIN, "train.fp8=tensorwise"]),
+    "DP2, fp8": (2, [*PLAIN, "train.fp8=delayed"]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *OVERLAP[:1], *PLAIN]) for stage in (1, 2, 3)},
 }
 # DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.

@@ -123,15 +123,16 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
     assert len(os.listdir("/proc/self/task")) < before + 10
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "fp8"), [(0, []), (7, []), (0, ["train.fp8=delayed", "model.hidden_size=64"])])
+def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int, fp8: list[str]) -> None:
     """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
-    with engine_of([*settings, f"train.loss_chunk={chunk}"]) as engine:
+    with engine_of([*settings, f"train.loss_chunk={chunk}", *fp8]) as engine:
 
         def state() -> list[torch.Tensor]:
             adam = engine.optimizer.chained_optimizers[0].optimizer
             moments = [value.clone() for entry in adam.state.values() for value in entry.values()]
-            return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments
+            scales = [engine.scales.history.clone()] if engine.scales else []
+            return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments + scales
 
         assert not engine.train_step(micro_batches(32), 8).skipped
         before = state()
@@ -150,12 +151,13 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
-def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path) -> None:
-    """Two attempts are one to the bit, since no scale is kept; a checkpoint has the same tensors as without, in their types."""
+@pytest.mark.parametrize("fp8", ["tensorwise", "delayed"])
+def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path, fp8: str) -> None:
+    """Two attempts are one to the bit: no scale is kept, or all history; a checkpoint has the same weights as without, in their types."""
     wide = ["model.hidden_size=64", "train.precision=bf16", "checkpoint.interval=6", "train.eval_interval=0"]
     runs = {name: tmp_path / name for name in ("sixteen", "eight", "resumed")}
     for name, run_dir in runs.items():
-        given = [f"run_dir={run_dir}", *wide, *([] if name == "sixteen" else ["train.fp8=tensorwise"])]
+        given = [f"run_dir={run_dir}", *wide, *([] if name == "sixteen" else [f"train.fp8={fp8}", "train.fp8_history=4"])]
         assert pretrain(*given) == 0, pretrain.err
         if name == "resumed":
             shutil.rmtree(run_dir / "checkpoints" / "step_00000012")

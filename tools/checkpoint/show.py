@@ -115,7 +115,9 @@ def _sizes(step: Path) -> tuple[str, str]:
         tensors = [
             tensor
             for name, tensor in stored.items()
-            if isinstance(tensor, TensorStorageMetadata) and name.startswith("optimizer.") == wanted and not name.startswith("rng.")
+            if isinstance(tensor, TensorStorageMetadata)
+            and name.startswith("optimizer.") == wanted
+            and not name.startswith(("rng.", "fp8."))
         ]
         numbers = sum(math.prod(tensor.size) for tensor in tensors)
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)

@@ -240,6 +240,16 @@ class FemShape(Shape):
         """Whether its read can pass states: a scan's, of which the exact form reads all tokens."""
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
+    def uncapturable(self) -> str | None:
+        """The form of a free energy's read, fast or exact, is chosen by a number of the device (`kernels.free_energy.ranges`)."""
+        if not self.free_energy:
+            return None
+        if isinstance(self.prior, ScanShape):
+            return "the host chooses the form of its read in each call, by its values' range, unless model.fem.free_energy=false"
+        if isinstance(self.prior, SoftmaxShape) and self.backend == "fused":
+            return "its read waits for its values' range, unless model.attention_backend=auto"
+        return None
+
     def cut_widths(self) -> CutWidths:
         heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
         if isinstance(self.prior, SoftmaxShape):

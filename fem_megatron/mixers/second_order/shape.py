@@ -116,6 +116,10 @@ class SecondOrderShape(_Heads):
         solves = 2.0 * self.hidden * d + (self.hidden * (2.0 / 3.0 * d * d + 2.0 * d) if self.exact else 0.0)
         return {"mixer projections": self.linear_flops(), "attention": products, "gram": gram, "solves": solves}
 
+    def uncapturable(self) -> str | None:
+        """cuSOLVER and MAGMA, which torch chooses between by size, may allocate and wait."""
+        return "its systems are solved by a library that may wait for the device"
+
     def reads(self) -> set[str]:
         names = {"jitter", "temperature"} | ({"exact_max_length"} if self.exact else set())
         return {f"second_order.{name}" for name in names}

@@ -1,0 +1,48 @@
+"""What train.cuda_graphs asks of a run, from its configuration alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fem_megatron.catalogue import mixer_names
+from pretrain.config import RunConfig
+
+_OWN = 3  # hidden states that a layer's graph has of its own: its input and the gradients of both its ends
+
+
+def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What of the run no CUDA graph of a layer holds, each thing with the nearest setting that works."""
+    if not config.train.cuda_graphs:
+        return
+    layout, train, data = config.parallel, config.train, config.data
+    for key, value, wanted, why in (
+        ("engine.name", config.engine.name, "megatron", "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones"),
+        ("parallel.pipeline_model_parallel_size", layout.pipeline_model_parallel_size, 1, "a graph has room for one micro-batch under way"),
+        ("parallel.context_parallel_size", layout.context_parallel_size, 1, "the exchange of a cut sequence has not been captured yet"),
+        ("train.recompute", train.recompute, "none", "a graph keeps all that it computes with, to the end of the run"),
+        ("train.offload_activations", train.offload_activations, False, "a graph's activations stay where they are"),
+        ("data.documents", data.documents, "joined", "documents that are read apart have other sizes in every micro-batch"),
+        ("data.reset_positions", bool(data.reset_positions), False, "a graph has the positions that it was captured with"),
+    ):
+        if value != wanted:
+            yield f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or train.cuda_graphs=false"
+    for name, block in dict(zip(mixer_names(config.model), config.model.blocks(), strict=True)).items():
+        if reason := block.mixer.uncapturable():
+            yield f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or train.cuda_graphs=false"
+
+
+def graph_bytes(config: RunConfig, hidden_state: float) -> int:
+    """Bytes that a rank's graphs hold beside what layers hold without them, the gradients of their weights too, to the end of the run.
+
+    hidden_state: bytes of a micro-batch's.
+    """
+    if not config.train.cuda_graphs:
+        return 0
+    ranks, element = config.parallel.tensor_model_parallel_size, 2 if config.train.precision == "bf16" else 4
+    weights = [(weight, count) for block, count in config.model.kinds for weight in block.weights().values()]
+    gradients = sum(element * count * weight.size / (1 if weight.split is None else ranks) for weight, count in weights)
+    return int(gradients + _OWN * config.model.num_layers * hidden_state)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
