@@ -25,10 +25,11 @@ class Parallel(Protocol):
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream's slice -> [s, b, D], the whole sequence, for use by this rank's part; its gradient is summed over ranks."""
 
-    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """linear(enter(x), weight) for an x that nothing else needs entered: under sequence parallelism only the slice is kept.
+    def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
+        """linear(enter(x)) for an x that nothing else needs entered: under sequence parallelism only the slice is kept.
 
-        weight: [out, in], or with more dimensions before the last, which are taken as one.
+        linear: a module of `linear` (with a bias what is entered is kept), or a weight [out, in], or one with more dimensions before the
+        last, which are taken as one.
         """
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -68,8 +69,11 @@ class OneProcess:
     def enter(self, x: Tensor) -> Tensor:
         return x
 
-    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        return nn.functional.linear(x, weight.flatten(0, -2))
+    def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
+        if isinstance(linear, nn.Module):
+            y: Tensor = linear(x)
+            return y
+        return nn.functional.linear(x, linear.flatten(0, -2))
 
     def leave(self, partial: Tensor) -> Tensor:
         return partial

@@ -128,6 +128,11 @@ class Training:
         """Bytes of what a linear map keeps of its input, where nothing else keeps that."""
         return 1 if self.fp8 else self.element
 
+    @property
+    def entered(self) -> float:
+        """Bytes a channel of what a linear map that gathers its input keeps of it (`Parallel.project`); 8-bit floats are gathered."""
+        return 1.0 if self.fp8 else self.element / self.sequence_split
+
     def tokens_before(self, count: int) -> int:
         """Of the ``count`` tokens before a chunk, those that the chunk before it has, and hands on."""
         return min(count, self.length // (2 * self.ranks))
@@ -142,12 +147,12 @@ class Training:
         """Bytes of a linear attention's operands (`update.product_type`)."""
         return self.element if self.cuda else self.wide
 
-    def estimate(self, hidden: int, kept: Kept, more: float = 0.0) -> dict[str, float]:
-        """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank has the input whole."""
+    def estimate(self, hidden: int, kept: Kept, more: float = 0.0, *, sliced: bool = False) -> dict[str, float]:
+        """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank keeps the input whole, or its slice."""
         on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
         seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
         whole = self.element * hidden
-        return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
+        return {ESTIMATE: whole / (self.sequence_split if sliced else 1) + max(0.0, seen - whole) / self.tensor_parallel}
 
 
 class Kept(NamedTuple):
@@ -185,13 +190,14 @@ class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
     layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
-    kept: of an estimate (``kept_bytes``).
+    kept: of an estimate (``kept_bytes``). sliced: its input goes to `Parallel.project` alone.
     once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
     """
 
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
     kept: ClassVar[Kept] = KEPT
+    sliced: ClassVar[bool] = False
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
 
@@ -254,7 +260,7 @@ class Shape(ABC):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Bytes a token that autograd keeps on one rank, by term, its norm aside: an estimate, or the table's (`pretrain.plan.memory`)."""
-        return training.estimate(self.hidden, self.kept)
+        return training.estimate(self.hidden, self.kept, sliced=self.sliced)
 
     def moment_bytes(self, training: Training) -> float:
         """Bytes that the backward pass of one application holds for a moment on one rank, beyond gradients as wide as what was kept."""
@@ -381,8 +387,7 @@ class SwiGluShape(Shape):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
         inner = (2 if training.cuda else 3) * training.element + training.operand
-        split = 1 if training.fp8 else training.sequence_split  # 8-bit floats are kept gathered
-        return {"MLP": training.operand * self.hidden / split + inner * self.inner / training.tensor_parallel}
+        return {"MLP": training.entered * self.hidden + inner * self.inner / training.tensor_parallel}
 
     def summary(self) -> str:
         return f"MLP {self.inner}"

@@ -63,7 +63,11 @@ class TensorParallel(Parallel):
             return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.group)
         return self.share(x)
 
-    def project(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+    def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
+        if isinstance(linear, nn.Module) and linear.bias is not None:  # one kernel adds it unrounded
+            biased: Tensor = linear(self.enter(x))
+            return biased
+        weight = linear.get_parameter("weight") if isinstance(linear, nn.Module) else linear
         if self._in_eight_bits(weight):
             return fp8.linear(self.enter(x), weight.flatten(0, -2), fp8.known_of(weight))
         return linear_with_grad_accumulation_and_async_allreduce(

@@ -9,7 +9,8 @@ parallelism, else 1; per rank: P packed projection width, q query width, d value
 Numbers marked 4 are fp32 in either precision.
 
     norms         e 2D/s         the inputs of the two RMSNorms (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
-    projection    e D            the input of in_proj, gathered once under SP; shared by the conditioner's LayerNorm
+    projection    e D/s          the input of in_proj, gathered again in the backward pass; e D where in_proj has a bias or a conditioner's
+                  LayerNorm shares it
     conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
     scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
     rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fem_megatron.block import Block
 from fem_megatron.cut import Cut
@@ -27,6 +28,7 @@ from tests.ranks import answer
 from tests.wording import Wording
 
 PLACES = ("TP2", "TP2+SP")
+ENTERED = ("fem", "cem", "mamba2", "delta")  # mixers whose input is read by more than one product
 CUTS = (
     "CP2, all_to_all",
     "CP2, all_gather",
@@ -162,8 +164,17 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     x, weight = tokens(12), tokens(12).flip(0)
     wanted, wanted_x = run(whole, x, weight, is_causal(name))
     mine = slice(6 * parallel.rank, 6 * parallel.rank + 6) if sequence_parallel else slice(None)
-    y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
+    kept = list[torch.Size]()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t.shape)
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
+    if sequence_parallel and not any(f".{kind}." in type(each).__module__ for each in (split.mixer, split.mlp) for kind in ENTERED):
+        errors["inputs kept whole"] = kept.count(x.shape)
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]

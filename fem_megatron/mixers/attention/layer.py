@@ -29,7 +29,7 @@ class Attention(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = normed(x, self.norm.weight, self.shape.norm_eps)
-        q, k, v = self.project(self.parallel.enter(h), context)
+        q, k, v = self.project(h, context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
@@ -53,9 +53,9 @@ class Attention(Update):
         return context.apart(read, q, k, v, keys=(1, 2))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the normed tokens h, q and k normed and turned as asked."""
+        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice h, normed; q and k normed and turned as asked."""
         shape, each = self.shape, self.shape.heads // self.shape.groups
-        packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
+        packed = self.parallel.project(h, self.in_proj).unflatten(-1, (-1, each + 2, shape.head))
         q, k, v = (t.flatten(2, 3) for t in packed.split([each, 1, 1], dim=3))
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)

@@ -134,14 +134,14 @@ class AttentionShape(Shape):
             normed["qk_norm"] += e * query + (0.0 if training.again else packed)
         if training.again:
             return normed | {
-                "projection": training.operand * self.hidden,
+                "projection": self.hidden * (training.operand if self.bias else training.entered),
                 "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
                 "attention": e * (query + keys),
                 "packed": packed,
                 "out_proj": training.operand * query,
             }
         return normed | {
-            "projection": training.operand * self.hidden,
+            "projection": self.hidden * (training.operand if self.bias else training.entered),
             "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
             "packed": packed if self.groups == self.heads else 0.0,

@@ -10,7 +10,7 @@ from kernels.pairs import allowed_pairs
 
 def observe(layer: DifferentialAttention, sample: Sample) -> Quantities:
     """The largest logit of both maps, and lambda."""
-    h = layer.parallel.enter(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps))
+    h = rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in layer.project(h, sample.context)[:2])
     scores = q @ k.mT * (layer.shape.head**-0.5 if layer.shape.scale is None else layer.shape.scale)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)

@@ -26,6 +26,7 @@ class DifferentialShape(Shape):
 
     layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
     kept = Kept(49.0, 32.0, 24.2, 22.1)
+    sliced = True
 
     hidden: int
     heads: int
@@ -75,7 +76,8 @@ class DifferentialShape(Shape):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """An estimate, and what norms of q and k add."""
-        return training.estimate(self.hidden, self.kept, qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0)
+        norms = qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0
+        return training.estimate(self.hidden, self.kept, norms, sliced=self.sliced)
 
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}

@@ -46,11 +46,10 @@ class FemMixer(Update):
 
     def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
         """o W_O from the normalised residual stream, both in the stream's slicing; u: as the causal conditioner reads it, where known."""
-        h = self.parallel.enter(h)
-        z = self.in_proj(h)
-        conditioners = [
-            self.get_submodule(name)(h, context.within(name), u if name == "tdc" else None) for name in self.shape.conditioners()
-        ]
+        names = self.shape.conditioners()
+        h = self.parallel.enter(h) if names else h
+        z = self.in_proj(h) if names else self.parallel.project(h, self.in_proj)
+        conditioners = [self.get_submodule(name)(h, context.within(name), u if name == "tdc" else None) for name in names]
         size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)

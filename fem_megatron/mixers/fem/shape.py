@@ -185,7 +185,7 @@ class FemShape(Shape):
         own_slices = cuda and bool(self.conditioner or self.prior.rope or self.temperature or self.gate)
         reads_packed_values = not self.free_energy and not own_slices and (cuda or read == unpadded)
         terms = {
-            "projection": training.operand * self.hidden + (e * self.hidden if training.fp8 and self.conditioner else 0.0),
+            "projection": self._projection_keeps(training),
             "rope": WIDE * qk_head / training.micro_batch if self.prior.rope else 0.0,
             "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
             "packed": e * packed if cuda or self.gate or reads_packed_values else 0.0,
@@ -216,13 +216,18 @@ class FemShape(Shape):
     def _kept_of_a_prior(self, training: Training) -> dict[str, float]:
         e, t = training.element, training.tensor_parallel
         return {
-            "projection": e * self.hidden,
+            "projection": self._projection_keeps(training),
             "rope": WIDE * self.rotary_size() / training.micro_batch,
             "packed": e * self.heads * self.head_width / t,
             "attention": self.heads * self.prior.read_bytes(training, self) / t,
             "out_proj": e * self.value_size / t,
             "conditioner": self._conditioner_keeps(training) if self.conditioner else 0.0,
         }
+
+    def _projection_keeps(self, training: Training) -> float:
+        """Of its input, which a conditioner reads whole, too."""
+        whole = training.element + (1 if training.fp8 else 0)
+        return self.hidden * (whole if self.conditioner else training.entered)
 
     def _conditioner_keeps(self, training: Training) -> float:
         own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner

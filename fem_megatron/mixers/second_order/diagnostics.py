@@ -12,9 +12,8 @@ from kernels.second_order_attention.reference import log_weights, quadratic_ener
 def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
     """The free energy, the mean over heads, before and after the update; the largest of the logits (q.k - |k|^2 / 2) / T."""
     found, context = layer.diagnose(sample.x, sample.context, sample.tokens), sample.context
-    z = layer.parallel.enter(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps))
-    q, k = layer.project(z, context)
-    scores = log_weights(rotated(wide(q), layer.turn(z, context)), wide(k), layer.temperatures()[0], None)
+    q, k = layer.project(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps), context)
+    scores = log_weights(rotated(wide(q), layer.turn(q, context)), wide(k), layer.temperatures()[0], None)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
     return energies("energy", found["free_energy_before"], found["free_energy_after"]) | largest_logit(scores, seen, layer.parallel)
 
@@ -22,12 +21,12 @@ def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
 def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:
     """-1/2 sum_i (q.k_i)^2, the mean over heads, of q before and after among the keys before."""
     eps, context = layer.shape.norm_eps, sample.context
-    before, after = (rms_norm(layer.parallel.enter(t), layer.norm.weight, eps) for t in (sample.x, sample.after))
+    before, after = (rms_norm(t, layer.norm.weight, eps) for t in (sample.x, sample.after))
     _, k = layer.project(before, context)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
     found = []
     for z in (before, after):
         q, _ = layer.project(z, context)
-        energy = quadratic_energy(rotated(wide(q), layer.turn(z, context)), k, seen)
+        energy = quadratic_energy(rotated(wide(q), layer.turn(q, context)), k, seen)
         found.append(layer.parallel.total(energy.sum(1)) / layer.shape.heads)
     return energies("energy", *found)

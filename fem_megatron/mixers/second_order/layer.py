@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
@@ -41,25 +40,25 @@ class _EnergyHeads(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = normed(x, self.norm.weight, self.shape.norm_eps)
-        return x + self.parallel.leave(self.step(self.parallel.enter(h), context))
+        return x + self.parallel.leave(self.step(h, context))
 
     def step(self, z: Tensor, context: Context) -> Tensor:
-        """The whole sequence's normed tokens [s, b, D] -> this rank's summand of the step, [s, b, D]."""
+        """The slice z, normed -> this rank's summand of the step, [s, b, D]."""
         raise NotImplementedError
 
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """z [s, b, D] -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
-        q, k = linear(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
+        """The slice z -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
+        q, k = self.parallel.project(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
         if self.shape.rope is not None:
             k = rotate(k, context, self.shape.rope, self.parallel)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
-    def turn(self, z: Tensor, context: Context) -> Tensor | None:
-        """(cos | sin) of the positions of z's tokens, [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
+    def turn(self, q: Tensor, context: Context) -> Tensor | None:
+        """(cos | sin) of the positions of q [b, h, s, d_h], [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
         if self.shape.rope is None:
             return None
-        wide = torch.promote_types(z.dtype, torch.float32)
-        unit = torch.zeros(z.shape[0], 1, 1, self.shape.head, dtype=wide, device=z.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        unit = torch.zeros(q.shape[2], 1, 1, self.shape.head, dtype=wide, device=q.device)
         unit[..., : self.shape.head // 2] = 1.0
         return rotate(unit, context, self.shape.rope).permute(1, 2, 0, 3)
 
@@ -82,12 +81,12 @@ class SecondOrderAttention(_EnergyHeads):
 
     def step(self, z: Tensor, context: Context) -> Tensor:
         """As `_EnergyHeads.step`. Raises ValueError where MHA2nd is given more tokens than model.second_order.exact_max_length."""
-        longest, length = self.shape.max_length(), context.past + z.shape[0]
+        q, k = self.project(z, context)
+        longest, length = self.shape.max_length(), context.past + q.shape[2]
         if longest is not None and length > longest:
             raise ValueError(
                 f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} tokens; raise it, or use mixer mha2nd1st"
             )
-        q, k = self.project(z, context)
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
         whole = partial(second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter)
@@ -95,7 +94,7 @@ class SecondOrderAttention(_EnergyHeads):
         def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor) -> Tensor:
             return whole(q, k, *each, causal=context.causal, valid=valid, turn=turn)
 
-        return self.back(context.apart(read, q, k, self.turn(z, context), each=(self.gram(), temperature, newton), keys=(1,)))
+        return self.back(context.apart(read, q, k, self.turn(q, context), each=(self.gram(), temperature, newton), keys=(1,)))
 
     def gram(self) -> Tensor:
         """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""
@@ -124,13 +123,13 @@ class SecondOrderAttention(_EnergyHeads):
         """
         temperature, _ = self.temperatures()
         moved = self(x, context)
-        before, after = (self.parallel.enter(rms_norm(part, self.norm.weight, self.shape.norm_eps)) for part in (x, moved))
-        seen = allowed_pairs(tokens, len(before), context.causal, context.valid)
+        before, after = (rms_norm(part, self.norm.weight, self.shape.norm_eps) for part in (x, moved))
         _, k = self.project(before, context)
+        seen = allowed_pairs(tokens, k.shape[2], context.causal, context.valid)
         energies = []
         for z in (before, after):
             q, _ = self.project(z, context)
-            energy = free_energy(rotated(q, self.turn(z, context))[:, :, tokens], k, temperature, seen)
+            energy = free_energy(rotated(q, self.turn(q, context))[:, :, tokens], k, temperature, seen)
             energies.append(self.parallel.total(energy.sum(1)).T / self.shape.heads)
         return {
             "free_energy_before": energies[0],
@@ -151,8 +150,8 @@ class EnergyLinearAttention(_EnergyHeads):
 
     def step(self, z: Tensor, context: Context) -> Tensor:
         """As `_EnergyHeads.step`."""
-        turn = self.turn(z, context)
         q, k = self.project(z, context)
+        turn = self.turn(q, context)
         wide = torch.promote_types(q.dtype, torch.float32)
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class EnergyLinearAttention(_EnergyHeads):
             return o / self.tokens_seen(valid, k, context)[:, None, :, None] if mean else o
 
         o = context.apart(read, rotated(q.to(wide), turn), k.to(wide), passes=context.causal)
-        return self.back(rotated(o, turn, back=True).to(z.dtype))
+        return self.back(rotated(o, turn, back=True).to(k.dtype))
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
         """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""

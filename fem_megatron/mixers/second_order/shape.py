@@ -44,6 +44,8 @@ class SecondOrderConfig:
 class _Heads(Shape):
     """What both mixers share: D -> H heads of q and k, and back; no values, so three quarters of standard attention's matrices."""
 
+    sliced = True
+
     hidden: int
     heads: int
     rope: Rope | None
