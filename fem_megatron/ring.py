@@ -134,8 +134,8 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
-    """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides."""
-    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
+    """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides; the kernels read groups of as many k as v."""
+    v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -145,9 +145,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
 
 
 def _gradients(own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]) -> Sequence[Tensor]:
-    """Of q, k and v, of each head. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
+    """Of q, k and v, this of as many heads as k. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
     grad, q, out, total = own
-    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
+    v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)

@@ -487,9 +487,6 @@ def _attention_of_a_cpu(
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The flash kernel that torch takes on a CPU: what it keeps and makes."""
-    from kernels.fem_attention.reference import repeat_heads
-
-    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
     return cast(Tensor, out)
 

@@ -33,15 +33,13 @@ def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, re
     """
     q, k, v, beta, lam, gate = x
     compute, heads = compute_type(q), q.shape[1]
-    k = repeat_heads(k, 1, heads)
     if beta is None or centre is None or spread is None:
-        mu = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
+        mu = _attend(q, k, v, reading).to(compute)
         return mix(mu, None, None, gate).to(q.dtype)
     shifted = spread < SHIFT_BELOW
     inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
-    values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
-    mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
+    mu, z = _attend(q, k, torch.cat((v, stream.to(v.dtype)), dim=-1), reading).to(compute).chunk(2, dim=-1)
     gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
     return mix_gap(mu, gap, lam, gate).to(q.dtype)
 

@@ -198,7 +198,7 @@ def planned_and_kept(world: int, more: list[str]) -> dict[str, tuple[float, floa
     platform.import_megatron()
     found = {}
     for size in LIKE:
-        pattern = [f"model.pattern=[{','.join(PLANNED)}]", f"model.num_layers={len(PLANNED)}", *more]
+        pattern = [f"model.pattern=[{','.join(PLANNED)}]", f"model.num_layers={len(PLANNED)}", "model.num_query_groups=2", *more]
         told = rehearse(config := sized(size, *pattern, world=world), world, "h100")
         (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
         turn = min(each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin)
@@ -216,6 +216,8 @@ def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(tmp_path: P
     # mha2nd keeps less than its sister, of whose class it is; the peak is its systems'.
     off = {name: (planned, kept) for name, (planned, kept) in found.items() if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]}
     assert len(found) == len(LIKE) * (len(PLANNED) + 1) and not off
+    # Attention's table is to the byte, but for the norms' numbers a token (8 of 6,000); a repeated key or a gathered input is 5% and more.
+    assert all(planned == pytest.approx(kept, rel=2e-3) for name, (planned, kept) in found.items() if "transformer" in name)
 
 
 def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:

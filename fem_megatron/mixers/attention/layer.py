@@ -12,7 +12,6 @@ from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rotate
 from kernels.fem_attention import fem_attention
-from kernels.fem_attention.reference import repeat_heads
 
 
 class Attention(Update):
@@ -73,7 +72,7 @@ def windowed_attention(
     padding, which no query reads but its own. scale: in place of 1 / sqrt(d). Returns [b, h, tq, d] in q's type, exact: what is outside
     the window has weight zero.
     """
-    heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
+    tq, tk = q.shape[2], k.shape[2]
     past = tk - tq
     near = min(max(window - past, 0), tq)  # queries that see all that is before them
     reads = []
@@ -85,19 +84,21 @@ def windowed_attention(
         # The first key is one before the first query's window, so that a block's keys are as many as window and block together.
         first = past + near - window
         valid = None if keys_valid is None else keys_valid[:, first:]
-        q_far, (k_far, v_far) = q[:, :, near:], (repeat_heads(t[:, :, first:], 1, heads) for t in (k, v))
-        reads.append(_blockwise(q_far, k_far, v_far, window, valid, scale))
+        reads.append(_blockwise(q[:, :, near:], k[:, :, first:], v[:, :, first:], window, valid, scale))
     return reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None, scale: float | None) -> Tensor:
-    """Queries that see a whole window: q [b, h, n, d]; k, v [b, h, window + n, d], query i's own at window + i; valid [b, window + n]."""
+    """Queries that see a whole window: q [b, h, n, d]; k, v [b, hk, window + n, d], query i's own at window + i; valid [b, window + n]."""
     batch, queries = q.shape[0], q.shape[2]
     block, blocks = window_blocks(queries, window)
     missing = blocks * block - queries
     q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
     q = q.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
-    k, v = (t.unfold(2, window + block, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for t in (k, v))
+    each, size = q.shape[1] // k.shape[1], window + block
+    # One copy, of the groups' windows for each of their queries: under a mask no engine of a GPU is known to read groups.
+    k, v = (t.unfold(2, size, block).permute(0, 2, 1, 4, 3)[:, :, :, None].expand(-1, -1, -1, each, -1, -1) for t in (k, v))
+    k, v = (t.reshape(batch * blocks, each * t.shape[2], size, t.shape[-1]) for t in (k, v))
     row = torch.arange(block, device=q.device)[:, None]
     column = torch.arange(window + block, device=q.device)
     seen = ((row < column) & (column <= row + window))[None, None]

@@ -117,21 +117,19 @@ class AttentionShape(Shape):
         return True
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """The table's; k and v repeated for the group's queries, or k rotated, v read in place."""
+        """The table's: k rotated, v read in place; of a window's blocks copies for each of a group's queries."""
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t
-        shared = 2 * query if self.groups < self.heads else keys
         blockwise, read = 0.0, query
         if self.window is not None and self.window < length:
             block, blocks = window_blocks(length - self.window, self.window)
             near, far = self.window / length, block * blocks / length
-            shared *= near if self.groups < self.heads else 1
             blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
             read = (near + far) * query
         normed = {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t} if self.qk_norm else {}
         packed = e * self.groups * self.group_width / t
-        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):  # k in the packed product, and a copy of q
-            normed["qk_norm"] += e * query + (0.0 if training.again else packed)
+        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):  # a copy of q
+            normed["qk_norm"] += e * query
         if training.again:
             return normed | {
                 "projection": self.hidden * (training.operand if self.bias else training.entered),
@@ -143,9 +141,9 @@ class AttentionShape(Shape):
         return normed | {
             "projection": self.hidden * (training.operand if self.bias else training.entered),
             "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
-            "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
-            "packed": packed if self.groups == self.heads else 0.0,
-            "out_proj": training.operand * query if training.operand < WIDE or blockwise else 0.0,
+            "attention": e * (query + read + keys + blockwise) + WIDE * self.heads / t,
+            "packed": packed,
+            "out_proj": training.operand * query if training.operand < (e if training.cuda else WIDE) or blockwise else 0.0,
         }
 
     def summary(self) -> str:
