@@ -110,6 +110,16 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
     assert torch.equal(torch.stack(scales), 8 * torch.stack([torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]))
 
 
+def test_another_length_of_history_takes_over_the_last_steps() -> None:
+    kept = draw(4, 1, 3, seed=9).abs()
+    for steps, wanted in ((2, kept[:2]), (4, kept), (6, torch.cat((kept, torch.zeros(2, 1, 3))))):
+        delayed = history(draw(16, 16, seed=1), steps)
+        delayed.restore(lambda asked: {name: kept[:, 0] for name, one in asked.items() if one.local_shape == (4, 3)}, 4)
+        assert torch.equal(delayed.history, wanted)
+        delayed.restore(dict, None)  # of a run without one
+        assert not delayed.history.any()
+
+
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
 def test_delayed_operands_are_the_nearest_numbers_of_their_scale(of: torch.dtype) -> None:
     """Before anything is known, and where it says no more than the tensor, those of tensorwise; else within half a step, or cut off."""
