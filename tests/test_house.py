@@ -387,7 +387,7 @@ def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() ->
 def test_what_is_read_is_short() -> None:
     """Code and a table's bars are no words; pages that a tool writes are looked up, not read."""
     words = {name: len(re.sub(r"(?s)^```.*?^```$|\||---+", " ", text, flags=re.MULTILINE).split()) for name, text in texts(".md").items()}
-    assert words["README.md"] <= 1000 and sum(n for name, n in words.items() if not name.startswith(GENERATED_PAGES)) <= 19_500
+    assert words["README.md"] <= 1000 and sum(n for name, n in words.items() if not name.startswith(GENERATED_PAGES)) <= 20_000
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
