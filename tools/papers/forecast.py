@@ -99,7 +99,8 @@ def windows(case: str, size: Size) -> list[Examples]:
     name, horizon = case.rsplit(" ", 1)
     length = size.length
     whole, first, second = series(name), SETS[name].training, SETS[name].validation
-    whole = (whole - whole[:first].mean(0)) / whole[:first].std(0).clamp(min=SPREAD)  # a series may stand still
+    # A series may stand still.
+    whole = (whole - whole[:first].mean(0)) / whole[:first].std(0).clamp(min=SPREAD)
     made = []
     parts = ((0, first, size.train), (first - length, second, size.test), (second - length, len(whole), size.test))
     for begin, end, most in parts:
