@@ -6,7 +6,7 @@ Muon updates there is one moment, 4 bytes less.
 
     stage 0          weights eP      gradients 4P             reduction 4b
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
-    stage 1, bf16    weights eP      gradients 4P + 4P/d *    reduction 4b             backward pass eP
+    stage 1, bf16    weights eP      gradients 4P + eP *      reduction 4b
     stage 2          weights eP      gradients 4P/d, twice    reduction eb, and 4b more in bf16: what is reduced is converted
     stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g (gloo: 8b + 4g), update 12g
 
@@ -77,8 +77,8 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
     if stage == 0:
         optimizer, gradients, reduction = 2 * WIDE * parameters, WIDE * parameters, WIDE * bucket
     elif stage == 1:
-        gradients, reduction = WIDE * (parameters + part), max(WIDE * bucket * buffers, 2 * WIDE * part)
-        forward = e * parameters if e < WIDE else 0
+        gradients = (WIDE + e) * parameters if e < WIDE else WIDE * (parameters + part)
+        reduction = max(WIDE * bucket * buffers, 2 * WIDE * part)
     elif stage == 2:
         gradients, reduction = 2 * WIDE * part, max(e * bucket * buffers + converted, 2 * WIDE * part)
     else:
