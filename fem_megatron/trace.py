@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -501,6 +502,10 @@ def _packages(trace: Trace) -> Iterator[None]:
 
     class Fla(ModuleType):
         chunk_delta_rule = chunk_gated_delta_rule = staticmethod(rule)
+
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.__spec__ = ModuleSpec(name, None)  # whoever asks whether the package is there
 
     names = ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule")
     own = {name: sys.modules.get(name) for name in names}
