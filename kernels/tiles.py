@@ -126,11 +126,12 @@ def at_row(x, row, stride, ALIGN: tl.constexpr = 1):
 @triton.jit
 def of_head(x, b, h, x_b, x_h, start=None, x_t=0, ALIGN: tl.constexpr = 1):
     """Where a head of x [b, h, ...], or its row ``start``, begins; None where there is no x. ALIGN: of all strides."""
+    at = None  # Triton 3.6 returns no argument that is None
     if x is not None:
-        x = at_row(at_row(x, b, x_b, ALIGN), h, x_h, ALIGN)
+        at = at_row(at_row(x, b, x_b, ALIGN), h, x_h, ALIGN)
         if start is not None:
-            x = at_row(x, start, x_t, ALIGN)
-    return x
+            at = at_row(at, start, x_t, ALIGN)
+    return at
 
 
 @triton.jit

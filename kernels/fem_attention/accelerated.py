@@ -132,10 +132,9 @@ class _Read(torch.autograd.Function):
         finally:
             ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
-        d_beta = torch.zeros(*wild.shape[:2], d_o.shape[3], dtype=torch.float32, device=d_o.device)
-        exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_beta, d_lam, d_gate, **ctx.reading.masks())
+        exact = exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_lam, d_gate, **ctx.reading.masks())
         assert fast is not None
-        gradients[3] = (fast + d_beta.sum(0)).to(ctx.beta_type)
+        gradients[3] = (fast + exact).to(ctx.beta_type)
         return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), None, None
 
 

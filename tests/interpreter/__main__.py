@@ -42,7 +42,8 @@ def runs() -> list[Run]:
         for implementation in IMPLEMENTATIONS.get(op, ("triton",))
         if implementation not in PLAIN
         for case in suite.cases
-        if fits(op, implementation, case)
+        # Without beta sdpa is torch's attention alone.
+        if fits(op, implementation, case) and (implementation != "sdpa" or suite.cases[case](suite.small)["beta"] is not None)
         for kind in TYPES
     ]
 

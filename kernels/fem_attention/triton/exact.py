@@ -184,12 +184,12 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
 
 
 def exact_backward_(
-    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dbeta, dlam, dgate, *, causal, scale, keys_valid, bounds
+    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale, keys_valid, bounds
 ):  # fmt: skip
     """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other arguments as in `exact_forward_`.
 
     To dq and dk the wild blocks' part is added; where all blocks of a head are wild, they are overwritten, too, whatever they were.
-    dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. dbeta [b, hk, dv] float32, not summed over the batch.
+    dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. Returns the wild blocks' part of beta's, float32.
     For a while it holds dv float32 and dv numbers of v's type for each query: F - x and x, the greatest value that it reads.
     """
     (lse,) = saved
@@ -198,16 +198,14 @@ def exact_backward_(
     d_o = rows_of(d_o)
     rows, blocks = triton.cdiv(tq, ROWS), wild.shape[2]
     greatest = torch.empty(b, h, tq, channels, dtype=v.dtype, device=q.device)
-    free_energy, row_term, of_beta = (
-        torch.empty(shape, dtype=torch.float32, device=q.device)
-        for shape in (greatest.shape, (b, h, blocks, tq), (b, wild.shape[1], h // wild.shape[1] * rows, channels))
-    )
+    free_energy, row_term = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (greatest.shape, (b, h, blocks, tq)))
+    of_beta = torch.zeros(b, wild.shape[1], h // wild.shape[1] * rows, channels, dtype=torch.float32, device=q.device)
     launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), ROWS, KEYS)
-    dbeta.copy_(torch.where(wild.repeat_interleave(BLOCK.value, 2)[..., :channels], of_beta.sum(2), dbeta))
     shared = (d_o, lse, greatest, free_energy, row_term)
     launch(_dq_kernel, (*shared, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
     launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, ROWS)
     launch(_keys_kernel, (*shared, None, dv), (d_o, None, dv), KEYS, ROWS)
+    return of_beta.sum((0, 2))
 
 
 class _Launch:

@@ -191,7 +191,6 @@ def _rows_kernel(
         there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
         position = there + (tk - tq)
         valid_here = of_head(valid, batch, 0, tk, 0)
-        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
         queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
         k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
         flat = (batch * heads + head) * tq
@@ -206,6 +205,7 @@ def _rows_kernel(
             queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels, columns, valid_here, first, last, begin, end,
             tk, scale, o is None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
+        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
         gap = tl.where(free < mean, 0.0, free - mean)
         out = x + tl.where(free < mean, mean, free)
         if lam is not None:
