@@ -86,7 +86,8 @@ def _dq_kernel(
         rows = block * ROWS + tl.arange(0, ROWS)
         there = tl.minimum(rows, tq - 1)
         valid_here = of_head(valid, batch, 0, tk, 0)
-        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+        lam_here = of_head(lam, batch, head, lam_b, lam_h)
+        gate_here = of_head(gate, batch, head, gate_b, gate_h)
         k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
         queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
         flat = (batch * heads + head) * tq
@@ -126,14 +127,16 @@ def _keys_kernel(
         begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, 1)
         keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
         tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-        v_here, valid_here = v + batch * v_b + kv * v_h, of_head(valid, batch, 0, tk, 0)
+        v_here = v + batch * v_b + kv * v_h
+        valid_here = of_head(valid, batch, 0, tk, 0)
         if d_k is None:
             values = _operand(v_here, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
             beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
         found = tl.zeros((KEYS, BLOCK_C if d_k is None else BLOCK_W), tl.float32)
         for head in range(kv * group, kv * group + group):
             flat = (batch * heads + head) * tq
-            lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+            lam_here = of_head(lam, batch, head, lam_b, lam_h)
+            gate_here = of_head(gate, batch, head, gate_b, gate_h)
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             for row in range(begin, end, ROWS):
                 rows = row + tl.arange(0, ROWS)

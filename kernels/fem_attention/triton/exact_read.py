@@ -205,7 +205,8 @@ def _rows_kernel(
             queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels, columns, valid_here, first, last, begin, end,
             tk, scale, o is None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
-        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+        lam_here = of_head(lam, batch, head, lam_b, lam_h)
+        gate_here = of_head(gate, batch, head, gate_b, gate_h)
         gap = tl.where(free < mean, 0.0, free - mean)
         out = x + tl.where(free < mean, mean, free)
         if lam is not None:
