@@ -186,17 +186,21 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
 
 def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
     """A panel a curve, of the first case: the rows' means over seeds by iteration, and where training ends."""
-    figure = new_figure((2.6 * len(experiment.curves), 2.4))
+    figure = new_figure((2.6 * len(experiment.curves) + 1.2, 2.4))
     panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]
     for (name, said), axes in zip(experiment.curves.items(), panels, strict=True):
         kept = {row: chosen(experiment, results, size.cases[0], row, size) for row in experiment.rows}
         lines = {row: [record[name] for record in records] for row, records in kept.items() if records and name in records[0]}
-        for number, (row, found) in enumerate(lines.items()):
-            means = [sum(values) / len(values) for values in zip(*found, strict=True)]
-            axes.plot(range(len(means)), means, label=row, markersize=2, linewidth=1, **colour_of(number))
-            axes.axvline(len(means) / 2, color=QUIET, linewidth=0.8, linestyle=":")
+        means = {row: [sum(values) / len(values) for values in zip(*found, strict=True)] for row, found in lines.items()}
+        sizes = [abs(mean[0]) for mean in means.values()]
+        if sizes and max(sizes) > 10 * min(sizes) > 0:  # one row's values would flatten the others
+            means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
+            said += ", of its first size"
+        for number, (row, mean) in enumerate(means.items()):
+            axes.plot(range(len(mean)), mean, label=row, markersize=2, linewidth=1, **colour_of(number))
+            axes.axvline(len(mean) / 2, color=QUIET, linewidth=0.8, linestyle=":")
         plain_axes(axes, "iteration", grid="y")
         axes.set_title(said, fontsize=8)
         axes.tick_params(labelsize=7)
-    panels[0].legend(fontsize=6, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7, frameon=False)
     return figure

@@ -132,7 +132,8 @@ EXPERIMENT = Experiment(
     },
     told="Cells that were not given, in percent. The paper counts boards at 24 iterations, width 768, 200 epochs of 9,000: 54.7 for "
     "Hyper-SET, 49.3 for a Transformer of one shared layer. Boards are ours: 17 to 34 givens, drawn evenly, each with one solution; "
-    "those under 22 are three known ones, relabelled and moved, with further givens.",
+    "those under 22 are three known ones, relabelled and moved, with further givens. The quick form fills no board: it shows who starts "
+    "faster. With six times its boards (rate 0.003, one seed) the Transformer has 43.4, Hyper-SET 26.5; the paper trains on 1.8 million.",
     claims=(Claim("Hyper-SET", "Transformer"),),
     chance=lambda case, size: 1 / 9,
 )
