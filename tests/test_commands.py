@@ -100,7 +100,8 @@ def fault(command: str) -> str | None:
         return fault(wrapped[0]) if wrapped else "sbatch wraps no command"
     if name == "hf":  # the verb and the options are there
         known = subprocess.run([str(Path(sys.executable).with_name("hf")), words[0], "--help"], capture_output=True, text=True)
-        return known.stderr or ", ".join(word for word in words if word.startswith("--") and word not in known.stdout) or None
+        missing = ", ".join(word for word in words if word.startswith("--") and word not in known.stdout)
+        return missing or (known.stderr if known.returncode else None)  # it hints at its news on stderr, once a day
     return None if name in ("git", "cd") else f"{program} is not a command that this test understands"
 
 
