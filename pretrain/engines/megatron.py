@@ -187,17 +187,21 @@ class MegatronEngine:
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype, fused=platform.has_cuda())
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
-        parts = []
-        for number, parameter in enumerate(parameters):
-            if not is_muons(parameter):
-                continue
-            if not self.config.parallel.use_distributed_optimizer:
-                parts.append(Part(number, parameter, getattr(parameter, "main_param", parameter), 0, parameter.numel()))
-            elif parameter in optimizer.model_param_gbuf_map:
-                elements = optimizer._get_model_param_range_map(parameter)["param"]
-                main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
-                parts.append(Part(number, parameter, main, elements.start, len(elements)))
-        optimizer.optimizer.connect(self.config.model, parts, whole=not self.config.parallel.use_distributed_optimizer)
+        numbers = {parameter: number for number, parameter in enumerate(parameters) if is_muons(parameter)}
+        if not self.config.parallel.use_distributed_optimizer:
+            parts = [Part(number, one, getattr(one, "main_param", one), 0, one.numel()) for one, number in numbers.items()]
+            optimizer.optimizer.connect(self.config.model, parts, all_parts=[parts])
+            return
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        all_parts: list[list[Part]] = [[] for _ in range(group.size())]
+        for rank, parameter, start, numel in _shares(optimizer, group.size()):
+            if parameter in numbers:
+                here = rank == group.rank()
+                main = optimizer._get_main_param_and_optimizer_states(parameter)["param"] if here else parameter
+                all_parts[rank].append(Part(numbers[parameter], parameter, main, start, numel))
+        for some in all_parts:
+            some.sort(key=lambda part: part.number)
+        optimizer.optimizer.connect(self.config.model, all_parts[group.rank()], all_parts=all_parts)
 
     def _connect_schedule(self) -> None:
         """Megatron's pipeline schedules find their hooks in the model's configuration."""
@@ -253,6 +257,20 @@ class MegatronEngine:
         for optimizer in self.optimizer.chained_optimizers:
             if limit > 0 and optimizer.get_parameters():
                 clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+
+
+def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
+    """(rank, parameter, start, numel) of the distributed optimizer: each data-parallel rank has an equal share of each bucket."""
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.numel() // replicas
+            for rank in range(replicas):
+                first = bucket.offset + rank * share
+                for parameter in bucket.params_list:
+                    begin, end, _ = buffer.param_index_map[parameter]
+                    low, high = max(begin, first), min(end, first + share)
+                    if low < high:
+                        yield rank, parameter, low - begin, high - low
 
 
 class _SplitState:

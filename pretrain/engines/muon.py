@@ -13,7 +13,7 @@ would be a product each. Megatron-core's asks for a package that Python 3.11 has
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,16 +136,16 @@ class Muon(torch.optim.AdamW):
                     state["step"] = torch.tensor(0.0, device=tensor.device if self.defaults["fused"] else "cpu")
                     state.update({name: torch.zeros_like(tensor) for name in self.moments(tensor)})
 
-    def connect(self, model: ModelConfig, parts: Iterable[Part], *, whole: bool) -> None:
-        """Say what lies where: this rank's parts of Muon's weights. ``whole``: data-parallel ranks have the same, and each does all of it.
+    def connect(self, model: ModelConfig, parts: Sequence[Part], *, all_parts: Sequence[Sequence[Part]] | None = None) -> None:
+        """Say what lies where: this rank's parts of Muon's weights.
 
-        Collective over the ranks that share these weights.
+        all_parts: of each data-parallel rank (others' ``flat`` is not looked at); of one, where all have the same and each does all of
+        it. None: the ranks that share these weights are asked, which is collective.
         """
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        if whole:
-            group = parallel_state.get_tensor_model_parallel_group()
-        else:
-            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+        sizes = range(group.size())
+        if all_parts is None or len(all_parts) > 1:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)  # tensor-parallel ranks side by side
         self.prepare()
         self.mine = {}
         for part in parts:
@@ -154,7 +154,10 @@ class Muon(torch.optim.AdamW):
                 low, scale = part.offset + begin, update_scale(model, spec, stretch.shape[0])
                 self.mine[stretch] = Place(part.flat, low, low + stretch.numel, scale)
         table: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(table, list(self.mine), group=group)
+        if all_parts is None:
+            torch.distributed.all_gather_object(table, list(self.mine), group=group)
+        else:
+            table = [[one for part in some for one, _ in stretches(part, number)] for some in all_parts for number in sizes]
         self.exchange = _Exchange(table, group.rank(), group)
 
     @torch.no_grad()

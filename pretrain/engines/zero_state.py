@@ -53,7 +53,7 @@ class ZeroState:
         if isinstance(self.adam, Muon):
             numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))
             parts = [Part(number, parameter, *place) for number, parameter in numbered if (place := self._part(parameter))]
-            self.adam.connect(model, parts, whole=not self.stage)
+            self.adam.connect(model, parts, all_parts=None if self.stage else [parts])
 
     def _moments(self, flat: torch.Tensor) -> tuple[str, ...]:
         return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
