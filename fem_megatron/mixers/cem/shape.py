@@ -164,6 +164,12 @@ class CemAttentionShape(Shape):
     def cut_widths(self) -> CutWidths:
         return CutWidths(keyed=self.split_widths())
 
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """As every estimate; of a cut sequence copies in each step: of q and k, and with a diagonal of all tokens' u and h."""
+        kept, ranks, diagonal = super().kept_bytes(training), training.ranks, self.switches.diagonal != "none"
+        copies = self.heads * self.head / training.tensor_parallel + ranks * self.hidden * diagonal
+        return kept | {"cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)}
+
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """In each step keys, with a diagonal h too; or q, k and what was read, and the diagonal's u and h, which have no heads."""
         steps, e, diagonal = self.switches.steps_attention, training.element, self.switches.diagonal != "none"

@@ -163,10 +163,6 @@ class HyperSetShape(Shape):
             return self.hidden * self.head * max(4, element)
         return length * self.hidden * element
 
-    def moment_bytes(self, training: Training) -> float:
-        """Its fp32 gradients are about as much as it keeps."""
-        return sum(self.kept_bytes(training).values()) * training.micro_batch * training.length / training.ranks * training.cuda
-
     def summary(self) -> str:
         """Heads and widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
