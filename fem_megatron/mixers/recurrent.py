@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu, softplus
 
 from fem_megatron.state import Context
@@ -24,18 +26,47 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, context: Context, name: str) -> Tensor:
-    length, taps = x.shape[0], weight.shape[1]
+    length = x.shape[0]
     valid = None if valid is None else valid[:, -length:].T
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0)
     past = context.recall(name)
-    before = context.tokens_before(x, taps - 1) if past is None else past.to(x.dtype).transpose(0, 1)
+    before = context.tokens_before(x, weight.shape[1] - 1) if past is None else past.to(x.dtype).transpose(0, 1)
     x = torch.cat((before, x))
     context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
+    y: Tensor = _Correlation.apply(x, weight)
+    return silu(y if bias is None else y + bias)
+
+
+class _Correlation(torch.autograd.Function):
+    """sum_i weight[:, i] x_(t + i): x [s + K - 1, b, c], weight [c, K] -> [s, b, c].
+
+    x's gradient is the same sum over the result's; autograd's own would fill up a gradient with zeros for every tap, and add them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _correlation(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        taps = weight.shape[1]
+        around = dy.new_zeros(taps - 1, *dy.shape[1:])
+        dx = _correlation(torch.cat((around, dy, around)), weight.flip(1))
+        dw = torch.stack([(x[tap : tap + dy.shape[0]] * dy).sum((0, 1)) for tap in range(taps)], 1)
+        return dx, dw
+
+
+def _correlation(x: Tensor, weight: Tensor) -> Tensor:
+    taps = weight.shape[1]
+    length = x.shape[0] - taps + 1
     y = x[:length] * weight[:, 0]
     for tap in range(1, taps):
         y = torch.addcmul(y, x[tap : tap + length], weight[:, tap])
-    return silu(y if bias is None else y + bias)
+    return y
 
 
 SLOWEST, FASTEST = 0.001, 0.1

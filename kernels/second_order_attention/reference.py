@@ -172,5 +172,6 @@ def energy_linear_attention(
     size = min(CHUNK, t)
     queries, keys = (pad(x, (0, 0, 0, -t % size)).unflatten(2, (-1, size)) for x in (q, k))
     sums = torch.cat((past[:, :, None], keys.mT @ keys), dim=2).cumsum(2)
+    before, after = sums.split([queries.shape[2], 1], dim=2)
     inside = (queries @ keys.mT).tril() @ keys
-    return (inside + queries @ sums[:, :, :-1]).flatten(2, 3)[:, :, :t].to(kind), sums[:, :, -1]
+    return (inside + queries @ before).flatten(2, 3)[:, :, :t].to(kind), after[:, :, 0]

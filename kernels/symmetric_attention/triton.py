@@ -126,21 +126,22 @@ def _launch(kernel, own, valid, *arguments, **constants):
 
 
 @triton.jit
-def _masked(scores, row, key, t, good, valid):
+def _masked(scores, row, key, t, valid, b, valid_b):
     """scores, -inf where a row does not see a key, if there is padding."""
     if valid is not None:
-        scores = tl.where(seen(row[:, None], key[None, :], t, good, good_at(valid, key[None, :], t), False), scores, float("-inf"))
+        valid += b * valid_b
+        row, key = row[:, None], key[None, :]
+        scores = tl.where(seen(row, key, t, good_at(valid, row, t), good_at(valid, key, t), False), scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """(sequence, head, head of all, first row; where z and valid of that head begin; rows, which are no padding, z of them)."""
+def _own(z, heads, t, z_b, z_h, z_t, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """(sequence, head, head of all, first row; where z of that head begins; rows, z of them)."""
     b, h, head_of_all, start = place(heads, t, ROWS)
-    z, valid = of_head(z, b, h, z_b, z_h), of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
+    z = of_head(z, b, h, z_b, z_h)
     own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
-    return b, h, head_of_all, start, z, valid, row, good_at(valid, row[:, None], t), own
+    return b, h, head_of_all, start, z, start + tl.arange(0, ROWS), own
 
 
 @triton.jit
@@ -148,14 +149,14 @@ def _log_sum_kernel(
     z, valid, lse, factor, heads, t, z_b, z_h, z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    _b, _h, head_of_all, _start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
+    b, _h, head_of_all, _start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for n in range(0, t, KEYS):
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
         scores = tl.dot(own, tl.trans(other), input_precision="ieee") * factor
         key = n + tl.arange(0, KEYS)
-        scores = tl.where((key < t)[None, :], _masked(scores, row, key, t, good, valid), float("-inf"))
+        scores = tl.where((key < t)[None, :], _masked(scores, row, key, t, valid, b, valid_b), float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         level = new
         if valid is not None:  # a row may have seen nothing yet
@@ -170,7 +171,7 @@ def _bisoftmax_kernel(
     z, valid, lse, out, factor, heads, t, z_b, z_h, z_t, out_b, out_h, out_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
+    b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
     lse += head_of_all * t
     level = tl.load(lse + row, mask=row < t, other=0.0)
     read = tl.zeros([ROWS, PADDED], tl.float32)
@@ -178,7 +179,7 @@ def _bisoftmax_kernel(
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
         key = n + tl.arange(0, KEYS)
         other_level = tl.load(lse + key, mask=key < t, other=0.0)
-        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, good, valid)
+        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, valid, b, valid_b)
         weights = probabilities(scores, level[:, None]) + probabilities(scores, other_level[None, :])
         read = tl.dot(weights.to(other.dtype), other, read, input_precision="ieee")
     store_tile(out + b * out_b + h * out_h + start.to(tl.int64) * out_t, out_t, t - start, read, ROWS, WIDTH, PADDED)
@@ -190,7 +191,7 @@ def _terms_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
-    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
+    b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
@@ -199,7 +200,7 @@ def _terms_kernel(
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
         other_d = load_tile(d_out + tl.cast(n, tl.int64) * d_out_t, d_out_t, t - n, KEYS, WIDTH, PADDED)
         scores = tl.dot(own, tl.trans(other), input_precision="ieee") * factor
-        weights = probabilities(_masked(scores, row, n + tl.arange(0, KEYS), t, good, valid), level[:, None])
+        weights = probabilities(_masked(scores, row, n + tl.arange(0, KEYS), t, valid, b, valid_b), level[:, None])
         d_weights = tl.dot(own_d, tl.trans(other), input_precision="ieee")
         d_weights = tl.dot(own, tl.trans(other_d), d_weights, input_precision="ieee")
         term += tl.sum(tl.where(weights > 0, weights * d_weights, 0.0), 1)
@@ -211,7 +212,7 @@ def _bisoftmax_gradient_kernel(
     z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
+    b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
     lse += head_of_all * t
     terms += head_of_all * t
@@ -225,7 +226,7 @@ def _bisoftmax_gradient_kernel(
         key = n + tl.arange(0, KEYS)
         other_level = tl.load(lse + key, mask=key < t, other=0.0)
         other_term = tl.load(terms + key, mask=key < t, other=0.0)
-        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, good, valid)
+        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, valid, b, valid_b)
         by_row = probabilities(scores, level[:, None])
         by_column = probabilities(scores, other_level[None, :])
         d_weights = tl.dot(own_d, tl.trans(other), input_precision="ieee")

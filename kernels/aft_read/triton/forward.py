@@ -319,10 +319,9 @@ def _forward_kernel(
             if gate is not None:
                 made *= load(gate, b, h, t, c, gb, gh, gt, there)
             tl.store(o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there)
-        m, s, u, j, i = (
-            row(top, BT - 1, BT), row(total, BT - 1, BT), row(values, BT - 1, BT), row(joint_top, BT - 1, BT), row(joint, BT - 1, BT),
-        )  # fmt: skip
-        e = row(tl.where(far, -1.0, beyond), BT - 1, BT)
+        m, s, u = row(top, BT - 1, BT), row(total, BT - 1, BT), row(values, BT - 1, BT)
+        if BETA:
+            j, i, e = row(joint_top, BT - 1, BT), row(joint, BT - 1, BT), row(tl.where(far, -1.0, beyond), BT - 1, BT)
     if o is None:
         put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, m, s, u, j, i, e)
     else:

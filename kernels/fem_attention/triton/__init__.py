@@ -12,10 +12,10 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.fem_attention.triton.attention_backward import (
-    FLOAT32,
     WIDEST,
     _keys_kernel,
     _queries_kernel,
+    forward_blocks,
     key_spans,
     keys_blocks,
     last_key,
@@ -23,8 +23,7 @@ from kernels.fem_attention.triton.attention_backward import (
     readable,
 )  # fmt: skip
 from kernels.fem_attention.triton.epilogue import row_term
-from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, alignment, at_row, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import LOG2E, alignment, at_row, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
@@ -146,19 +145,6 @@ def _forward_kernel(
     total = tl.where(total > 0, total, 1.0)
     tl.store(lse + head_of_all * tq + start + row, top + tl.log2(total), mask=row < left)
     store_tile(of_head(out, b, h, out_b, out_h, start, out_t, ALIGN), out_t, left, read / total[:, None], ROWS, DV, BDV, ALIGN)
-
-
-def forward_blocks(dtype, dk, width):
-    """Block sizes for a head's widths, of queries and keys and of what is read."""
-    if interpreted():
-        return Blocks(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return FLOAT32
-    if padded(width) > 256:
-        return Blocks(64, 32, 8, 2)
-    if padded(dk) > 128:
-        return Blocks(128, 32 if padded(width) > 128 else 64, 8, 2)
-    return Blocks(128, 64, 8, 3)
 
 
 MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

@@ -234,9 +234,22 @@ def _keys_kernel(
         store_tile(d_values + DV, d_values_t, left, d_more, KEYS, DV, BDV, ALIGN)
 
 
+def forward_blocks(dtype, dk, width):
+    """Block sizes for a head's widths, of queries and keys and of what is read. Rows at multiples of under 8 bytes take the smallest."""
+    if interpreted():
+        return Blocks(32, 16, 4, 1)
+    if dtype == torch.float32:
+        return FLOAT32
+    if padded(width) > 256 or dk % 4 or width % 4:
+        return Blocks(64, 32, 8, 2)
+    if padded(dk) > 128:
+        return Blocks(128, 32 if padded(width) > 128 else 64, 8, 2)
+    return Blocks(128, 64, 8, 3)
+
+
 def queries_blocks(dtype, dk, dv, halves):
     """Block sizes of dq's kernel for a head's widths."""
-    width = padded(dk) + halves * padded(dv)
+    width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)
     if dtype == torch.float32:
@@ -248,7 +261,7 @@ def queries_blocks(dtype, dk, dv, halves):
 
 def keys_blocks(dtype, dk, dv, halves):
     """Block sizes of dk's and the values' kernel for a head's widths; with three accumulators it is the one that fills the registers."""
-    width = padded(dk) + halves * padded(dv)
+    width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)
     if dtype == torch.float32:

@@ -63,10 +63,12 @@ class Plan(NamedTuple):
             "W": width,
             "BW": block,
         } | more
-        warps = 8 if gradients and self.decay == CHANNEL and not self.wide else 4
+        # Where rows do not all begin at multiples of 16 bytes, each number has an address of its own, and 4 warps would spill.
+        apart = any(width % 8 and width > 1 for width in (self.key_width, self.value_width))
+        warps = 8 if not self.wide and (apart or (gradients and self.decay == CHANNEL)) else 4
         return {name: value for name, value in constants.items() if name in kernel.arg_names} | {
             "num_warps": warps,
-            "num_stages": 3 if states else 2,
+            "num_stages": 3 if states and not apart else 2,
         }
 
 
