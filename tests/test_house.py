@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fem_common import secrets
-from tests.wording import read_golden
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -389,12 +388,6 @@ def test_what_is_read_is_short() -> None:
     """Code and a table's bars are no words; pages that a tool writes are looked up, not read."""
     words = {name: len(re.sub(r"(?s)^```.*?^```$|\||---+", " ", text, flags=re.MULTILINE).split()) for name, text in texts(".md").items()}
     assert words["README.md"] <= 1000 and sum(n for name, n in words.items() if not name.startswith(GENERATED_PAGES)) <= 20_000
-
-
-def test_the_golden_file_is_of_tests_that_exist() -> None:
-    for test in read_golden():
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
