@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from fem_megatron.mixers.delta.shape import CHUNK, DeltaShape
 from fem_megatron.mixers.recurrent import short_convolution, time_steps
@@ -32,7 +32,7 @@ class DeltaNet(Update):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape = self.shape
         x, h = normed(x, self.norm.weight, shape.norm_eps)
-        (rates,), packed = self.parallel.project_beside(h, self.in_proj, lambda h: [linear(h, self.rates.weight)])
+        (rates,), packed = self.parallel.project_beside(h, self.in_proj, lambda h: [self.rates(h)])
         heads = packed.unflatten(-1, (self.local_heads, shape.head_width))
         mixed, gate = heads.split([shape.mixed_width, shape.head_width - shape.mixed_width], dim=-1)
         mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(-1, (self.local_heads, -1))

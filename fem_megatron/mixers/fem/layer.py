@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, softplus
+from torch.nn.functional import softplus
 
 from fem_megatron.mixers.fem.priors import Prior
 from fem_megatron.mixers.fem.shape import FemShape
@@ -95,7 +95,8 @@ class TimeDecayConditioner(Layer):
 
         u: the norm of h, where it is known.
         """
-        return linear(layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u, self.in_proj.weight)
+        made: Tensor = self.in_proj(layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u)
+        return made
 
     def forward(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """What ``project`` gave -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c]."""

@@ -33,7 +33,7 @@ class Mamba2(Update):
         x, h = normed(x, self.norm.weight, shape.norm_eps)
 
         def bc_and_steps(h: Tensor) -> list[Tensor]:
-            return [linear(h, share(self.bc_proj.weight)), linear(h, self.steps.weight)]
+            return [linear(h, share(self.bc_proj.weight)), self.steps(h)]
 
         (bc, raw), uz = self.parallel.project_beside(h, self.in_proj, bc_and_steps)
         u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
