@@ -1,4 +1,4 @@
-"""What a layer asks of its surroundings: six moves of an activation between ranks, two products that may be fused, its parameters.
+"""What a layer asks of its surroundings: seven moves of an activation between ranks, two products that may be fused, its parameters.
 
 ``OneProcess`` is the answer of a single process (tests, decoding, the exported model), ``megatron.tensor_parallel`` Megatron-core's.
 No Megatron-core here.
@@ -6,6 +6,7 @@ No Megatron-core here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -30,6 +31,12 @@ class Parallel(Protocol):
 
         linear: a module of `linear` (with a bias what is entered is kept), or a weight [out, in], or one with more dimensions before the
         last, which are taken as one.
+        """
+
+    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+        """(others(enter(x)), linear(enter(x))), of which ``project`` keeps x's slice: the backward pass enters x and runs ``others`` again.
+
+        linear: the larger product, which is not made twice.
         """
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -74,6 +81,10 @@ class OneProcess:
             y: Tensor = linear(x)
             return y
         return nn.functional.linear(x, linear.flatten(0, -2))
+
+    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+        y = linear(x)
+        return others(x), y
 
     def leave(self, partial: Tensor) -> Tensor:
         return partial

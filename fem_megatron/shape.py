@@ -190,7 +190,7 @@ class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
     layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
-    kept: of an estimate (``kept_bytes``). sliced: its input goes to `Parallel.project` alone.
+    kept: of an estimate (``kept_bytes``). sliced: its input goes to `Parallel.project` or ``project_beside`` alone.
     once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
     """
 

@@ -24,7 +24,7 @@ from pretrain import signals
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
-from pretrain.run_directory import newest_run, resolved, run_directory
+from pretrain.run_directory import newest_run, read_fork, resolved, run_directory
 from pretrain.stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
@@ -170,6 +170,8 @@ def _forked(options: argparse.Namespace) -> RunConfig:
         parent = other
     if new.resolve() in (folder.resolve(), parent.resolve()):
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
+    if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
+        raise ConfigError(f"--fork {new} holds a run that is no fork: choose another folder")
     name = config.name if any(text.startswith("name=") for text in options.overrides) else new.resolve().name
     return replace(config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent)))
 

@@ -29,6 +29,7 @@ from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.ranks import forked
 from tests.test_house import ROOT, project, texts
+from tests.wording import read_golden
 from tools.scaling.planning import plan_study
 from tools.scaling.study import load_study
 
@@ -228,3 +229,9 @@ def test_a_study_plans_without_its_data(path: Path, tmp_path: Path, monkeypatch:
     assert study.name == path.stem
     assert {run.variant for run in plan_study(study)} == set(study.variants)
     assert Path(study.results).parts[0] == "runs"  # what is tracked is written where it is asked for alone
+
+
+def test_the_golden_file_is_of_tests_that_exist() -> None:
+    for test in read_golden():
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test

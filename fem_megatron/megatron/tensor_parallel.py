@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fem_megatron.megatron import fp8, fusions
 from fem_megatron.parallel import Parallel, parameter
@@ -79,6 +81,20 @@ class TensorParallel(Parallel):
             sequence_parallel=self.sequence_parallel,
             tp_group=self.group,
         )
+
+    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+        weight = linear.get_parameter("weight")
+        if not self.sequence_parallel or self._in_eight_bits(weight):  # of 8-bit floats a product keeps what it multiplied, whole
+            whole = self.enter(x)
+            y = linear(whole)
+            return others(whole), y
+
+        def made(x: Tensor) -> tuple[list[Tensor], Tensor]:
+            whole = self.enter(x)
+            return others(whole), nn.functional.linear(whole, weight)  # last: what is computed again ends at the last product's inputs
+
+        found: tuple[list[Tensor], Tensor] = checkpoint(made, x, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        return found
 
     def leave(self, partial: Tensor) -> Tensor:
         if self.sequence_parallel:

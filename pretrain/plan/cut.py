@@ -96,7 +96,9 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
         what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
         yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
     try:
-        kinds_of_cut(config)
+        found = kinds_of_cut(config).values()
+        if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(getattr(each, wanted[kind]) for each in found):
+            yield f"parallel.context_parallel_kind = {kind}: no layer's reads can be made so; leave it out"
     except ValueError as error:
         others = layout.model_parallel // size
         fit = [count for count in range(1, world_size + 1) if world_size % (count * others) == 0 or world_size % layout.model_parallel]

@@ -28,7 +28,7 @@ from tests.ranks import answer
 from tests.wording import Wording
 
 PLACES = ("TP2", "TP2+SP")
-ENTERED = ("fem", "cem", "mamba2", "delta")  # mixers whose input is read by more than one product
+ENTERED = ("cem", "delta")  # of the first more than one large product reads the input, the second also keeps values of its shape
 CUTS = (
     "CP2, all_to_all",
     "CP2, all_gather",
@@ -175,12 +175,30 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
     if sequence_parallel and not any(f".{kind}." in type(each).__module__ for each in (split.mixer, split.mlp) for kind in ENTERED):
         errors["inputs kept whole"] = kept.count(x.shape)
+    if sequence_parallel:
+        errors["other bits than of inputs kept whole"] = other_bits(split, y, x_grad, x[mine], weight[mine], is_causal(name))
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]
             torch.distributed.all_reduce(gradient, group=group)  # what Megatron's finalize_model_grads does
         errors[key] = error(gradient, part(gradient_of(theirs), ours, parallel))
     return errors
+
+
+def other_bits(block: Block, y: Tensor, x_grad: Tensor, x: Tensor, weight: Tensor, causal: bool) -> int:
+    """Of the output and all gradients that the block has just made, how many differ where what it enters beside others is kept whole."""
+    from fem_megatron.megatron.tensor_parallel import TensorParallel
+
+    def kept_whole(self: Any, x: Tensor, linear: Any, others: Any) -> tuple[list[Tensor], Tensor]:
+        whole = self.enter(x)
+        return others(whole), linear(whole)
+
+    made = [gradient_of(each).clone() for each in block.parameters()]
+    block.zero_grad()
+    with mock.patch.object(TensorParallel, "project_beside", kept_whole):
+        found, found_x = run(block, x, weight, causal)
+    pairs = zip((y, x_grad, *made), (found, found_x, *map(gradient_of, block.parameters())), strict=True)
+    return sum(not torch.equal(*pair) for pair in pairs)
 
 
 def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = None) -> dict[str, float]:

@@ -305,7 +305,7 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
 def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(words: list[str]) -> None:
     check = "import sys; from pretrain.__main__ import main; code = main(sys.argv[1:]); "
     check += "assert not {'torch', 'numpy', 'megatron', 'deepspeed'} & set(sys.modules); sys.exit(code)"
-    more = ["parallel.pipeline_model_parallel_size=2", "model.vocab_size=512"] if DEEPSPEED in words else []
+    more = ["parallel.pipeline_model_parallel_size=2", "model.vocab_size=4096"] if DEEPSPEED in words else []
     done = subprocess.run([sys.executable, "-c", check, *words, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if more else (0, 0)), done.stderr
     assert "1.3b" not in words[0] or "1,384,820,224" in done.stdout

@@ -123,6 +123,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 SLOW: dict[str, tuple[int, list[str]]] = {
     "again": (1, []),
     "TP2 + SP": (2, [*TP2, "parallel.sequence_parallel=true"]),
+    "CP2": (2, ["parallel.context_parallel_size=2"]),
     "DP2, overlapped": (2, ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]),
     **{f"DP2, stage {stage}": (2, deepspeed(stage)) for stage in (0, 2)},
     "TP2 x DP2, stage 1": (4, TP2 + deepspeed(1)),

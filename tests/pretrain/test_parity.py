@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fem_megatron import catalogue
+from fem_megatron.config import ModelConfig
 from tests.pretrain.conftest import SMALL
 from tests.pretrain.data_folder import write_folder
 from tests.pretrain.jobs import Done, Job, run_jobs
@@ -122,6 +123,9 @@ QUICK = [
 QUICK = list(dict.fromkeys(QUICK))
 ALONE = MIXERS | SPECIAL
 NOT = [("separate", "CP2, all_gather"), ("separate", "CP2, ring"), *((model, "PP2 interleaved") for model in ALONE)]  # refused
+WIDTHS = {name: ModelConfig(mixer=name).blocks()[0].mixer.cut_widths() for name in MIXERS}
+NOT += [(name, "CP2, all_gather") for name, widths in WIDTHS.items() if not widths.keyed]
+NOT += [(name, "CP2, ring") for name in (*(name for name, widths in WIDTHS.items() if not widths.rings), "recurrent hyperset", "switched")]
 SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + NOT and "in chunks" not in layout]
 ALL = MODELS | GROUPS | ALONE
 BEFORE, STEPS = 8, 2  # steps of the starting checkpoint, and after it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,12 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
         assert found.progress.step == 3 and [each["step"] for each in found.manifest["merged"]] == [
             find(folder).progress.step for folder in folders
         ]
+
+
+def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
+    """In a process of its own, where Megatron-core would warn of packages that are not needed."""
+    command = [sys.executable, "-m", "tools.checkpoint", "merge", "--last", "2", "--of", f"{runs}/tensor", "--out", f"{tmp_path}/merged"]
+    assert not subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_path: Path) -> None:

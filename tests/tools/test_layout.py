@@ -15,9 +15,10 @@ from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.validate import validate
 from tools.bench.traffic.__main__ import PAGE
 from tools.layout.__main__ import main
-from tools.layout.search import AXES, layouts
+from tools.layout.search import AXES, layouts, ranked
 from tools.layout.step import Machine, machines, mfu, seconds
 
+ROOT = Path(__file__).parents[2]
 RUN = "configs/run/transformer_1.3b_100bt.yaml"
 H100 = 989e12
 LLAMA3 = ("data.seq_length=8192", "model.num_query_groups=8", "train.recompute=full")
@@ -40,6 +41,12 @@ def config_of(gpus: int, size: tuple[int, ...], micro: int, batch: int, more: tu
     return load_run(RUN, [*sizes, *batches, *more])
 
 
+def page_of(name: str) -> list[str]:
+    """The row of tools/README.md: its figures and the place of their layout."""
+    (row,) = [line for line in (ROOT / "tools/README.md").read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name}, ")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published(name: str) -> None:
     gpus, sizes, published = PUBLISHED[name]
@@ -49,6 +56,23 @@ def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published
     theirs = published if published < 1 else published * flops_per_token(config) / H100
     assert abs(modelled - theirs) < 0.15, f"{modelled:.3f}, published {theirs:.3f}"
     assert modelled > theirs  # nothing of theirs that is slow for reasons of its own is in it
+    assert page_of(name)[:2] == [f"{theirs:.0%}", f"{modelled:.0%}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_layouts_of_others_are_ranked_as_the_page_says(name: str) -> None:
+    gpus, sizes, _ = PUBLISHED[name]
+    config = config_of(gpus, **sizes)  # type: ignore[arg-type]
+
+    def what(config: RunConfig) -> tuple[object, ...]:
+        layout, train = config.parallel, config.train
+        cut = layout.pipeline_model_parallel_size, layout.context_parallel_size
+        return layout.tensor_model_parallel_size, layout.sequence_parallel, cut, train.micro_batch_size, train.recompute
+
+    found, _ = ranked(config, gpus, Machine.of("h100", "ib-400"))
+    place = [what(each.plan.config) for each in found].index(what(config)) + 1
+    assert page_of(name)[2] == f"{place} of {len(found)}"
 
 
 def test_the_traffic_is_the_page_s() -> None:

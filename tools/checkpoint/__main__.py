@@ -137,8 +137,6 @@ def _convert(given: argparse.Namespace) -> None:
 
 
 def _merge(given: argparse.Namespace) -> None:
-    from tools.checkpoint.merge import merge, newest
-
     named, last, run = given.checkpoints, given.last, given.of
     if (last is None) != (run is None) or bool(named) == bool(last):
         raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
@@ -147,6 +145,11 @@ def _merge(given: argparse.Namespace) -> None:
         raise ConfigError(f"--weights has {len(given.weights)} shares for {count} checkpoints: name as many checkpoints as shares")
     if given.ema and given.ema >= 1:
         raise ConfigError(f"--ema {given.ema:g}: a share of the next checkpoint's, below 1")
+    from fem_megatron.megatron.platform import import_megatron
+
+    import_megatron()
+    from tools.checkpoint.merge import merge, newest
+
     merge(newest(run, last) if last else named, given.out, shares=given.weights, decay=given.ema)
 
 

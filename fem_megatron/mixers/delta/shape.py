@@ -40,6 +40,7 @@ class DeltaShape(Shape):
 
     layer_class = "fem_megatron.mixers.delta.layer:DeltaNet"
     kept = Kept(101.0, 78.0, 32.4, 30.4)
+    sliced = True
 
     hidden: int
     heads: int

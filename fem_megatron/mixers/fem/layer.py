@@ -24,7 +24,8 @@ class FemMixer(Update):
     """x + o W_O, o = g * ((1 - lambda) mu + lambda F), with mu and F read under the prior.
 
     ``in_proj`` packs, head after head, that head's rows of the prior's slices, v, the lambda-logit and the g-logit: a rank's slice is whole
-    heads at any tensor-parallel size. The sequence is gathered once (sequence parallelism), for the projection and the conditioner.
+    heads at any tensor-parallel size. The sequence is gathered once (sequence parallelism), for the projection and the conditioner, and
+    again in the backward pass.
     """
 
     diagnostics = "fem_megatron.mixers.fem.diagnostics:observe"
@@ -46,10 +47,13 @@ class FemMixer(Update):
 
     def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
         """o W_O from the normalised residual stream, both in the stream's slicing; u: as the causal conditioner reads it, where known."""
-        names = self.shape.conditioners()
-        h = self.parallel.enter(h) if names else h
-        z = self.in_proj(h) if names else self.parallel.project(h, self.in_proj)
-        conditioners = [self.get_submodule(name)(h, context.within(name), u if name == "tdc" else None) for name in names]
+        named: dict[str, TimeDecayConditioner] = {name: getattr(self, name) for name in self.shape.conditioners()}
+
+        def projected(h: Tensor) -> list[Tensor]:
+            return [each.project(h, u if name == "tdc" else None) for name, each in named.items()]
+
+        inputs, z = self.parallel.project_beside(h, self.in_proj, projected) if named else ([], self.parallel.project(h, self.in_proj))
+        conditioners = [each(own, context.within(name)) for (name, each), own in zip(named.items(), inputs, strict=True)]
         size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
@@ -86,13 +90,17 @@ class TimeDecayConditioner(Layer):
         super().__init__()
         self.eps, self.parallel, self.backward = eps, parallel, backward
 
-    def forward(self, h: Tensor, context: Context, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """h [s, b, D], the whole sequence on every rank -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c].
+    def project(self, h: Tensor, u: Tensor | None = None) -> Tensor:
+        """h [s, b, D], the whole sequence on every rank -> a, f, r of the rank's channels [s, b, 3 H_c / tensor-parallel size].
 
         u: the norm of h, where it is known.
         """
-        u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u
-        a, f, r = self.in_proj(u).unflatten(-1, (-1, 3)).unbind(-1)
+        made: Tensor = self.in_proj(layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u)
+        return made
+
+    def forward(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What ``project`` gave -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c]."""
+        a, f, r = projected.unflatten(-1, (-1, 3)).unbind(-1)
         first = context.recall("state")
 
         def scan(valid: Tensor | None, a: Tensor, f: Tensor) -> Tensor:

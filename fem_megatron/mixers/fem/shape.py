@@ -175,7 +175,7 @@ class FemShape(Shape):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
         if not isinstance(self.prior, SoftmaxShape):
-            return self._kept_of_a_prior(training) if training.cuda else training.estimate(self.hidden, self.prior.kept)
+            return self._kept_of_a_prior(training) if training.cuda else training.estimate(self.hidden, self.prior.kept, sliced=True)
         e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
         value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
         narrow = e < WIDE
@@ -225,13 +225,13 @@ class FemShape(Shape):
         }
 
     def _projection_keeps(self, training: Training) -> float:
-        """Of its input, which a conditioner reads whole, too."""
-        whole = training.element + (1 if training.fp8 else 0)
-        return self.hidden * (whole if self.conditioner else training.entered)
+        """Of its input; beside 8-bit floats a conditioner keeps it whole."""
+        return self.hidden * (training.entered + (training.element if self.conditioner and training.fp8 else 0))
 
     def _conditioner_keeps(self, training: Training) -> float:
         own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
-        return training.element * (self.hidden + self.conditioner) + own
+        again = training.sequence_split > 1 and not training.fp8  # its norm and product, in the backward pass (`Parallel.project_beside`)
+        return training.element * ((0 if again else self.hidden) + self.conditioner) + own
 
     def summary(self) -> str:
         keys = self.prior.slices().get("k")

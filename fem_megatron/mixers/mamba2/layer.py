@@ -31,12 +31,15 @@ class Mamba2(Update):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape, share = self.shape, self.parallel.share
         x, h = normed(x, self.norm.weight, shape.norm_eps)
-        h = self.parallel.enter(h)
-        u, z = self.in_proj(h).unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
+
+        def bc_and_steps(h: Tensor) -> list[Tensor]:
+            return [linear(h, share(self.bc_proj.weight)), self.steps(h)]
+
+        (bc, raw), uz = self.parallel.project_beside(h, self.in_proj, bc_and_steps)
+        u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
         u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(-1, (self.local_heads, -1))
-        bc = linear(h, share(self.bc_proj.weight))
         bc = short_convolution(bc, share(self.bc_conv), share(self.bc_conv_bias), context, "bc_conv")
-        y = self._scan(u, bc, self.steps(h), context) + u * self.skip[:, None]
+        y = self._scan(u, bc, raw, context) + u * self.skip[:, None]
         y = y.flatten(2) * silu(z.flatten(2))
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / shape.inner

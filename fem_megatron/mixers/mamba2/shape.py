@@ -36,6 +36,7 @@ class Mamba2Shape(Shape):
 
     layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
     kept = Kept(67.0, 44.0)
+    sliced = True
 
     hidden: int
     heads: int
@@ -115,7 +116,8 @@ class Mamba2Shape(Shape):
         if not training.cuda or training.element == WIDE:
             return super().kept_bytes(training)
         inner, state = (20, 8) if training.again else (24, 12)
-        return {ESTIMATE: training.element * self.hidden + inner * self.inner / training.tensor_parallel + state * self.state}
+        entered = training.element * self.hidden / training.sequence_split
+        return {ESTIMATE: entered + inner * self.inner / training.tensor_parallel + state * self.state}
 
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""
