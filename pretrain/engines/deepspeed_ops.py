@@ -182,10 +182,12 @@ def lock_holders(name: str) -> list[int]:
     except FileNotFoundError:
         return []
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended, or is another's
-            if os.readlink(descriptor).endswith("/lock") and os.path.samestat(descriptor.stat(), held):
-                found.add(int(descriptor.parts[2]))
+            for descriptor in Path("/proc", process, "fd").iterdir():
+                with contextlib.suppress(OSError):  # it was closed
+                    if os.readlink(descriptor).endswith("/lock") and os.path.samestat(descriptor.stat(), held):
+                        found.add(int(process))
     return sorted(found)
 
 

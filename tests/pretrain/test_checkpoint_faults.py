@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_megatron.megatron import platform
+from pretrain.__main__ import main
 from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, parts_of
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
 from pretrain.checkpoint.writer import save_weights
@@ -33,7 +34,7 @@ from pretrain.config import RunConfig
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
-from tests.ranks import PATIENCE, ended, losses, started, wait_until
+from tests.ranks import PATIENCE, ended, forked, losses, wait_until
 
 
 def _sleep(pipe: Any) -> None:
@@ -298,27 +299,30 @@ def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Com
 # --- killed writers -----------------------------------------------------------------------------------------------------------------
 
 
+def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
+    """The processes that write its tensors stop before a file is on the disk, and leave their ids in a folder."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
+            (pids / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        sync(descriptor)
+
+    vars(os)["fsync"] = fsync
+    main(arguments)
+
+
 def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
     """Its rank is killed while it is stopped in the middle of a file; what it had half written is swept, whatever the step."""
-    large = ["model.hidden_size=256", "model.ffn_hidden_size=1024", "train.steps=4"]
-    stopped: list[int] = []
-
-    def stop_writer() -> bool:
-        for pid in _children(processes[0].pid):
-            with contextlib.suppress(OSError):
-                if any(os.readlink(file).endswith(".distcp") for file in Path(f"/proc/{pid}/fd").iterdir()):
-                    os.kill(pid, signal.SIGSTOP)
-                    stopped.append(pid)
-        return bool(stopped)
-
-    with started(1, [DEMO, *settings, *large], tmp_path / "out") as processes:
-        wait_until(stop_writer, processes, nap=0.0)
-        assert list(pretrain.checkpoints.glob(".writing_*"))
-        processes[0].kill()
-        processes[0].join()
+    pids = tmp_path / "pids"
+    pids.mkdir()
     try:
+        with forked(1, _pretrain_with_writers_that_hang, [DEMO, *settings, "train.steps=4"], pids, output=tmp_path / "out") as ranks:
+            wait_until(lambda: any(pids.iterdir()), ranks)
+            assert list(pretrain.checkpoints.glob(".writing_*"))
         with (pretrain.run_dir / "lock").open("w") as lock:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,15 +333,9 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, 
         assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
         assert steps(pretrain) == ["latest", "step_00000005"]
     finally:
-        for pid in stopped:
+        for pid in pids.iterdir():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int | None) -> list[int]:
-    """Of a process and theirs, by their ids."""
-    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return found + [inner for child in found for inner in _children(child)]
+                os.kill(int(pid.name), signal.SIGKILL)
 
 
 # --- what nobody else wrote ---------------------------------------------------------------------------------------------------------

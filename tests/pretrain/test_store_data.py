@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -352,7 +353,10 @@ def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Sto
     arguments = [DEMO, f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url, "train"), *MANY, "train.steps=100000"]
     with forked(1, trained, store.environ, 600.0, arguments, output=tmp_path / "said") as ranks:
         wait_until(lambda: len(records(tmp_path / "run")) > 3, ranks)
-        helpers = [child for child in psutil.Process(ranks[0].pid).children(recursive=True) if CLIENT in child.cmdline()]
+        helpers = []
+        for child in psutil.Process(ranks[0].pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                helpers += [child] if CLIENT in child.cmdline() else []
         assert len(helpers) == 1
         ranks[0].kill()
         _, alive = psutil.wait_procs(helpers, timeout=20)
