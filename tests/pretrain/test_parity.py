@@ -44,7 +44,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2 x PP2 + SP": (4, TP2 + PP2 + SP),
     "TP2 x PP2 + SP, selective": (4, [*TP2, *PP2, *SP, "train.recompute=selective"]),
     "TP2 x DP2 + SP, overlapped": (4, TP2 + SP + OVERLAP),
-    "PP2 x DP2": (4, PP2),
+    "PP2 x DP2, overlapped": (4, PP2 + OVERLAP),
+    "PP2 interleaved x DP2, overlapped": (4, [*PP2, "parallel.virtual_pipeline_model_parallel_size=2", *OVERLAP]),
     "TP2 x DP2 + SP, ZeRO-3": (4, TP2 + SP + ZERO3),
     "CP2, selective": (2, [*CP2, "train.recompute=selective"]),
     "CP2, all_gather": (2, CP2 + GATHER),
@@ -122,7 +123,8 @@ QUICK = [
 ]
 QUICK = list(dict.fromkeys(QUICK))
 ALONE = MIXERS | SPECIAL
-NOT = [("separate", "CP2, all_gather"), ("separate", "CP2, ring"), *((model, "PP2 interleaved") for model in ALONE)]  # refused
+NOT = [(model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout]  # refused, as are these
+NOT += [("separate", "CP2, all_gather"), ("separate", "CP2, ring")]
 WIDTHS = {name: ModelConfig(mixer=name).blocks()[0].mixer.cut_widths() for name in MIXERS}
 NOT += [(name, "CP2, all_gather") for name, widths in WIDTHS.items() if not widths.keyed]
 NOT += [(name, "CP2, ring") for name in (*(name for name, widths in WIDTHS.items() if not widths.rings), "recurrent hyperset", "switched")]

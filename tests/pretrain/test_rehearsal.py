@@ -68,7 +68,7 @@ STEADY = {
 ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
 GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
 LAYOUTS: Cases = {
-    "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
+    "DP2": (2, PLAIN),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
     "DP2, fp8": (2, [*PLAIN, "train.fp8=delayed"]),
     **{f"DP4, ZeRO-{stage}": (4, [*deepspeed(stage), *OVERLAP[:1], *PLAIN, "train.global_batch_size=32"]) for stage in (1, 2, 3)},
@@ -162,7 +162,7 @@ def on_a_gpu(
     """
     platform.import_megatron()
     found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
-    first = found["DP2, overlapped"]
+    first = found["DP2"]
     flops = {name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True)) for name, each in found.items()}
     eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
     products = [sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)]
@@ -176,10 +176,10 @@ def on_a_gpu(
 
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
     reads, flops, eight, plan, (planned, held), printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    steady = {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
+    steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert reads == {**steady, **{name: [ZERO[name]] for name in ZERO}}
-    assert {flops[name] for name in ZERO} == {flops["DP2, overlapped"]}  # whose model it is
-    (forward, backward) = flops["DP2, overlapped"]
+    assert {flops[name] for name in ZERO} == {flops["DP2"]}  # whose model it is
+    (forward, backward) = flops["DP2"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
