@@ -58,8 +58,16 @@ SLOW: Cases = {
     **{f"DP2, ZeRO-{stage}, bf16": (2, [*deepspeed(stage), BF16, TIED]) for stage in (1, 2, 3)},
     **{f"TP2 x DP2 + SP, ZeRO-{stage}": (4, [*TP2, *SP, *deepspeed(stage), BF16, TIED]) for stage in (1, 3)},
     "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
-    **{f"TP2, {name}": (2, [*TP2, f"model.mixer={name}"]) for name in MIXERS if not name.startswith("fla.")},
 }
+SIX = {
+    "TP2 + SP": [*TP2, *SP],
+    "PP2": PP2,
+    "CP2": CP2,
+    "DP2, overlapped": OVERLAP,
+    **{f"DP2, ZeRO-{stage}": deepspeed(stage) for stage in (1, 3)},
+}
+OURS = [name for name in MIXERS if not name.startswith("fla.")]
+EVERY: Cases = {f"{layout}, {name}": (2, [*more, f"model.mixer={name}"]) for layout, more in SIX.items() for name in OURS}
 # Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
 STEADY = {
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item",  # decides about the update, and by how much
@@ -136,7 +144,13 @@ def real(cases: Cases) -> dict[str, Told]:
     return found
 
 
-@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(QUICK, id="quick"),
+        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in (("all", SLOW), ("every mixer", EVERY))),
+    ],
+)
 def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: Cases) -> None:
     """Collectives call by call; weights, gradients and optimizer to the byte; the peak but for a hidden state (of 75 such): gloo holds what
     it sends until it is waited for."""
