@@ -153,7 +153,8 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
         return [*base, *data, *ALL[model], *layout, f"run_dir={folder / model}"]
 
     models = dict.fromkeys(model for model, _ in cases)
-    jobs = {1: [Job(model, overrides(model, []), BEFORE + steps_after(model), save_after=BEFORE, norms=True) for model in models], 2: [], 4: []}
+    whole = [Job(model, overrides(model, []), BEFORE + steps_after(model), save_after=BEFORE, norms=True) for model in models]
+    jobs: dict[int, list[Job]] = {1: whole, 2: [], 4: []}
     for model, layout in cases:
         if layout is None:
             jobs[1].append(Job(f"{model}, bf16", [*overrides(model, []), "train.precision=bf16"], 2))
