@@ -99,10 +99,10 @@ def end(process: subprocess.Popen[str], number: int | None = None, seconds: floa
 
 def clean_up(folder: Path) -> None:
     """Kill what a failed test left running: processes with the test's folder in their command line."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if os.fsencode(folder) in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended
+            if os.fsencode(folder) in Path("/proc", pid, "cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:
