@@ -27,7 +27,8 @@ CONTRACT = (
 def house(tmp_path: Path) -> Path:
     """A copy of the house with the page's mixer."""
     for room in ROOMS:
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm"))
+        # __pycache__: other test processes write there.
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     *files, catalogue = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ from pretrain.stages import parts_of
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
 from tests.pretrain.test_fork import lines, step_of
-from tests.ranks import finished, losses, started, wait_until
+from tests.ranks import finished, losses, started, wait_for_lock, wait_until
 from tests.wording import Wording
 
 STAGES = (
@@ -150,8 +150,9 @@ def test_twenty_kills_over_three_stages_with_muon_change_no_bit(settings: list[s
     for run_dir, kills in ((whole, []), (killed, sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]))):
         arguments = [*base, f"run_dir={run_dir}"]
         for step in kills:
-            with started(2, arguments, tmp_path / "out.killed", naps={0: 0.05, 1: 0.05}) as ranks:
+            with started(2, arguments, tmp_path / "out.killed", {0: 0.05, 1: 0.05}, (step, tmp_path / "never")) as ranks:
                 wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
+            wait_for_lock(run_dir)
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
     assert "resumed from" in output and list(losses(whole)) == list(range(1, 41))
     assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
