@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from data_prep.store.indexed import index_bytes
+from pretrain.__main__ import main as pretrain
 from tests.data_prep import conftest as room
 from tests.pretrain.conftest import DEMO, SMALL
 
@@ -73,7 +74,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, 
 # --- index ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_from_text_to_a_run_on_a_blend(folders: Path, tmp_path: Path) -> None:
+def test_from_text_to_a_run_on_a_blend(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
     web, books, cache = room.copied(folders / "a", tmp_path / "web"), room.copied(folders / "b", tmp_path / "books"), tmp_path / "cache"
     room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length", 32)
@@ -100,14 +101,16 @@ def test_from_text_to_a_run_on_a_blend(folders: Path, tmp_path: Path) -> None:
 
     index = books / "train.idx"
     room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
-    refused = room.alone("index", *settings)
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    assert refused.stderr.startswith(f"pretrain: error: {index} is not the file that {books}/manifest.json records")
+    capsys.readouterr()
+    assert pretrain([*settings, "--index"]) == 2  # which the verb starts
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert said.startswith(f"pretrain: error: {index} is not the file that {books}/manifest.json records")
     shutil.rmtree(books)
     file = room.write_parquet(tmp_path / "books.parquet", room.make_documents(300, 60, seed=3))
     room.merge(room.encode_units(room.plan_folder(books, [file], web / "tokenizer")))
-    again = room.alone("index", *settings)
-    assert again.returncode == 0 and len(caches()) == 2 and name not in again.stdout, again
+    assert pretrain([*settings, "--index"]) == 0
+    assert len(caches()) == 2 and name not in capsys.readouterr().out
     assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 

@@ -48,7 +48,7 @@ def house(tmp_path: Path) -> Path:
 @pytest.mark.timeout(900)
 def test_the_page_s_mixer_keeps_the_contract(house: Path) -> None:
     """Trains, splits over ranks, decodes step by step, exports."""
-    chosen = "running_mean and not CP2 and not ZeRO"
+    chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"  # of the two models that it is in, one
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *CONTRACT]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     done = subprocess.run(command, cwd=house, env=environment | {"PYTHONPATH": str(house)}, capture_output=True, text=True)

@@ -219,7 +219,7 @@ def planned_and_kept(world: int, more: list[str]) -> dict[str, tuple[float, floa
     found = {}
     for size in LIKE:
         pattern = [f"model.pattern=[{','.join(PLANNED)}]", f"model.num_layers={len(PLANNED)}", "model.num_query_groups=2", *more]
-        told = rehearse(config := sized(size, *pattern, world=world), world, "h100")
+        told = rehearse(config := sized(size, *pattern, "train.global_batch_size=16", world=world), world, "h100")
         (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
         turn = min(each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin)
         found[f"{size}, the peak"] = float(told.plan.peak_memory), float(rank.peak.bytes)
