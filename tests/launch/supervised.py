@@ -76,7 +76,7 @@ class Case(Attempts):
         return int(record["child"])
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
     """The first true value; an AssertionError after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
@@ -85,7 +85,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
     return value
 
 
-def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 120.0) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0) -> tuple[int, str]:
     """Signal a process, if it is to be, and wait for its end: its exit code and what it said."""
     if number is not None:
         process.send_signal(number)

@@ -38,7 +38,7 @@ class Kept:
             argv, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_users
         )
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 180) -> int:
         """The keeper's exit code."""
         self.stderr = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode
