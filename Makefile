@@ -3,8 +3,8 @@
 # PYTHON_BASE names the interpreter that .venv is made from; default: the first below that is 3.11, 3.12 or 3.13.
 
 VENV := .venv
-# Test files that run at a time, more than cores: a fifth of their time is spent waiting. Many start up to four ranks of their own.
-WORKERS := 3
+# Test files that run at a time; many start up to four ranks of their own.
+WORKERS := 2
 # A file at a time. xdist would start a crashed worker again and then wait for ever; without that it names the test and ends.
 SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
