@@ -74,7 +74,7 @@ def free_energy_read(
     n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
     called block by block by the definition, O(t^2). log_read(heads [n], x [n, t, dv]) -> log sum_i p_t(i) exp(x_i) [n, t, dv] under
-    those of the b h heads; needed where exact is None.
+    those of the b h heads, in x's float64; needed where exact is None.
     exact: whether the definition runs. None: where, with one warning, beta * (max v - min v) over the sequence passes 80 in a channel, F
     comes from ``log_read``, which its head is given to, since what lies beyond cannot be had from [v | U]; other channels keep every bit.
     To know that, each call with beta waits for the device, unless a ``decision`` of the layer's (`kernels.free_energy.ranges`) knows it.
@@ -138,7 +138,9 @@ def _with_wild_channels(
         return t.flatten(0, 1).index_select(0, chosen)
 
     wild, middle, rows, fast = ~(of(spread) <= MAX_RANGE), of(centre), of(beta[:, None].expand_as(centre)), of(mu)
-    free_energy = middle + log_read(chosen, (of(v) - middle) * rows) / rows
+    # In float64: a logarithm of 70 in float32 gives weights 4e-6 off, and beta's gradient is what is left of values of either sign.
+    deviations, slopes = (of(v) - middle).double(), rows.double()
+    free_energy = middle + (log_read(chosen, deviations * slopes) / slopes).to(fast.dtype)
     exact = mix_gap(fast, free_energy - fast, None if lam is None else of(lam), None if gate is None else of(gate))
     return out.flatten(0, 1).index_copy(0, chosen, torch.where(wild, exact, of(out))).view_as(out)
 

@@ -80,8 +80,8 @@ def _linear_read(
         return log_weights(q.to(wide), k.to(wide), log_decay, start, stop, causal=causal)
 
     def logs(heads: Tensor, x: Tensor) -> Tensor:
-        q_of, k_of = (t.flatten(0, 1).index_select(0, heads).to(wide) for t in (q, k))
-        decay = None if log_decay is None else log_decay.flatten(0, 1).index_select(0, heads).to(wide)
+        q_of, k_of = (t.flatten(0, 1).index_select(0, heads).to(x) for t in (q, k))
+        decay = None if log_decay is None else log_decay.flatten(0, 1).index_select(0, heads).to(x)
         return log_read(q_of, k_of, x, decay, causal=causal)
 
     terms = q.shape[-1] if log_decay is not None and log_decay.dim() == 4 else 1
