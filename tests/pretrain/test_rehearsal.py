@@ -70,8 +70,7 @@ OURS = [name for name in MIXERS if not name.startswith("fla.")]
 EVERY: Cases = {f"{layout}, {name}": (2, [*more, f"model.mixer={name}"]) for layout, more in SIX.items() for name in OURS}
 # Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
 STEADY = {
-    "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item",  # decides about the update, and by how much
-    "pretrain/engines/building.py mean_loss tolist",  # loss, stop signals, memory: one all-reduce
+    "pretrain/engines/building.py summed_over_ranks tolist",  # loss, norm, stop signals, memory: one all-reduce, before the update
 }
 ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
 GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
@@ -81,11 +80,10 @@ LAYOUTS: Cases = {
     "DP2, fp8": (2, [*PLAIN, "train.fp8=delayed"]),
     **{f"DP4, ZeRO-{stage}": (4, [*deepspeed(stage), *OVERLAP[:1], *PLAIN, "train.global_batch_size=32"]) for stage in (1, 2, 3)},
 }
-# DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.
+# DeepSpeed's optimizers ask whether the norm is finite, each in its own way.
 ASKED = {
     "deepspeed/runtime/utils.py is_invalid_grad_norm __bool__",
-    "pretrain/engines/deepspeed.py _grad_norm __float__",
-    "pretrain/engines/building.py mean_loss tolist",
+    "pretrain/engines/building.py summed_over_ranks tolist",
 }
 ZERO = {
     "DP4, ZeRO-1": ASKED | {"deepspeed/runtime/utils.py clip_tensors_by_global_norm __bool__"},

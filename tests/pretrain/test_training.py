@@ -114,12 +114,19 @@ def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
+        ["engine.name=deepspeed", "engine.zero_stage=3", "engine.deepspeed.param_persistence_threshold=0"],
+    ],
+    ids=["Megatron", "ZeRO-3"],
+)
+def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str]) -> None:
     """Every process group of gloo's has threads that wake 100 times a second; a run makes some fifty of them."""
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
-    overlap = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-    assert pretrain("train.steps=4", "train.eval_interval=0", *overlap) == 0, pretrain.err
+    assert pretrain("train.steps=4", "train.eval_interval=0", *layout) == 0, pretrain.err
     gc.collect()
     # A few of torch's own stay from the first run on; the others end when the kernel has come to them.
     end = time.monotonic() + PATIENCE
