@@ -366,7 +366,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
 
 def test_every_third_party_import_is_declared() -> None:
     distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval"}
-    distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn"}
+    distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn", "PIL": "pillow"}
     known = {*sys.stdlib_module_names, *ROOMS}
     used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
     declared = set(requirements("gpu", "deepspeed", "eval"))

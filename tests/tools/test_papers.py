@@ -185,7 +185,7 @@ def test_ett_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"runs/papers/data/ETTh1.csv: No such file.*zhouhaoyi"):
         forecast.series("ETTh1")
-    file = tmp_path / forecast.DATA / "ETTh1.csv"
+    file = tmp_path / catalogue.DATA / "ETTh1.csv"
     file.parent.mkdir(parents=True)
     lines = [f"2016-07-01,{n},1,2,3,4,5,0.5\n" for n in range(14500)]
     file.write_text("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n" + "".join(lines))
@@ -374,6 +374,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: W
     for words in (
         ["run", "argmx", *here],
         ["run", "masked-images", *here],
+        ["run", "imagenet-100", "--quick", *here],
         ["run", "argmax", "--quick", "--mixers", "softmax F,softmax mea", *here],
         ["run", "argmax", "--quick", "--cases", "T = 5", *here],
         ["run", "argmax", "--quick", "--workers", "0", *here],

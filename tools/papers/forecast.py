@@ -14,14 +14,13 @@ from torch import Generator, Tensor, nn
 
 from fem_common.errors import UserError
 from fem_common.text import counted
-from tools.papers.catalogue import RUNS
+from tools.papers.catalogue import DATA
 from tools.papers.experiment import Claim, Experiment, Size
 from tools.papers.images import PLAIN, STACKED
 from tools.papers.network import Network, Positions, model_of, start
 from tools.papers.training import Examples, Problem, regression
 
 HOURS = 24 * 30
-DATA = RUNS / "data"
 
 
 @dataclass(frozen=True)

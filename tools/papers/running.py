@@ -46,6 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1 or (arguments.seeds is not None and arguments.seeds < 1):
         raise UserError("--workers and --seeds: 1 or more")
     experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
+    if kind not in experiment.sizes:
+        raise UserError(f"{arguments.name} has no {kind} form; leave --quick away")
     size = experiment.sizes[kind]
     rows = picked("--mixers", arguments.mixers, tuple(experiment.rows)) or size.rows
     cases = picked("--cases", arguments.cases, experiment.cases) or size.cases

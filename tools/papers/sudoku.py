@@ -63,7 +63,7 @@ def iterated(task: Problem, network: Network) -> Problem:
         block.recurrence = 2 * trained
         found: dict[str, Any] = {f"twice_{name}": value for name, value in measure(task, task.test).items()}
         if isinstance(block.mixer, HyperSet):
-            found |= watch(network, block, task.test[0][:WATCHED].to(platform.device()))
+            found |= watch(network, block, next(iter(task.test[0].to(platform.device()).split(WATCHED))))
         block.recurrence = trained
         return found
 

@@ -80,7 +80,8 @@ def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[
         here, places = places[:batch].to(where), places[batch:]
         for group in optimizer.param_groups:
             group["lr"] = rate * schedule(step, size)
-        loss = problem.loss(network(inputs[here]), inputs[here], targets[here])
+        given = inputs[here]
+        loss = problem.loss(network(given), given, targets[here])
         last = float(loss.detach())
         if not math.isfinite(last):
             break
