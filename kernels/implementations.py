@@ -201,6 +201,13 @@ def first_reason(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def uneven(what: str, width: int, device: torch.device, step: int = 16) -> str | None:
+    """Why a GPU's kernels leave a width to others, or None: over 64, rows at other addresses than ``step`` has spill sm_90's registers."""
+    if device.type == "cpu" or width <= 64 or width % step == 0:
+        return None
+    return f"{what} {width} spills registers on a GPU, {width // step * step} and {width // step * step + step} do not"
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on the CPU."""
     if triton_version() is None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kernels.arguments import check_first, check_others
 from kernels.cem_attention.reference import Diagonal, Read
-from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import registered
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDEST = 256  # of the Triton kernels
+WIDE, WIDEST = 128, 256  # of a head that the Triton kernels keep in registers, in float32 and in bfloat16
 
 OP = Op(
     "cem_attention",
@@ -53,7 +53,8 @@ def cem_attention(
     Returns [b, heads, t, r] in q's type.
     Types: q, k, u, h alike, float64, float32 or bfloat16; computed in float32 (float64 for float64), d and the biases of any of them.
     Memory is linear in the tokens: pairs are made in blocks, again in the backward; the inputs are kept as they came, and the output.
-    implementation: auto, triton (heads up to 256 wide, not float64; bfloat16 multiplies in bfloat16) or reference.
+    implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU even if over 64; not float64; bfloat16
+    multiplies in bfloat16) or reference.
     Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
@@ -80,7 +81,9 @@ def _read(
     wide = torch.promote_types(q.dtype, torch.float32)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
-    unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {WIDEST}": q.shape[3] > WIDEST})
+    widest = WIDEST if q.dtype == torch.bfloat16 else WIDE
+    unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {widest}": q.shape[3] > widest})
+    unfit = unfit or uneven("head width", q.shape[3], q.device, 2)
     read: type[torch.autograd.Function] = Read
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.cem_attention.triton import Read as Tiles

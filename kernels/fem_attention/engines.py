@@ -239,6 +239,14 @@ def _refuses_padding(call: Call) -> str | None:
     return "padding" if call.padding else None
 
 
+def _refuses_spilling(call: Call) -> str | None:
+    """Gradients whose tiles would not fit sm_90's registers."""
+    if call.device.type == "cpu" or not call.trains or (call.dk <= 128 and (call.dk <= 64 or call.dk % 2 == 0)):
+        return None
+    nearest = "128 do" if call.dk > 128 else f"{call.dk - 1} and {call.dk + 1} do"
+    return f"gradients of queries {call.dk} wide spill registers on a GPU, of {nearest} not"
+
+
 def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     from kernels.fem_attention.triton import attend
 
@@ -268,7 +276,8 @@ _LISTED = (
     _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
     Engine(
         "triton", "this room's kernels", lacks_triton, _triton,
-        lambda call, widths: widths[0] <= 256 and widths[1] <= 512,
+        lambda call, widths: widths[0] <= 256 and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256),
+        _refuses_spilling,
     ),
     _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),
     Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, softplus
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import opaque, registered
 
 __all__ = ["OP", "fem_projection", "split_heads", "turned"]
 
 WIDEST, LARGEST = 256, 1 << 15  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
+HARD = 128  # channels and a conditioner's features where a slice is no multiple of 8 channels; in float32 half the features
 
 OP = Op(
     "fem_projection",
@@ -72,14 +73,16 @@ def fem_projection(
         parts = _slices(z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation)
         return dict(zip(widths, parts, strict=True))
     widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])  # of what a program takes at once
-    inner = sum(features.shape[-1] for features, _ in conditioners)
+    inner, odd = sum(features.shape[-1] for features, _ in conditioners), any(width % 8 for width in widths.values())
+    hard = odd or z.dtype == torch.float32
+    most = HARD // 2 if z.dtype == torch.float32 else HARD if odd else min(256, LARGEST // widest)
     unfit = first_reason(
         {
             "float64": compute == torch.float64,
-            f"slices of {widest} channels are over {WIDEST}": widest > WIDEST,
-            f"slices of {widest} channels by a conditioner's {inner} are over {LARGEST} numbers": widest * inner > LARGEST,
+            f"slices of {widest} channels are over {HARD if hard else WIDEST}": widest > (HARD if hard else WIDEST),
+            f"slices of {widest} channels take a conditioner of {most}, not of {inner}": inner > most,
         }
-    )
+    ) or (uneven("a conditioner's width", inner, z.device) if odd else None)
     if OP.choose(implementation, z.device, {"triton": unfit}.get) == "triton":
         from kernels.fem_projection.triton import fused_projection
 

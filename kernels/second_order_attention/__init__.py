@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import registered
 from kernels.second_order_attention.reference import step
 
@@ -59,7 +59,8 @@ def second_order_attention(
     Types: float64, float32 or bfloat16 for q and k; all is computed in float32 (float64 for float64), but for triton's products over
     the keys, whose operands are in q's type. Memory is linear in tk: blocks of rows, remade in the backward; exact holds tk d^2 numbers
     a head beside them.
-    implementation: "triton" (not exact), "reference" or "auto", the fastest that this call allows.
+    implementation: "triton" (not exact; d up to 128, on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this
+    call allows.
     Raises ValueError for shapes or types that do not fit, and for an implementation that cannot run.
     Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
     """
@@ -72,7 +73,7 @@ def second_order_attention(
     compute = torch.promote_types(q.dtype, torch.float32)
     wide = (gram.to(compute), temperature.to(compute), newton_temperature.to(compute), None if turn is None else turn.to(compute))
     reasons = {"the exact step solves a system for each token": exact, "float64": q.dtype == torch.float64}
-    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST})
+    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST}) or uneven("head width", d, q.device)
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.second_order_attention.triton import first_order_step
 

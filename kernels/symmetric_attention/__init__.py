@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.pairs import allowed_pairs
 from kernels.registered import registered
 from kernels.second_order_attention.reference import energy_linear_attention
@@ -19,7 +19,8 @@ from kernels.symmetric_attention.reference import pairwise_attention
 __all__ = ["OP", "symmetric_attention", "symmetric_linear_attention"]
 
 KINDS = ("softmax", "bisoftmax", "sigmoid")
-WIDEST = 256  # of a head, that the kernels keep in registers
+WIDEST = {"bisoftmax": 256, "sigmoid": 128}  # of a head whose gradients the kernels keep in registers, in bfloat16
+FLOAT32_WIDEST = 64  # in float32
 
 OP = Op(
     "symmetric_attention",
@@ -52,7 +53,8 @@ def symmetric_attention(
     Returns [b, h, t, p] in z's type. A token at padding sees itself alone, and nobody sees it.
     Types: float64, float32 or bfloat16. bfloat16 is computed in float32 inside; sdpa and triton round the operands of their products to it.
     Memory is linear in t.
-    implementation: "sdpa" (torch's scaled_dot_product_attention), "triton", "reference" or "auto", the fastest that this call allows.
+    implementation: "sdpa" (torch's scaled_dot_product_attention), "triton" (p up to 64 in float32, 128 in bfloat16, there 256 for
+    bisoftmax; on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this call allows.
     Raises ValueError for shapes, types or a kind that do not fit, and for an implementation that cannot run.
     Source: Hyper-SET, equations 3, 7, 9 and table 18.
     """
@@ -60,8 +62,10 @@ def symmetric_attention(
     own = keys is None or keys is z
     reasons = {"kind softmax": kind == "softmax", "float64": z.dtype == torch.float64}
     reasons |= {"bisoftmax with keys of their own": kind == "bisoftmax" and not own}
-    reasons |= {f"head width {z.shape[3]} is over {WIDEST}": z.shape[3] > WIDEST}
-    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": first_reason(reasons)}
+    widest = WIDEST.get(kind, 0) if z.dtype == torch.bfloat16 else FLOAT32_WIDEST
+    reasons |= {f"head width {z.shape[3]} is over {widest}": z.shape[3] > widest}
+    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}"}
+    unfit["triton"] = first_reason(reasons) or uneven("head width", z.shape[3], z.device)
     chosen = OP.choose(implementation, z.device, unfit.get)
     if chosen == "triton":
         from kernels.symmetric_attention.triton import bisoftmax_attention, sigmoid_attention

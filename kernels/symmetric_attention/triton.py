@@ -327,13 +327,13 @@ def _sigmoid_gradient_kernel(
     store_tile(found + b * found_b + h * found_h + start.to(tl.int64) * found_t, found_t, count - start, sums, ROWS, WIDTH, PADDED)
 
 
-# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones.
+# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones, which sigmoid has not.
 BLOCKS = {
     _log_sum_kernel: (Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 2)),
     _bisoftmax_kernel: (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2)),
     _terms_kernel: (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
     _bisoftmax_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(128, 16, 8, 2)),
-    _sigmoid_kernel: (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2)),
-    _sigmoid_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    _sigmoid_kernel: (Blocks(128, 64, 8, 3),),
+    _sigmoid_gradient_kernel: (Blocks(128, 64, 8, 2),),
 }
 MATRIX = tuple(BLOCKS)  # their products are wgmma on sm_90

@@ -6,13 +6,16 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernels.check import suites
 from tests.test_house import python_sources
 from tools.kernel_gate.gate import Build, covering, kernels_under
-from tools.kernel_gate.launches import recorded
+from tools.kernel_gate.launches import _case, recorded
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +86,49 @@ print(len(builds), [(build.label, build.kernel, faults) for build in builds if (
 """
 
 
+# Sizes that no recipe has and that kernels take; printed as above.
+UNCOMMON = """
+from dataclasses import replace
+import torch
+from kernels.check import suites
+from tools.kernel_gate.gate import covering, reports
+from tools.kernel_gate.launches import _alike, _case
+
+SIZES = {
+    "cem_attention": [{"width": 256}],
+    "second_order_attention": [{"width": 128}],
+    "symmetric_attention": [{"width": 128}, {"width": 256}],
+    "fem_projection": [{"n": 67}, {"n": 128}],
+    "fem_attention": [{"dk": 64, "dv": 85}, {"dk": 86, "dv": 86}, {"dk": 128, "dv": 192}],
+}
+
+def launches(op, size):
+    suite = replace(suites()[op], real={**suites()[op].real, **size})
+    for case, make in suite.cases.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            try:
+                yield f"{op} {size}: {case}", _case(suite, make, "triton", dtype)
+            except ValueError:  # a case that the implementation refuses
+                continue
+
+builds = [build for op, sizes in SIZES.items() for size in sizes for build in covering(_alike(launches(op, size)))]
+found = [each for n in range(0, len(builds), 8) for each in reports(builds[n : n + 8], 90)]
+print(len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
+"""
+
+# Sizes at which gradients would spill: triton says so by name and names the nearest that do not.
+REFUSED = [
+    ("cem_attention", {"width": 85}, "normal", "head width 85 spills registers on a GPU, 84 and 86 do not"),
+    ("second_order_attention", {"width": 85}, "normal", "head width 85 spills registers on a GPU, 80 and 96 do not"),
+    ("symmetric_attention", {"width": 85}, "bisoftmax: normal", "head width 85 spills registers on a GPU, 80 and 96 do not"),
+    ("symmetric_attention", {"width": 192}, "sigmoid: normal", "head width 192 is over 128"),
+    ("fem_attention", {"dk": 85, "dv": 85}, "normal", "gradients of queries 85 wide spill registers on a GPU, of 84 and 86 do not"),
+    ("fem_attention", {"dk": 192, "dv": 96}, "normal", "gradients of queries 192 wide spill registers on a GPU, of 128 do not"),
+    ("fem_projection", {"n": 67}, "gated linear attention", "a conditioner's width 67 spills registers on a GPU, 64 and 80 do not"),
+    ("fem_projection", {"n": 257}, "gated linear attention", "slices of 64 channels take a conditioner of 128, not of 257"),
+]
+
+
 def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """A command of this repository, in a process where Triton compiles."""
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
@@ -120,6 +166,22 @@ def test_rows_at_any_address_do_not_spill() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     builds, faults = done.stdout.split(" ", 1)
     assert int(builds) >= 12 and faults.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_sizes_that_no_recipe_has_do_not_spill() -> None:
+    done = run("-c", UNCOMMON, timeout=1400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    builds, faults = done.stdout.split(" ", 1)
+    assert int(builds) >= 100 and faults.strip() == "[]"
+
+
+@pytest.mark.parametrize(("op", "size", "case", "reason"), REFUSED)
+def test_sizes_that_would_spill_are_refused(op: str, size: dict[str, int], case: str, reason: str) -> None:
+    suite = replace(suites()[op], real={**suites()[op].real, **size})
+    with pytest.raises(ValueError, match=f"{op}: implementation 'triton' cannot run: {reason}; use auto"):
+        _case(suite, suite.cases[case], "triton", torch.bfloat16)
 
 
 def test_each_fault_is_caught(tmp_path: Path) -> None:

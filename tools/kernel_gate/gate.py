@@ -270,7 +270,7 @@ def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
 def in_rows(build: Build) -> Build | None:
     """The same for rows of documents, whose tokens are few and no multiple of 16; None where it is not another.
 
-    Nor for heads of 256, which no recipe has: two of fem_attention's kernels then spill up to 152 bytes.
+    Nor for heads of 256, which no recipe has.
     """
     constants = {**dict(build.constants), **({"SEGMENTS": 1} if "SEGMENTS" in dict(build.constants) else {})}
     aligned = tuple(name for name in build.aligned if name not in COUNTS)

@@ -63,8 +63,8 @@ class Part(NamedTuple):
 # Of each kernel's tiles in bfloat16: for heads up to 64, 128 and 256 wide. The last makes no pairs but a row's own.
 BLOCKS = {
     "_forward_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
-    "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2)),
-    "_dk_kernel": (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(16, 64, 8, 2)),
+    "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 1)),
+    "_dk_kernel": (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 16, 8, 1)),
     "_d_bias_kernel": (Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2)),
     "_rows_kernel": (Blocks(64, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }

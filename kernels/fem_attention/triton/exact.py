@@ -166,7 +166,7 @@ def _keys_kernel(
             _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
-ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
+KEYS = 16  # at once; kernels whose blocks are of keys have them the other way round
 WARPS, STAGES = 8, 2
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 
@@ -182,7 +182,7 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), ROWS, KEYS, stages=1)  # with more it spills in float32
+    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1)  # with more it spills in float32
     return (lse,)
 
 
@@ -197,17 +197,16 @@ def exact_backward_(
     """
     (lse,) = saved
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
-    b, h, tq, channels = d_o.shape
-    d_o = rows_of(d_o)
-    rows, blocks = triton.cdiv(tq, ROWS), wild.shape[2]
+    (b, h, tq, channels), d_o = d_o.shape, rows_of(d_o)
+    rows, blocks = launch.rows, wild.shape[2]
     greatest = torch.empty(b, h, tq, channels, dtype=v.dtype, device=q.device)
     free_energy, row_term = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (greatest.shape, (b, h, blocks, tq)))
-    of_beta = torch.zeros(b, wild.shape[1], h // wild.shape[1] * rows, channels, dtype=torch.float32, device=q.device)
-    launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), ROWS, KEYS)
+    of_beta = torch.zeros(b, wild.shape[1], h // wild.shape[1] * triton.cdiv(tq, rows), channels, dtype=torch.float32, device=q.device)
+    launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), rows, KEYS)
     shared = (d_o, lse, greatest, free_energy, row_term)
-    launch(_dq_kernel, (*shared, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
-    launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, ROWS)
-    launch(_keys_kernel, (*shared, None, dv), (d_o, None, dv), KEYS, ROWS)
+    launch(_dq_kernel, (*shared, dq), (d_o, dq), KEYS, KEYS)  # with more rows it spills
+    launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, rows)
+    launch(_keys_kernel, (*shared, None, dv), (d_o, None, dv), KEYS, rows)
     return of_beta.sum((0, 2))
 
 
@@ -221,6 +220,8 @@ class _Launch:
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
+        # Over 128 channels, or at odd addresses, 32 would spill.
+        self.rows = 16 if max(width, channels) > 128 or any(n > 64 and n % 16 for n in (width, channels)) else 32
         self.sizes = (len(wild) * kv_heads, heads, heads // kv_heads, tq, tk, scale * LOG2E)
         self.constants = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK.value}
         self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}

@@ -253,7 +253,8 @@ def queries_blocks(dtype, width, is_second, padding):
 
 def keys_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over keys."""
-    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64 if padded(width) <= 64 else 32, 8, 2))
+    narrow, wide = (FLOAT32, Blocks(128, 64, 8, 2)), (Blocks(16, 16, 8, 1), Blocks(128, 32, 8, 2))
+    return fitting(dtype, SMALL, *(narrow if padded(width) <= 64 else wide))
 
 
 MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
