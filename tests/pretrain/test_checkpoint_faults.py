@@ -314,7 +314,7 @@ def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
 
 
 def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
-    """Its rank is killed while it is stopped in the middle of a file; what it had half written is swept, whatever the step."""
+    """Its rank is killed while it is stopped before its file is on the disk; what it had half written is swept, whatever the step."""
     pids = tmp_path / "pids"
     pids.mkdir()
     try:
@@ -322,7 +322,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, 
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
         with (pretrain.run_dir / "lock").open("w") as lock:
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + PATIENCE  # which hides nothing: what is stopped lets go of the lock only when it is killed
             while time.monotonic() < deadline:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
