@@ -319,14 +319,14 @@ def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
 
 
 def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
-    """Its rank is killed while it is stopped in the middle of a file; what it had half written is swept, whatever the step."""
+    """Its rank is killed while it is stopped before its file is on the disk; what it had half written is swept, whatever the step."""
     pids = tmp_path / "pids"
     pids.mkdir()
     try:
         with forked(1, _pretrain_with_writers_that_hang, [DEMO, *settings, "train.steps=4"], pids, output=tmp_path / "out") as ranks:
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
-        wait_for_lock(pretrain.run_dir)
+        wait_for_lock(pretrain.run_dir)  # what is stopped lets go of it only when it is killed
         assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
         assert steps(pretrain) == ["latest", "step_00000005"]
     finally:
