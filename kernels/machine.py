@@ -41,28 +41,28 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class LateNumber:
-    """A number of a device that the host gets without waiting for it."""
+class LateNumbers:
+    """``count`` numbers of a device that the host gets without waiting for them."""
 
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, where: torch.device, count: int = 1) -> None:
         on_gpu = where.type == "cuda"
         with torch.inference_mode(False):
-            self._told = torch.zeros((), device="cpu", pin_memory=on_gpu)
+            self._told = torch.zeros(count, device="cpu", pin_memory=on_gpu)
         self._memory = self._told.numpy()  # to read it is no operation on a tensor
         self._arrived = torch.cuda.Event() if on_gpu and where != PAPER else None
 
-    def send(self, number: Tensor) -> None:
-        """Begins to copy it."""
-        self._told.copy_(number, non_blocking=True)
+    def send(self, numbers: Tensor) -> None:
+        """Begins to copy them."""
+        self._told.copy_(numbers, non_blocking=True)
         if self._arrived is not None and not capturing():
             self._arrived.record()
 
-    def so_far(self) -> float:
-        """The number that has arrived, which may be an older one; 0 at first."""
-        return float(self._memory)
+    def so_far(self) -> list[float]:
+        """The numbers that have arrived, which may be older ones; 0 at first."""
+        return [float(number) for number in self._memory]
 
-    def last(self) -> float:
-        """The number that was sent last; waits until it has arrived."""
+    def last(self) -> list[float]:
+        """The numbers that were sent last; waits until they have arrived."""
         if self._arrived is not None and not capturing():
             self._arrived.synchronize()
         return self.so_far()

@@ -83,9 +83,12 @@ class ParallelConfig:
     )
     sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")
     use_distributed_optimizer: bool = setting(True, "ZeRO-1: optimizer state is split over the DP ranks.")
-    overlap_grad_reduce: bool = setting(False, "Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = setting(
-        False, "Gather updated parameters while the next forward pass starts; needs the distributed optimizer."
+    overlap_grad_reduce: bool | None = setting(
+        None, "Reduce gradients while the backward pass still runs; null: on a GPU with Megatron and at ZeRO-3."
+    )
+    overlap_param_gather: bool | None = setting(
+        None,
+        "Gather updated parameters while the next forward pass starts, by the distributed optimizer; null: where gradients overlap.",
     )
     collective_timeout_minutes: float = setting(
         30.0,
@@ -97,6 +100,15 @@ class ParallelConfig:
     def model_parallel(self) -> int:
         """Ranks that compute one micro-batch together."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def settled(self, engine: EngineConfig, *, cuda: bool) -> ParallelConfig:
+        """With a choice where the overlaps are null. ZeRO-1 and 2 would pay with a second bucket, and DeepSpeed's own choice is off."""
+        megatron, reduce, gather = engine.name == "megatron", self.overlap_grad_reduce, self.overlap_param_gather
+        if reduce is None:
+            reduce = bool(gather) or (cuda and (megatron or engine.zero_stage == 3))
+        if gather is None:
+            gather = megatron and cuda and reduce and self.use_distributed_optimizer
+        return replace(self, overlap_grad_reduce=reduce, overlap_param_gather=gather)
 
 
 @dataclass(frozen=True)

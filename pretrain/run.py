@@ -114,6 +114,7 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
     if config.train.cuda_graphs and (missing := platform.lacks_graphs()):
         raise ConfigError(f"train.cuda_graphs = true needs {missing}; set train.cuda_graphs=false")
+    config = replace(config, parallel=config.parallel.settled(config.engine, cuda=platform.has_cuda()))
     try:
         if config.engine.name == "deepspeed":  # not installed everywhere
             from pretrain.engines.deepspeed import DeepSpeedEngine

@@ -41,7 +41,10 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
     own = run_directory(config)
     folder, found = next((folder for folder in own.parents if folder.name == config.name), own.parent), dict[Path, float]()
     for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
-        saved = [manifest.stat().st_mtime for manifest in file.parent.glob("checkpoints/step_*/manifest.json")]
+        saved = list[float]()
+        for manifest in file.parent.glob("checkpoints/step_*/manifest.json"):
+            with suppress(FileNotFoundError):  # that run deletes it at this moment
+                saved.append(manifest.stat().st_mtime)
         if saved and file.parent.resolve() != but.resolve():
             with suppress(ConfigError):  # of another version
                 other = load_run(file)

@@ -118,7 +118,7 @@ class Trainer:
             return bool(found)
 
         def beside() -> list[float]:
-            # While the device still updates; but the times of a timed step are to have its reading in them.
+            # While the device still computes; but the times of a timed step are to have its reading in them.
             if before.step + 1 < self.schedule.steps and not self.stragglers.due(before.step + 2):
                 stream.ahead()
             return self._beside()
@@ -199,16 +199,13 @@ class Trainer:
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:
-        """What a step's one all-reduce sums beside the loss: which stop signal came, and every rank's peak memory in a place of its own.
-
-        The gradient's norm is not among them: it decides about the update, before which the other numbers are not known.
-        """
+        """What a step's one all-reduce sums beside the loss: which stop signal came, and every rank's peak memory in a place of its own."""
         peaks = [0.0] * torch.distributed.get_world_size()
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """The signal that any rank had received at the end of the step; None once the last step is done."""
+        """The signal that any rank had received when the step's gradients were summed; None once the last step is done."""
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None
 

@@ -197,7 +197,7 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{layout.pipeline_model_parallel_size}{cut} needs a multiple of {needed} processes, but {_started(world_size)}; "
             f"the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
-    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
+    if layout.overlap_param_gather and (not layout.use_distributed_optimizer or layout.overlap_grad_reduce is False):
         missing = "use_distributed_optimizer" if not layout.use_distributed_optimizer else "overlap_grad_reduce"
         yield f"parallel.overlap_param_gather = true needs parallel.{missing}=true"
 

@@ -6,8 +6,10 @@ Every test of several ranks uses these: a fork costs milliseconds, an interprete
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -21,7 +23,7 @@ from typing import Any
 
 from fem_common.ports import server_port
 
-PATIENCE = 120.0
+PATIENCE = 300.0  # seconds for anything: a hundred times what it takes, since machines are shared; a right program never waits as long
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks", "tests.preloaded"])
@@ -60,12 +62,15 @@ def answer(world: int, function: Callable[..., Any], *given: Any, output: Path, 
 
 
 @contextlib.contextmanager
-def started(world: int, arguments: list[str], output: Path, naps: dict[int, float] | None = None) -> Iterator[list[BaseProcess]]:
+def started(
+    world: int, arguments: list[str], output: Path, naps: dict[int, float] | None = None, held: tuple[int, Path] | None = None
+) -> Iterator[list[BaseProcess]]:
     """``python -m pretrain ARGUMENTS`` on ``world`` ranks.
 
-    ``naps``: rank -> seconds that its data takes before every micro-batch.
+    naps: rank -> seconds that its data takes before every micro-batch. held: a step, and a file without which the step after it has no
+    data: what is to come amid a run has all the time it takes.
     """
-    with forked(world, _pretrain, arguments, naps or {}, output=output) as ranks:
+    with forked(world, _pretrain, arguments, naps or {}, held, output=output) as ranks:
         yield ranks
 
 
@@ -96,37 +101,56 @@ def _rank(environment: dict[str, str], output: str, function: Callable[..., Any]
     Path(f"{output}.answer").write_bytes(pickle.dumps(function(*given)))
 
 
-def _pretrain(arguments: list[str], naps: dict[int, float]) -> None:
+def _pretrain(arguments: list[str], naps: dict[int, float], held: tuple[int, Path] | None = None) -> None:
     from pretrain import run
     from pretrain.__main__ import main
     from pretrain.data.staging import Staged
     from pretrain.trainer import Trainer
 
-    nap = naps.get(int(os.environ["RANK"]), 0.0)
-
-    class Late(Staged):
-        def __next__(self) -> Any:
-            time.sleep(nap)
-            return super().__next__()
+    nap, (step, file) = naps.get(int(os.environ["RANK"]), 0.0), held or (math.inf, Path())
 
     class Slow(Trainer):
         """Waits for its data."""
 
         def _stream(self, dataset: Any, first_sample: int) -> Staged:
+            trainer = self
+
+            class Late(Staged):
+                def __next__(self) -> Any:
+                    time.sleep(nap)
+                    while dataset is trainer.data.train and trainer.progress.step >= step and not file.exists():
+                        time.sleep(0.01)
+                    return super().__next__()
+
             return Late(super()._stream(dataset, first_sample))
 
-    if nap:
+    if nap or held:
         vars(run)["Trainer"] = Slow
     raise SystemExit(main(arguments))
 
 
 def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float = 0.02) -> None:
-    """Until ``holds`` while all ranks live; fails after two minutes."""
+    """Until ``holds`` while all ranks live; fails after `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
-    while not holds():
+    while True:
+        alive = all(rank.is_alive() for rank in ranks)
+        if holds():  # looked at once more after a rank has ended
+            return
+        assert alive, "a rank has ended"
         assert time.monotonic() < deadline, "waited for too long"
-        assert all(rank.is_alive() for rank in ranks), "a rank has ended"
         time.sleep(nap)
+
+
+def wait_for_lock(run_dir: Path) -> None:
+    """Until nobody holds a run directory: what a killed rank has forked ends a moment after it."""
+    deadline = time.monotonic() + PATIENCE
+    with (run_dir / "lock").open("w") as lock:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            assert time.monotonic() < deadline, "somebody holds the lock"
+            time.sleep(0.05)
 
 
 def send(process: BaseProcess, number: signal.Signals) -> None:

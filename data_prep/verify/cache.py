@@ -7,7 +7,9 @@ FOLDER/KEY/complete.json, written last: {"format": 1, "sources": [{"split", "pre
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,13 @@ def check_caches(caches: Path, folder: Path, manifest: Manifest, advance: Callab
 
 
 def cache_bytes(caches: Path) -> int:
-    """Bytes of all files of the caches, for the progress line."""
-    return sum(path.stat().st_size for path in caches.glob("*/*") if path.is_file()) if caches.is_dir() else 0
+    """Bytes of all files of the caches, for the progress line; a folder that is being built may get its name, or go, in this moment."""
+    total = 0
+    for folder, _, names in os.walk(caches):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
 
 
 def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, dict[str, Any]]]:

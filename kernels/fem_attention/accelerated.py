@@ -22,7 +22,7 @@ from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
 from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
 from kernels.free_energy.ranges import MAX_RANGE
-from kernels.machine import LateNumber
+from kernels.machine import LateNumbers
 
 
 def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
@@ -194,11 +194,11 @@ class RangeWatch:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._largest = torch.zeros((), device=device)
-        self._told = LateNumber(device)
+        self._told = LateNumbers(device)
 
     def note(self, largest: Tensor, log: logging.Logger) -> None:
         """Take in the ranges of a call, and warn of those of earlier calls."""
-        if (told := self._told.so_far()) > MAX_RANGE:
+        if (told := self._told.so_far()[0]) > MAX_RANGE:
             log.warning(
                 "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of channels beyond it run the exact form, slower",
                 told,

@@ -59,6 +59,7 @@ def free_energy_read(
     read: Callable[[Tensor], Tensor],
     log_weights: Callable[[int, int], Tensor],
     *,
+    log_read: Callable[[Tensor, Tensor], Tensor] | None = None,
     terms: int = 1,
     exact: bool | None = None,
     decision: Decision | None = None,
@@ -72,10 +73,13 @@ def free_energy_read(
     read(streams [b, h, t, n]) -> sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64, with sum_i p_t(i) = 1: called once, with
     n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
-    called block by block by the exact O(t^2) form. exact: whether that runs. None: where, with one warning, beta * (max v - min v) over
-    the sequence passes 80 in a channel, since what lies beyond cannot be had from [v | U]; to know that, each call with beta waits for the
-    device, unless a ``decision`` of the layer's (`kernels.free_energy.ranges`) knows it. False: the caller has asked. A range that passes
-    80 all the same gives finite results, in which values far under the greatest are lost to F.
+    called block by block by the definition, O(t^2). log_read(heads [n], x [n, t, dv]) -> log sum_i p_t(i) exp(x_i) [n, t, dv] under
+    those of the b h heads, in x's float64; needed where exact is None.
+    exact: whether the definition runs. None: where, with one warning, beta * (max v - min v) over the sequence passes 80 in a channel, F
+    comes from ``log_read``, which its head is given to, since what lies beyond cannot be had from [v | U]; other channels keep every bit.
+    To know that, each call with beta waits for the device, unless a ``decision`` of the layer's (`kernels.free_energy.ranges`) knows it.
+    False: the caller has asked. A range that passes 80 all the same gives finite results, in which values far under the greatest are lost
+    to F.
     terms: numbers that ``log_weights`` holds for one weight. span [b, h, 2, dv]: where v is a part of the sequence, each channel's least
     and greatest value in all of it. implementation: one of OP's names; what comes before and after ``read``.
     Raises ValueError for shapes and implementations that do not fit.
@@ -92,20 +96,53 @@ def free_energy_read(
         out = exact_read(values, None, log_weights, terms=terms)[0] if exact else read(values)
         return (out if gate is None else gate.to(wide) * out).to(v.dtype)
     temperature = beta.to(wide)
-    if not exact:
-        window = (_triton_window if chosen == "triton" else value_window)(values if span is None else span.to(wide), temperature)
-        asked = Decision() if decision is None else decision
-        if exact is False or not asked.exact(window.largest):
-            fast = _triton_read if chosen == "triton" else _read
-            return fast(values, temperature, lam, gate, read, window).to(v.dtype)
+    if exact:
+        mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
+        assert free_energy is not None
+        return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
+    window = (_triton_window if chosen == "triton" else value_window)(values if span is None else span.to(wide), temperature)
+    asked = Decision() if decision is None else decision
+    heads = 0 if exact is False else asked.heads(window.largest)
+    out, mu = (_triton_read if chosen == "triton" else _read)(values, temperature, lam, gate, read, window)
+    if heads:
         OP.log.warning(
-            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: the exact form (slower) runs for such calls",
+            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g the exact form (slower) runs, too",
             math.nan if asked.told is None else asked.told,
             asked.limit,
+            MAX_RANGE,
         )
-    mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
-    assert free_energy is not None
-    return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
+        assert log_read is not None, "exact=None without log_read"
+        out = _with_wild_channels(out, mu, values, temperature, lam, gate, log_read, heads)
+    return out.to(v.dtype)
+
+
+def _with_wild_channels(
+    out: Tensor,
+    mu: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    log_read: Callable[[Tensor, Tensor], Tensor],
+    heads: int,
+) -> Tensor:
+    """o, whose channels over MAX_RANGE are read again, in the ``heads`` heads of the greatest range; which they are, the host never learns.
+
+    The fast form's gradients of those channels are exact zeros: it is finite everywhere.
+    """
+    centre, spread = value_centre_and_range(v, beta)
+    order = spread.flatten(0, 1).amax((1, 2))
+    chosen = order.topk(min(heads, len(order))).indices
+
+    def of(t: Tensor) -> Tensor:
+        return t.flatten(0, 1).index_select(0, chosen)
+
+    wild, middle, rows, fast = ~(of(spread) <= MAX_RANGE), of(centre), of(beta[:, None].expand_as(centre)), of(mu)
+    # In float64: a logarithm of 70 in float32 gives weights 4e-6 off, and beta's gradient is what is left of values of either sign.
+    deviations, slopes = (of(v) - middle).double(), rows.double()
+    free_energy = middle + (log_read(chosen, deviations * slopes) / slopes).to(fast.dtype)
+    exact = mix_gap(fast, free_energy - fast, None if lam is None else of(lam), None if gate is None else of(gate))
+    return out.flatten(0, 1).index_copy(0, chosen, torch.where(wild, exact, of(out))).view_as(out)
 
 
 @dataclass(frozen=True)
@@ -130,21 +167,25 @@ def _triton_window(span: Tensor, beta: Tensor) -> Any:
     return value_constants(span, beta)
 
 
-def _read(v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window) -> Tensor:
-    """o in the type of sums, which v and beta have."""
+def _read(
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window
+) -> tuple[Tensor, Tensor]:
+    """o and mu in the type of sums, which v and beta have."""
     rows = beta[:, None].expand_as(window.centre)
     mu, z = read(torch.cat((v, ValueStream.apply(v, rows, window.centre, window.shifted)), dim=-1)).chunk(2, dim=-1)
-    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate)
+    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate), mu
 
 
-def _triton_read(v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Any) -> Tensor:
+def _triton_read(
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Any
+) -> tuple[Tensor, Tensor]:
     """The same by the kernels that `fem_attention` has around its engines."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
     reads = read(ValueStreams.apply(v, beta, window))
     out: Tensor = GatedRead.apply(reads, beta, replace(window, wild=None), lam, gate)
-    return out
+    return out, reads[..., : v.shape[-1]]
 
 
 def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.free_energy import free_energy_read
 from kernels.free_energy.ranges import Decision
 from kernels.linear_attention import linear_attention, log_weights
+from kernels.linear_attention.log_read import log_read
 from kernels.registered import registered
 
 
@@ -78,5 +79,12 @@ def _linear_read(
     def weights(start: int, stop: int) -> Tensor:
         return log_weights(q.to(wide), k.to(wide), log_decay, start, stop, causal=causal)
 
+    def logs(heads: Tensor, x: Tensor) -> Tensor:
+        q_of, k_of = (t.flatten(0, 1).index_select(0, heads).to(x) for t in (q, k))
+        decay = None if log_decay is None else log_decay.flatten(0, 1).index_select(0, heads).to(x)
+        return log_read(q_of, k_of, x, decay, causal=causal)
+
     terms = q.shape[-1] if log_decay is not None and log_decay.dim() == 4 else 1
-    return free_energy_read(v, beta, lam, gate, read, weights, terms=terms, exact=exact, decision=decision, implementation=implementation)
+    return free_energy_read(
+        v, beta, lam, gate, read, weights, log_read=logs, terms=terms, exact=exact, decision=decision, implementation=implementation
+    )

@@ -275,13 +275,13 @@ def _prctl(option: int, value: int) -> None:
 def _children() -> list[int]:
     """Processes whose parent is this one and that still run."""
     mine = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
+            state, parent = Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):  # it ended
             continue
         if int(parent) == os.getpid() and state != "Z":
-            mine.append(int(entry.parent.name))
+            mine.append(int(pid))
     return mine
 
 

@@ -43,6 +43,7 @@ def guard(item: str, job: str, restarts: str, pid: str) -> None:
     if b"launch.supervise" not in words_of(int(pid)):  # of another machine, or where processes are hidden from each other
         print(f"launch: process {pid} is no supervisor that can be seen from here: no guard", flush=True)
         return
+    print(f"launch: guards process {pid}", flush=True)
     wait_for_end(int(pid))
     for _ in range(TRIES):
         if of_its_own_will(Path(item)):

@@ -99,15 +99,17 @@ def damage(path: Path) -> str | None:
         return f"{MANIFEST} is missing" if isinstance(error, FileNotFoundError) else f"{MANIFEST} cannot be read ({type(error).__name__})"
     except (KeyError, TypeError) as error:
         return f"{MANIFEST} has no {error.args[0]}" if isinstance(error, KeyError) else f"{MANIFEST} is no checkpoint's"
-    for name, size in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-    for name, expected in hashes.items():
-        if sha256(path / name) != expected:
-            return f"{name} does not match the hash recorded when it was saved"
+    try:
+        for name, size in files.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (found := (path / name).stat().st_size) != size:
+                return f"{name} has {found} bytes instead of {size}"
+        for name, expected in hashes.items():
+            if sha256(path / name) != expected:
+                return f"{name} does not match the hash recorded when it was saved"
+    except FileNotFoundError:  # its run deletes it at this moment
+        return f"{name} is missing"
     return None
 
 

@@ -68,8 +68,9 @@ class Engine(Protocol):
     ) -> StepResult:
         """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
 
-        ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked when the step is done
-        for numbers that are summed over the ranks in the loss's all-reduce; where ``unwanted`` is given, before the update.
+        ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked once
+        for numbers that are summed over the ranks in the loss's all-reduce: before the update, but after it under DeepSpeed without
+        ``unwanted``.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

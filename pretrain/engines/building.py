@@ -183,17 +183,20 @@ def poisoned(total: torch.Tensor) -> torch.Tensor:
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 
 
-def mean_loss(reports: Iterable[torch.Tensor], beside: Iterable[float] = ()) -> tuple[float, list[float]]:
-    """Mean over the tokens of all ranks, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them.
+def summed_over_ranks(
+    reports: Iterable[torch.Tensor], beside: Iterable[float] = (), squares: torch.Tensor | float = 0.0
+) -> tuple[float, float, list[float]]:
+    """What a step tells, in one all-reduce and one wait of the host: (mean loss, gradient norm, sums of ``beside``), alike on each rank.
 
-    Its tensor-parallel ranks know the same loss: one of them speaks. ``beside``: numbers that are summed over the ranks in the same
-    all-reduce. Returns the mean and these sums, the same on each rank.
+    The mean is over the tokens of all ranks, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them. Its
+    tensor-parallel ranks know the same loss: one of them speaks. squares: this rank's part of the gradient's squared norm.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
             total += report.double()
-    summed = torch.cat([total, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
+    part = torch.as_tensor(squares, dtype=torch.float64, device=total.device).view(1)
+    summed = torch.cat([total, part, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
     torch.distributed.all_reduce(summed)
-    loss, tokens, *sums = summed.tolist()  # the one time that the host waits for it
-    return loss / tokens if tokens else math.nan, sums
+    loss, tokens, square, *sums = summed.tolist()
+    return loss / tokens if tokens else math.nan, math.sqrt(square), sums

@@ -30,11 +30,11 @@ from pretrain.engines.building import (
     LearningRates,
     delayed_scales,
     group_overrides,
-    mean_loss,
     model_layout,
     optimizer_settings,
     poisoned,
     summed_loss,
+    summed_over_ranks,
 )
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
@@ -143,15 +143,18 @@ class DeepSpeedEngine:
             reports.append(torch.stack([total.detach(), tokens]))
             self.engine.backward(poisoned(total) * scale)
             if unwanted and number == self.micro_batches - 1:
-                known = mean_loss(reports, beside())
+                known = summed_over_ranks(reports, beside())
                 self.judge = partial(unwanted, known[0])
             with self._updates_looked_at():
                 self.engine.step()
-        grad_norm = self._grad_norm()
+        if known:
+            loss, grad_norm, sums = known[0], self.norm, known[2]
+        else:
+            squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
+            loss, grad_norm, sums = summed_over_ranks(reports, beside(), squares)
         skipped = self.unwanted or not math.isfinite(grad_norm)
         if self.scales and not skipped:
             self.scales.advance()
-        loss, sums = known or mean_loss(reports, beside())
         return StepResult(loss, grad_norm, lr, skipped=skipped, times=times, beside=sums)
 
     @torch.no_grad()
@@ -160,7 +163,7 @@ class DeepSpeedEngine:
         self.engine.eval()
         reports = [torch.stack(self._forward(batch)) for batch in itertools.islice(batches, global_batches * self.micro_batches)]
         self.engine.train()
-        return mean_loss(reports)[0]
+        return summed_over_ranks(reports)[0]
 
     def sharded_state(self) -> dict[str, Any]:
         """What the Megatron engine would write of the same weights and moments."""
@@ -173,6 +176,8 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Takes DeepSpeed's hooks off the model."""
         self.engine.destroy()
+        if self.config.engine.zero_stage == 3:
+            _forget(self.model)
         self._leave_environment()
 
     def _leave_environment(self) -> None:
@@ -212,12 +217,14 @@ class DeepSpeedEngine:
         torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
         return (self.data_parallel * self.micro_batches / tokens).float()
 
-    def _grad_norm(self) -> float:
-        if self.config.engine.zero_stage == 0 or self.judge:
+    def _grad_norm(self) -> torch.Tensor | float:
+        """In float64: its square is exact, and so is the root of that."""
+        if self.config.engine.zero_stage == 0:
             return self.norm
         if self.engine.optimizer.overflow:
             return math.nan
-        return float(self.engine.get_global_grad_norm())
+        norm = self.engine.get_global_grad_norm()
+        return norm.double() if isinstance(norm, torch.Tensor) else float(norm)
 
     @contextmanager
     def _updates_looked_at(self) -> Iterator[None]:
@@ -313,6 +320,16 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
             return [torch.full_like(found[0][0], math.inf)], {}
 
         optimizer.get_grads_for_norm = judged_gradients
+
+
+def _forget(model: GPTModel) -> None:
+    """Out of what ZeRO-3 has for a whole process: a stack of modules and a cache, by which a model outlives its engine."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
+    to_release: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    to_release.__closure__[0].cell_contents.cache_clear()
 
 
 def _gather_updates_whole(model: GPTModel) -> None:

@@ -148,7 +148,7 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
     engine, train, settings = config.engine, config.train, config.engine.deepspeed
     bf16 = train.precision == "bf16"
     bucket = max(2, min(BUCKET, parameters + parameters % 2))
-    zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": config.parallel.overlap_grad_reduce}
+    zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": bool(config.parallel.overlap_grad_reduce)}
     if settings.file is None or "zero_optimization" not in read_file(config):
         zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     zero |= {_ZERO_NAMES.get(key, key): value for key in _ZERO if (value := getattr(settings, key)) is not None}

@@ -26,11 +26,11 @@ from pretrain.engines.building import (
     delayed_scales,
     group_overrides,
     is_muons,
-    mean_loss,
     model_layout,
     optimizer_settings,
     poisoned,
     summed_loss,
+    summed_over_ranks,
 )
 from pretrain.engines.muon import Muon, Part
 from pretrain.engines.sharding import MOMENTS, SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
@@ -83,18 +83,16 @@ class MegatronEngine:
         reports = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        known = mean_loss(reports, beside()) if unwanted else None
+        loss, grad_norm, sums = summed_over_ranks(reports, beside(), self._squares())
         update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
-        if update and known and unwanted:
-            update = not unwanted(known[0], grad_norm)
+        if update and unwanted:
+            update = not unwanted(loss, grad_norm)
         with self.around_update(self.split.parts if self.split else self._whole_parts):
             if update:
                 self._clip(grad_norm)
                 self.optimizer.step_with_ready_grads()
         if update and self.scales:
             self.scales.advance()
-        loss, sums = known or mean_loss(reports, beside())
         return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
 
     @torch.no_grad()
@@ -102,7 +100,7 @@ class MegatronEngine:
         """Mean loss in nats a token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
-        loss, _ = mean_loss(self._run(batches, global_batches * self.micro_batches, forward_only=True))
+        loss, _, _ = summed_over_ranks(self._run(batches, global_batches * self.micro_batches, forward_only=True))
         for chunk in self.chunks:
             chunk.train()
         return loss
@@ -251,6 +249,18 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         return [report["loss"] for report in reports]
+
+    def _squares(self) -> torch.Tensor | float:
+        """This rank's part of the gradient's squared norm, in float64; replicas of a gradient that is not split count once.
+
+        Upstream's own norm (clip_grads.py:54, 0.16.1) has an all-reduce in fp32 of its own, and the host wait for it.
+        """
+        gradients = [one for optimizer in self.optimizer.chained_optimizers for one in optimizer.get_main_grads_for_grad_norm()]
+        if not gradients or (self.split is None and parallel_state.get_data_parallel_rank(with_context_parallel=True)):
+            return 0.0
+        flag = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [gradients], False)
+        return norm.double().square()
 
     def _clip(self, grad_norm: float) -> None:
         limit = self.config.optimizer.clip_grad

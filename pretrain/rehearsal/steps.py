@@ -147,7 +147,7 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
     """The first rank of a pipeline stage: set up, a step, and the step that is told."""
     began = time.monotonic()
-    trace = StepTrace(number=2 * config.optimizer.clip_grad)  # the gradient's norm, among others
+    trace = StepTrace(number=(1 + 2 * config.optimizer.clip_grad) ** 2)  # the gradient's squared norm, among others
     recorder = Recorder(trace)
     rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, cp, dp, pp
     with paper.machine(device, rank, world_size, trace, recorder.fused), recorder, _engine_on_paper(config):

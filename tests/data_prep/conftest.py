@@ -29,6 +29,7 @@ from data_prep.encode.unit import Engine
 from data_prep.store.indexed import index_bytes, read_index, sample_digest
 from data_prep.store.layout import read_plan
 from data_prep.store.staging import LOCK
+from tests.launch.supervised import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")
@@ -104,7 +105,7 @@ def little(environment: dict[str, str]) -> dict[str, str]:
 
 def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command in its own process."""
-    return subprocess.run(command(*arguments), cwd=ROOT, env=little(environment), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*arguments), cwd=ROOT, env=little(environment), capture_output=True, text=True, timeout=300)
 
 
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +136,7 @@ def kill(process: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(process, number)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait for something to become true; fail where it does not."""
     end = time.monotonic() + seconds
     while not condition():
@@ -343,8 +344,8 @@ def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: P
     return merge(encode_units(plan_folder(tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS)))
 
 
-# A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), slows it down, or does to a worker
-# what a broken library would.
+# A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), does to a worker what a broken
+# library would, or slows down units from one on.
 MASK = r"""
 import os, time
 import numpy as np
@@ -352,9 +353,10 @@ import numpy as np
 def keep(batch, places, path):
     with open(os.environ.get("LOG", os.devnull), "ab", 0) as log:
         log.write(b"%d\n" % places[0])
-    time.sleep(float(os.environ.get("DELAY", "0")))
     if places[0] == int(os.environ.get("POISON", "-1")):
         exec(os.environ["DEATH"])
+    if places[0] >= int(os.environ.get("SLOW", "0")):
+        time.sleep(float(os.environ.get("DELAY", "0")))
     return np.ones(len(places), bool)
 """
 UNITS = 40
@@ -369,8 +371,15 @@ def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
 
 
 def entries(out: Path) -> set[int]:
-    """The units that are done."""
-    return {int(path.stem) for path in (out / "shards").glob("*.json")}
+    """The units that are done; a merge may take the folder away in this moment."""
+    with suppress(FileNotFoundError):
+        return {int(name.removesuffix(".json")) for name in os.listdir(out / "shards") if name.endswith(".json")}
+    return set()
+
+
+def live(processes: Iterable[int]) -> list[int]:
+    """Those that are not over."""
+    return [process for process in processes if alive(process)]
 
 
 def unfinished(out: Path) -> list[Path]:

@@ -134,7 +134,7 @@ def test_tasks_at_once_each_planning_too_do_not_change_a_byte(tmp_path: Path, ro
     options = ("--tokenizer", tokenizer, "--out", out, *room.SHARES, *room.SMALL_UNITS, "--workers", 1, *room.HF)
     tasks = [room.start("run", rows, *options, **array, SLURM_ARRAY_TASK_ID=number) for number in ("9", "5", "7")]
     for task in tasks:
-        assert task.communicate(timeout=60)[1] == "" and task.returncode == 0
+        assert task.communicate(timeout=300)[1] == "" and task.returncode == 0
     assert room.snapshot(room.merge(out)) == room.snapshot(merged)
 
 

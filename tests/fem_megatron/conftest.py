@@ -23,6 +23,12 @@ def one_process() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a generator is the same in any order."""
+    torch.manual_seed(0)
+
+
 def load_fixture(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a fixture says of itself, and its arrays."""
     with np.load(FIXTURES / f"{name}.npz") as file:

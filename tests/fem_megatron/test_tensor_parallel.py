@@ -246,7 +246,7 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
             torch.nn.init.constant_(block.mixer.beta, beta)
         wanted, wanted_x = run(whole, x, weight, causal=True)
         mine, y, x_grad = run_cut(split, cut, x, weight, causal=True)
-        assert ranges.forms()[-1] is exact
+        assert bool(ranges.forms()[-1]) is exact
         jumped = 0.0 if y.isfinite().all() and x_grad.isfinite().all() else math.inf
         errors[f"call {n}"] = jumped if n == 2 else max(error(y, wanted[mine]), error(x_grad, wanted_x[mine]))
     return errors

@@ -255,11 +255,13 @@ def kept_bytes(form: Form, implementation: str, tokens: int) -> tuple[int, int]:
     x = form.inputs(torch.float32, tokens=tokens, batch=1, heads=1)
     x |= {name: x[name].requires_grad_() for name in form.tokens(x)}
     leaves = [x[name] for name in form.tokens(x)]
+    gc.freeze()  # the collection below need not look at all that was imported
     with Made() as made:
         o = form.run(x, implementation)[0]
         if implementation == "triton":
             gc.collect()  # the interpreter's own cycles hold what a kernel was given
         kept = made.kept(*(t for t in x.values() if isinstance(t, Tensor)))
+    gc.unfreeze()
     assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), leaves))
     return kept, sum(t.nbytes for t in leaves)
 

@@ -28,7 +28,9 @@ def softmax_read(how: str) -> Callable[..., list[Tensor]]:
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
         # The logarithms are known up to a constant.
         known: Any = (lambda streams: scores.softmax(-1) @ streams, lambda start, stop: scores[:, :, start:stop] + 7.0)
-        return free_energy_read(v, beta, lam, gate, *known, exact=True if how == "exact" else None)
+        weights = scores[0].log_softmax(-1)
+        asked: Any = {"log_read": lambda heads, x: (weights[heads, :, :, None] + x[:, None]).logsumexp(2), "exact": how == "exact" or None}
+        return free_energy_read(v, beta, lam, gate, *known, **asked)
 
     def call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         q, k, v, lam, g = (t[None, None] for t in (q, k, v, lam, g))

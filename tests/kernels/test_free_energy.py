@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels.aft_read import aft_read
@@ -92,6 +93,56 @@ def test_beyond_the_range_the_exact_form_runs_and_says_so_once(case: str, messag
     assert messages.text.count("the exact form (slower) runs") == 1
 
 
+def with_wild_channels(calm: Inputs, *wild: tuple[int, int, int]) -> Inputs:
+    """The same, in which v of these (batch, head, channel) spans 400 / beta or more."""
+    v = calm["v"].detach().clone()
+    for at in wild:
+        v[at[0], at[1], :, at[2]] *= 400 / 1.95 / (v[at[0], at[1], :, at[2]].amax() - v[at[0], at[1], :, at[2]].amin())
+    return {**calm, "v": v.requires_grad_(calm["v"].requires_grad)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@every_decay
+def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
+    """The others keep every bit; it and all gradients are the definition's, after a full reset, too, and where features are 0."""
+    calm = inputs(case, tokens=80, heads=2)
+    calm["k"][:, :, 5:9] = 0
+    if "log_decay" in calm:
+        calm["log_decay"][:, :, 5:9] = 0
+        calm["log_decay"][:, :, 70] = -torch.inf
+    wide = with_wild_channels({name: t.float().double().requires_grad_() for name, t in calm.items()}, (0, 0, 3), (0, 1, 9))
+    x = {name: t.detach().float().requires_grad_() for name, t in wide.items()}
+    truth = with_gradients(wide, partial(linear_read, exact=True, causal=causal))
+    names = ["o", *(name for name in NAMES if name in x)]
+    truth[2][:, :, 5:9] = 0  # a feature that is 0 stays so
+    for how in ("reference", "triton")[: 1 + causal]:
+        found = with_gradients(x, partial(linear_read, implementation=how, causal=causal))
+        found[2] = found[2].masked_fill(wide["k"] == 0, 0)
+        for name, got, wanted in zip(names, found, truth, strict=True):
+            read = wanted.isfinite()
+            assert relative(got[read], wanted[read]) < 2e-5, name  # float32 rounding of exponents up to 200
+        fast = with_gradients(x, partial(linear_read, exact=False, implementation=how, causal=causal))
+        for n in (0, 3):  # o and v's gradient
+            differs = (found[n] != fast[n]).any(2).nonzero().tolist()
+            assert differs == [[0, 0, 3], [0, 1, 9]] if n == 0 and causal else all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
+
+
+def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> None:
+    def exponentials(tokens: int, *wild: tuple[int, int, int]) -> int:
+        x = with_wild_channels({name: t.float().requires_grad_() for name, t in inputs(tokens=tokens, heads=4, batch=2).items()}, *wild)
+        with Exponentials() as counted:
+            with_gradients(x, linear_read)
+        return counted.found
+
+    calm, one, two, four = (exponentials(512, *wild) for wild in ((), [(1, 0, 3)], [(1, 0, 3), (0, 2, 5)], [(0, n, 1) for n in range(4)]))
+    assert two - calm == 2 * (one - calm) and four - calm == 4 * (one - calm)
+    assert exponentials(2048, (1, 0, 3)) == pytest.approx(4 * one, rel=0.01)
+    tokens, (dk, dv) = 512, (12, 10)
+    # Forward, again in the backward, and the weights there: chunk dk for the pairs, chunk + 2 dk for each channel and the normaliser.
+    assert one - calm < 3.1 * tokens * (64 * dk + (64 + 2 * dk) * (dv + 1))
+    assert 3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3  # less than a third of t^2 / 2 of them at this length
+
+
 @both
 @every_decay
 def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:
@@ -117,6 +168,17 @@ def of_range(value_range: float, dtype: torch.dtype = torch.float32, case: str =
     return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
 
 
+class Exponentials(TorchDispatchMode):
+    """Counts them."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("exp", "exp_", "expm1", "logsumexp", "logaddexp", "softmax", "_softmax", "_log_softmax"):
+            self.found += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
 NAMES = ("q", "k", "v", "log_decay", "beta", "lam", "gate")
 
 
@@ -126,18 +188,17 @@ def with_gradients(x: Inputs, call: Callable[..., Tensor]) -> list[Tensor]:
     return [o, *torch.autograd.grad(o.square().sum(), leaves)]
 
 
-def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "reference") -> list[bool]:
-    """Whether each call was read exactly: its output has either form's bits."""
+def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "reference") -> list[int]:
+    """For how many heads each call had the exact form; its output has that one's bits or the fast one's, which beyond the range differ."""
     found = []
     for value_range in value_ranges:
         x = of_range(value_range)
         o, *gradients = with_gradients(x, lambda *given, v=x["v"]: linear_read(*given, decision=ranges.decide(v), implementation=how))
         assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
-        forms = [linear_read(*(x[name] for name in NAMES), exact=form, implementation=how) for form in (False, True)]
-        assert not torch.equal(*forms)
-        exact = torch.equal(o, forms[1])
-        assert exact or torch.equal(o, forms[0])
-        found.append(exact)
+        fast, exact = (linear_read(*(x[name] for name in NAMES), exact=form, implementation=how) for form in (False, None))
+        assert torch.equal(fast, exact) is (value_range <= 80)
+        found.append(ranges.forms()[-1])
+        assert torch.equal(o, exact if found[-1] else fast)
     return found
 
 
@@ -147,11 +208,24 @@ BELOW, BETWEEN, BEYOND = 63.9, 64.1, 80.1
 @pytest.mark.parametrize("how", ["reference", "triton"])
 def test_a_call_takes_the_form_that_the_range_before_it_asked_for(how: str, messages: pytest.LogCaptureFixture) -> None:
     given = [BELOW, BETWEEN, BEYOND, BELOW, BELOW, BEYOND, BELOW]
-    assert forms_of_calls(Ranges(late=True), given, how) == [False, False, True, True, False, False, True]
+    assert forms_of_calls(Ranges(late=True), given, how) == [0, 0, 1, 1, 0, 0, 1]
     (jump,) = (record.getMessage() for record in messages.records if "jumped" in record.getMessage())  # the sixth; not the third
     assert jump.startswith("free_energy_read: beta * (max v - min v) jumped from 63.9 to 80.1 within a call of a layer")
-    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [True, True, False]  # the first call waits
+    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [1, 1, 0]  # the first call waits
     assert pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
+
+
+def test_a_call_has_room_for_the_heads_that_passed_in_the_last(messages: pytest.LogCaptureFixture) -> None:
+    """Rounded up to a power of 2; which heads they are is found on the device, so others may take their places."""
+    calm, ranges = {name: t.float() for name, t in inputs(heads=4, batch=2).items()}, Ranges(late=True)
+    heads = [(n, m, 1) for n in range(2) for m in range(4)]
+    steps = [(heads[:0], 0), (heads[:3], 0), (heads[5:8], 4), (heads[2:6], 4), (heads[:5], 4), (heads, 8), (heads[:1], 8), (heads[7:], 1)]
+    for n, (wild, room) in enumerate(steps):
+        x = with_wild_channels(calm, *wild)
+        o = linear_read(*(x[name] for name in NAMES), decision=ranges.decide(x["v"]))
+        right = torch.equal(o, linear_read(*(x[name] for name in NAMES)))
+        assert ranges.forms()[-1] == room and right is (len(wild) <= room), n
+    assert messages.text.count("in more heads than it was ready for") == 2
 
 
 def test_every_jump_is_named(messages: pytest.LogCaptureFixture) -> None:
@@ -201,10 +275,10 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
                     arguments = [x[name] for name in NAMES]
                     made.append(layer(*arguments) if within else checkpoint(layer, *arguments, use_reentrant=reentrant))
                 forms = ranges.forms()
-                assert forms == [False, False, True, True, False, False]
+                assert forms == [0, 0, 1, 1, 0, 0]
                 for x, o, form in list(zip(xs, made, forms, strict=True))[::order]:
                     o.square().sum().backward()
-                    _, *wanted = with_gradients(x, partial(linear_read, exact=form))
+                    _, *wanted = with_gradients(x, partial(linear_read, exact=None if form else False))
                     assert all(torch.equal(x[name].grad, g) for name, g in zip(NAMES, wanted, strict=True))
                 assert ranges.forms() == forms  # nothing of it was a call
 
@@ -223,7 +297,7 @@ def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: 
     with Waits() as steady:
         with_gradients(x, layer)
         with_gradients(x, lambda *given: checkpoint(layer, *given, use_reentrant=False))
-    assert len(first.found) == 1 and steady.seen > 20 and steady.found == []
+    assert len(first.found) == 1 + (value_range > 80) and steady.seen > 20 and steady.found == []  # the range, then the heads beyond it
 
 
 # --- the running window of decoding ---------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A program that behaves as a training run does towards the launcher, without training: ``python -m tests.launch.stand_in DIRECTORY``.
 
 DIRECTORY/script.json lists what each attempt does, the last entry for all that follow: {"to", "checkpoint", "end"}. Steps go from the last
-checkpoint to "to"; a checkpoint is left at the steps in "checkpoint"; then "end": complete | hang | deaf | wait N | exit N | signal N |
-raise MESSAGE. One that stays (hang; deaf: no signal makes it save; wait: it saves at one, and exits with N) leaves DIRECTORY/ready-ATTEMPT.
+checkpoint to "to"; a checkpoint is left at the steps in "checkpoint"; then "end": complete | hang | stop | deaf | wait N | held | exit N |
+signal N | raise MESSAGE. One that stays (hang; stop: as by SIGSTOP; deaf: no signal makes it save; wait: it saves at one, and exits with N;
+held: it does so once there is a file DIRECTORY/go) leaves DIRECTORY/ready-ATTEMPT.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ class Run:
         if what == "deaf":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         (self.directory / f"ready-{self.attempt}").touch()
-        while what in ("hang", "wait", "deaf"):
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while what in ("hang", "wait", "deaf", "held"):
             time.sleep(0.02)
-            if what == "wait":
+            if what == "wait" or (what == "held" and (self.directory / "go").exists()):
                 self.stop_if_asked(int(detail or 0))
         if detail == "2":
             print("stand_in: error: no such setting", file=sys.stderr)

@@ -76,7 +76,7 @@ class Case(Attempts):
         return int(record["child"])
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
     """The first true value; an AssertionError after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
@@ -85,7 +85,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
     return value
 
 
-def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 120.0) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0) -> tuple[int, str]:
     """Signal a process, if it is to be, and wait for its end: its exit code and what it said."""
     if number is not None:
         process.send_signal(number)
@@ -99,10 +99,10 @@ def end(process: subprocess.Popen[str], number: int | None = None, seconds: floa
 
 def clean_up(folder: Path) -> None:
     """Kill what a failed test left running: processes with the test's folder in their command line."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if os.fsencode(folder) in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended
+            if os.fsencode(folder) in Path("/proc", pid, "cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:

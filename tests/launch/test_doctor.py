@@ -94,14 +94,15 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     (tmp_path / "shared").mkdir()
     for rank in range(3):
         (tmp_path / f"own{rank}").mkdir()
-    (tmp_path / "clock.json").write_text(json.dumps({"time": time.time() - 100}))
+    told = time.time() - 100
+    (tmp_path / "clock.json").write_text(json.dumps({"time": told}))
     mine = f'export SLURMD_NODENAME=n$LOCAL_RANK; exec "$@" --shared={tmp_path}/own$LOCAL_RANK'
     patience = f"import {measure.__name__} as m, sys; m.SEEN_SECONDS = 1.0; m.SECONDS_A_SIZE = 0.1; sys.exit(m.main(sys.argv[1:]))"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
     words = ["bash", "-c", mine, "bash", sys.executable, "-c", patience, "all-reduce", str(tmp_path), "--backend=gloo", "--floor=1e6"]
     command = [*torchrun, f"--master-port={server_port()}", "--no-python", *words, f"--shared={tmp_path / 'shared'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bandwidth.json").read_text())
     assert result["nodes"] == ["n0", "n1", "n2"] and result["world_size"] == 3
@@ -112,7 +113,7 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     assert all(pair["bus"] > 0 for pair in result["pairs"])
     unseen = [f"n{one} does not see what {', '.join(f'n{other}' for other in range(3) if other != one)} wrote" for one in range(3)]
     assert sorted(fault.split(": ")[1] for fault in result["shared"]) == unseen
-    assert 95 < result["clocks"]["ahead_at_most"] < 200 and set(result["clocks"]["skew"]) == {"n0", "n1", "n2"}
+    assert 95 < result["clocks"]["ahead_at_most"] <= time.time() - told and set(result["clocks"]["skew"]) == {"n0", "n1", "n2"}
     assert not any(list((tmp_path / name).iterdir()) for name in ("shared", "own0", "own1", "own2")), "they clean up"
 
 

@@ -30,7 +30,7 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses(tmp_path: Path, tiny_data: 
     finished(2, reference.words, tmp_path / "ranks")
     assert sorted(reference.losses) == list(range(1, STEPS + 1))
     process = run.local()
-    wait_for(lambda: run.is_at(15, attempt=1), 120)
+    wait_for(lambda: run.is_at(15, attempt=1), 300)
     os.kill(run.child(1, attempt=1), signal.SIGKILL)
     said = finish(process)
     assert run.outcomes == ["failed", "finished"], said

@@ -21,13 +21,13 @@ from tests.launch import smi
 from tests.launch.hostile import program
 from tests.launch.supervised import alive, wait_for
 
-PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 20, "matmul": False}}
+PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 60, "matmul": False}}
 
 
 def run(folder: Path, environment: dict[str, str], profile: dict[str, Any] = PROFILE, **options: Any) -> checks.Report:
     """Check this machine as a job would: the report."""
     command = check_command(profile, folder / "health", **options)
-    done = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = read_report(folder / "health" / f"{node_name()}.json")
     assert report is not None
@@ -48,12 +48,21 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     return check
 
 
+def within(seconds: float, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **options: Any) -> checks.Report:
+    """Check this machine in this process, where its eight GPUs get so many seconds, and all else a minute."""
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(checks, "SHARE", 1.0)
+    monkeypatch.setattr(checks, "OF_GPUS", seconds / 60)
+    profile = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 60}}
+    return checks.look(json.loads(check_command(profile, "", **options)[-1]))
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_a_sound_node_passes_with_newer_and_older_drivers(tmp_path: Path, older: bool) -> None:
     report = run(tmp_path, smi.install(tmp_path / "bin", smi.Node(older=older).answers()))
     assert report.ok and report.warnings == []
     assert len(report.facts["gpus"]) == 8 and report.facts["gpus"][7] == "NVIDIA H100 80GB HBM3 00000000:DB:00.0"
-    assert abs(report.time - time.time()) < 30
+    assert abs(report.time - time.time()) < 300
 
 
 FAULTS = {
@@ -116,16 +125,13 @@ def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path)
     assert "is the NVIDIA driver installed" in run(tmp_path, environment).faults[0]
 
 
-def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(tmp_path: Path) -> None:
-    environment = smi.install(tmp_path / "bin", {**smi.Node().answers(), smi.CORE: ["hang"]})
-    began = time.monotonic()
-    report = run(tmp_path, environment, {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 2}})
-    assert time.monotonic() - began < 10
+def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = within(1, monkeypatch, smi.install(tmp_path / "bin", {**smi.Node().answers(), smi.CORE: ["hang"]}))
     assert len(report.faults) == 1 and "did not answer" in report.faults[0]
     assert report.facts["cpus"] >= 1, "the other checks are not lost"
-    answer = hardware.ask(["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"], 0.5)
+    answer = hardware.ask(["sh", "-c", "trap '' TERM; sleep 600 & echo $!; wait"], 3)
     assert answer.code is None
-    wait_for(lambda: not alive(int(answer.output)), 5)
+    wait_for(lambda: not alive(int(answer.output)))
 
 
 def test_cuda_visible_devices_says_which_gpus_count() -> None:
@@ -155,7 +161,7 @@ def interpreter(folder: Path, **answers: str) -> Path:
     return program(folder / "python", f'#!/bin/bash\ncase "$CUDA_VISIBLE_DEVICES" in\n{cases}\n*) {sound} ;;\nesac\n')
 
 
-def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tmp_path: Path) -> None:
+def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = interpreter(
         tmp_path,
         g0="""echo '{"wrong": 3, "tflops": 640}'; exit 1""",
@@ -164,9 +170,7 @@ def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tm
         g5="""echo 'Segmentation fault (core dumped)' >&2; exit 139""",
         g6="""sleep 600""",
     )
-    environment = smi.install(tmp_path / "bin", smi.Node().answers())
-    profile = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 5}}
-    report = run(tmp_path, environment, profile, python=str(python))
+    report = within(6, monkeypatch, smi.install(tmp_path / "bin", smi.Node().answers()), python=str(python))
     said = {fault.split(" ")[1]: fault.partition("): ")[2] for fault in report.faults}
     assert said == {
         "0": "3 entries of a product are wrong",
@@ -260,8 +264,8 @@ def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> 
 
 
 def test_a_clock_that_is_certainly_off_is_a_fault(tmp_path: Path) -> None:
-    for off, said in ((-60, "behind"), (-1, None), (0, None), (60, "ahead")):
+    for off, said in ((-600, "behind"), (-1, None), (0, None), (600, "ahead")):
         report = {"node": "n", "faults": [], "warnings": [], "facts": {}, "time": time.time() + off}
         (tmp_path / "n.json").write_text(json.dumps(report))
-        found = read_reports(tmp_path, ["n"], began=time.time() - 5, skew_seconds=2)["n"]
+        found = read_reports(tmp_path, ["n"], began=time.time() - 60, skew_seconds=2)["n"]
         assert found.ok if said is None else f"s {said}, at least" in found.faults[0]

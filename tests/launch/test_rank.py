@@ -38,7 +38,7 @@ class Kept:
             argv, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_users
         )
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 180) -> int:
         """The keeper's exit code."""
         self.stderr = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode
@@ -229,7 +229,7 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
     inner = f"import os, time; print('left'); open({pid!r}, 'w').write(str(os.getpid())); time.sleep(300)"
     between = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)"
     wait = f"while not os.path.exists({pid!r}) or not open({pid!r}).read(): time.sleep(0.02)"
-    kept = keep(f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {between!r}])\n{wait}")
+    kept = keep(f"import os, subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {between!r}])\n{wait}")
     assert kept.wait() == 0 and not alive(int(Path(pid).read_text()))
     assert "left" in kept.log and "[launch] ended 1 process that the command left running" in kept.log
     assert kept.record["last_line"] == "left"
@@ -263,13 +263,13 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
 def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(keep: Keep, tmp_path: Path) -> None:
     """torch warns of the older names of its variables in every rank's log."""
     code = """
-import os, time
+import os
 prefix = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
 path = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
 os.mkfifo(path)
-pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+pipe = os.open(path, os.O_RDWR)  # as its own writer it waits for a byte
 print("pipe", path)
-while not os.read(pipe, 1): time.sleep(0.05)
+os.read(pipe, 1)
 open(prefix + os.environ["RANK"], "w").write("recorded")
 """
     kept = keep(code)

@@ -336,14 +336,16 @@ def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str
 
 
 def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: Path) -> None:
-    case = Case(tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "deaf"}, {}], watchdog={"save_minutes": 0.05})
+    """Its ranks have not saved before it is."""
+    case = Case(tmp_path / "run", [{"to": 3, "end": "held"}, {}])
     with case.start() as supervisor:
         try:
-            wait_for(lambda: (case.directory / "checkpoints" / "step_00000003").exists())
+            case.ready()
             assert "saves, then ends" in launch("cancel", "--save", str(case.directory)).stdout
             wait_for(lambda: case.state["state"] == "saving")
             assert "saves and starts again" in launch("requeue", str(case.directory)).stdout
-            assert supervisor.wait(60) == 0
+            (case.directory / "go").touch()
+            assert supervisor.wait(90) == 0
         finally:
             supervisor.kill()
     assert (case.state["state"], len(case.attempts)) == ("finished", 2)
@@ -375,7 +377,7 @@ def test_tasks_on_this_machine_end_together(number: signal.Signals) -> None:
             assert "saves and starts again" in launch("requeue", "d/tasks/0001").stdout
             started(1, 2, 0)
             os.kill(process.pid, number)
-            process.communicate(timeout=60)
+            process.communicate(timeout=180)
             job, _ = find_job("d")
             wait_for(lambda: all(standing.kind == "idle" for standing in standings(job)))
         finally:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fem_common.exits import Exit
-from launch.job import write_json
+from launch.job import read_json, write_json
 from launch.supervise.place import processes
 from launch.supervise.watch import Watchdog, noted
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
@@ -77,7 +77,7 @@ ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
     "no interpreter": ([], {"python": "/no/such/python"}, 1, "failed failed"),
     "two nodes": ([], {"nodes": 2, "restarts": {"max_failures": 0}}, 1, "failed"),
     "busy": ([{"end": "exit 75"}, {"to": 2}], {"restarts": {"max_failures": 0}}, 0, "busy finished"),
-    "no first step": ([{"end": "hang"}, {"to": 2}], {"watchdog": {**HOURS, "start_minutes": 0.05}}, 0, "hang finished"),
+    "no first step": ([{"end": "hang"}], {"watchdog": {**HOURS, "start_minutes": 0.02}, "restarts": {"max_failures": 0}}, 1, "hang"),
     "a command": ([{}], {"kind": "command", "watchdog": TINY}, 0, "finished"),
     "unhealthy": ([{}], {"health": {"check": True, "free_memory_gb": 1e6, "timeout_seconds": 60}}, 1, "unhealthy"),
     "healthy": ([{"to": 2}], {"health": {"check": True, "timeout_seconds": 60}}, 0, "finished"),
@@ -158,16 +158,13 @@ def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
 
 
 def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> None:
-    """A rank that is stopped makes no step; its stacks are taken by its keeper, and a new attempt goes on."""
-    case = Case(tmp_path, [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 6}], watchdog={**HOURS, "step_minutes": 0.03})
-    supervisor = case.start()
-    pid = case.ready()
-    os.kill(pid, signal.SIGSTOP)
-    code, said = end(supervisor)
+    """A rank that is stopped makes no step; its stacks are taken by its keeper, and a new attempt goes on, with no step left to be late."""
+    case = Case(tmp_path, [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}], watchdog={**HOURS, "step_minutes": 0.03})
+    code, said = case.run()
     assert code == 0 and case.outcomes == ["hang", "finished"], said
     tell(case, wording)
     assert (tmp_path / "attempts/0001/dumps/rank_00000.txt").stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in said
-    assert not alive(pid)
+    assert not alive(read_json(tmp_path / "attempts/0001/ranks/rank_00000.json")["child"])
 
 
 def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_gives_up(tmp_path: Path, wording: Wording) -> None:
@@ -179,7 +176,7 @@ def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_g
             code, said = case.run()
             assert code == Exit.IN_USE and said.startswith(f"launch: error: {tmp_path} is kept going by another process already")
         end(supervisor, signal.SIGKILL)
-        wait_for(lambda: not alive(pid), 30)  # noqa: B023
+        wait_for(lambda: not alive(pid))  # noqa: B023
         assert case.attempts[-1]["ended"] is None
     assert case.attempts[0]["checkpoint_end"] == 2 and case.attempts[0]["decision"]["action"] == "restart"
     assert case.run()[0] == 1 and case.outcomes == ["lost", "lost"]
@@ -192,7 +189,7 @@ def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
     wait_for(lambda: len(processes(tmp_path / "attempts" / "0001")) == 5)  # torchrun, and two keepers with a program each
     mine = processes(tmp_path / "attempts" / "0001")
     end(supervisor, signal.SIGKILL)
-    wait_for(lambda: not any(map(alive, mine)), 30)
+    wait_for(lambda: not any(map(alive, mine)))
 
 
 def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
@@ -205,12 +202,17 @@ def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
-    case = Case(tmp_path, WAITS, notify={"command": "sleep 60", "events": ["started"]})
+    """The run is stopped while the hook lives, which the supervisor ends after half a minute."""
+    pid = tmp_path / "hook"
+    case = Case(tmp_path, WAITS, notify={"command": f"echo $$ > '{pid}'; exec sleep 600", "events": ["started"]})
     supervisor = case.start()
     case.ready()
+    hook = int(wait_for(lambda: pid.exists() and pid.read_text()))
     supervisor.send_signal(TERM)
-    wait_for(lambda: case.state.get("state") == "stopped", 15)
+    wait_for(lambda: case.state.get("state") == "stopped")
+    assert alive(hook)
     end(supervisor, signal.SIGKILL)
+    os.kill(hook, signal.SIGKILL)
 
 
 def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
+from tests.ranks import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the-key-of-this-test"
 
@@ -109,7 +111,7 @@ class Store:
 
     def run(self, *arguments: object) -> tuple[int, str]:
         process = self.start(*arguments)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=PATIENCE)
         assert SECRET not in said
         return process.returncode, said
 

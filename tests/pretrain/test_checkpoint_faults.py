@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import multiprocessing
@@ -27,14 +26,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_megatron.megatron import platform
 from pretrain.__main__ import main
-from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, parts_of
+from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, parts_of
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
-from tests.ranks import PATIENCE, ended, forked, losses, wait_until
+from tests.ranks import PATIENCE, ended, forked, losses, wait_for_lock, wait_until
 
 
 def _sleep(pipe: Any) -> None:
@@ -180,6 +179,12 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
     assert "step_00000012 at step 12" in pretrain.out
 
 
+def test_what_its_run_deletes_while_it_is_looked_at_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, there = save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), ""), Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: there(path) and path.unlink() is None)
+    assert str(damage(step)).endswith(" is missing")
+
+
 def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
     assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
     (pretrain.checkpoints / "step_00000004" / "common.pt").unlink()
@@ -321,15 +326,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, 
         with forked(1, _pretrain_with_writers_that_hang, [DEMO, *settings, "train.steps=4"], pids, output=tmp_path / "out") as ranks:
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
-        with (pretrain.run_dir / "lock").open("w") as lock:
-            deadline = time.monotonic() + PATIENCE  # which hides nothing: what is stopped lets go of the lock only when it is killed
-            while time.monotonic() < deadline:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.05)
-            else:
-                pytest.fail("the writer holds the lock")
+        wait_for_lock(pretrain.run_dir)  # what is stopped lets go of it only when it is killed
         assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
         assert steps(pretrain) == ["latest", "step_00000005"]
     finally:
@@ -358,6 +355,6 @@ def test_a_writer_ends_with_its_rank() -> None:
     assert ours.recv()
     rank.kill()
     rank.join()
-    assert ours.poll(10), "nobody holds the other end any more"
+    assert ours.poll(PATIENCE / 2), "nobody holds the other end any more"
     with pytest.raises(EOFError):
         ours.recv()

@@ -22,12 +22,13 @@ import pytest
 import torch
 
 from fem_common.ports import server_port
+from pretrain.__main__ import main
 from pretrain.checkpoint.folder import MANIFEST, damaged_files, hashes_of
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
-from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until
+from tests.ranks import PATIENCE, finished, forked, losses, records, send, started, wait_for_lock, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,8 +102,9 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: li
     for run_dir, kills in ((whole, []), (killed, [dice.randint(4, 7), dice.randint(10, 16)])):
         arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], *layout]
         for step in kills:
-            with started(2, arguments, tmp_path / "out.killed", naps={0: 0.02, 1: 0.02}) as ranks:
+            with started(2, arguments, tmp_path / "out.killed", {0: 0.02, 1: 0.02}, (step, tmp_path / "never")) as ranks:
                 wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
+            wait_for_lock(run_dir)
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
     assert "resumed from" in output
     assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
@@ -144,7 +146,7 @@ def test_signal_saves_and_the_same_command_continues(
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Path) -> None:
     """Without a traceback, and without the checkpoint that the first one asks for."""
-    with started(1, [DEMO, *settings, "train.steps=2000"], tmp_path / "out", naps={0: 1.0}) as (rank,):
+    with started(1, [DEMO, *settings], tmp_path / "out", held=(1, tmp_path / "never")) as (rank,):
         wait_until(lambda: bool(records(tmp_path / "run")), [rank])
         before = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
         for _ in range(2):
@@ -269,10 +271,24 @@ def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
     assert (pretrain.checkpoints / "latest").read_text() == "step_00000012\n"
 
 
+def _pretrain_on_a_disk_that_hangs(arguments: list[str]) -> None:
+    """No file of tensors comes to its end."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
+            time.sleep(PATIENCE)
+        sync(descriptor)
+
+    vars(os)["fsync"] = fsync
+    main(arguments)
+
+
 def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
     """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
-    with started(1, [DEMO, *settings], tmp_path / "out") as ranks:
+    with forked(1, _pretrain_on_a_disk_that_hangs, [DEMO, *settings], output=tmp_path / "out") as ranks:
         wait_until(lambda: any(pretrain.checkpoints.glob(".writing_*")), ranks, nap=0.0)
+    wait_for_lock(pretrain.run_dir)
     assert not list(pretrain.checkpoints.glob("step_*"))
     assert list(pretrain.checkpoints.glob(".writing_*"))
     assert pretrain() == 0

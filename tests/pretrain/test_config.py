@@ -326,3 +326,23 @@ def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
     path.write_text("model: {attention: {rope_factor: 4}, rope_scaling: {factor: 2}}\n")
     with pytest.raises(ConfigError, match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?"):
         load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cuda", "reduce_and_gather"),
+    [
+        ([], False, (False, False)),
+        ([], True, (True, True)),
+        (["parallel.use_distributed_optimizer=false"], True, (True, False)),
+        (["parallel.overlap_grad_reduce=false"], True, (False, False)),
+        (["parallel.overlap_param_gather=true"], False, (True, True)),
+        (["engine.name=deepspeed", "engine.zero_stage=2"], True, (False, False)),
+        (["engine.name=deepspeed", "engine.zero_stage=3"], True, (True, False)),
+    ],
+)
+def test_communication_overlaps_where_null_leaves_it_to_engine_and_machine(
+    overrides: list[str], cuda: bool, reduce_and_gather: tuple[bool, bool]
+) -> None:
+    config = load_run(DEMO, overrides)
+    layout = config.parallel.settled(config.engine, cuda=cuda)
+    assert (layout.overlap_grad_reduce, layout.overlap_param_gather) == reduce_and_gather

@@ -45,7 +45,8 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
 
 
 def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
-    config = load_run(ROOT / "configs/run/fem_sm_1.3b_100bt.yaml", [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304"])
+    asked = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+    config = load_run(ROOT / "configs/run/fem_sm_1.3b_100bt.yaml", [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *asked])
     validate(config, config.parallel.world_size or 1)
     made, said = deepspeed_config(config, 1, parameters=10**9, cuda=True)
     assert made["zero_optimization"]["overlap_comm"] is config.parallel.overlap_grad_reduce

@@ -23,12 +23,20 @@ from pretrain.report.evaluations import NAME, Evaluations, environment
 from pretrain.report.loggers import Callback
 from pretrain.report.metrics import StepRecord
 from tests.pretrain.conftest import Command
-from tests.ranks import records
+from tests.ranks import PATIENCE, records
 
 HELD_OUT = """
 tasks:
 - {task: held, label: valid @32, kind: heldout, metric: nats_per_token, higher_is_better: false, context_lengths: [32], max_tokens: 3000}
 """
+
+
+class NotNiced(subprocess.Popen[Any]):
+    """An evaluation as a process like others: niced, a second of the CPU would take it minutes beside busy processes of other tests."""
+
+    def __init__(self, command: list[str], **given: Any) -> None:
+        super().__init__(command[4:] if "pretrain.report.evaluation_process" in command else command, **given)
+
 
 # --- the whole of it -------------------------------------------------------------------------------------------------------------
 
@@ -36,6 +44,7 @@ tasks:
 def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)
+    monkeypatch.setattr(subprocess, "Popen", NotNiced)
     averaged = ("evaluate.merge=2", "checkpoint.interval=2", "checkpoint.keep_last=2")
     assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true", *averaged) == 0
     (line,) = records(pretrain.run_dir, NAME)
@@ -130,9 +139,9 @@ class Run:
         record = StepRecord(number, 0, 0.0, 0.0, 0.0, False, 0.0, 0.0, 0.0, None, 0, 0.0)
         self.callback.on_step(record)
 
-    def until(self, holds: Any, seconds: float = 60.0) -> None:
+    def until(self, holds: Any) -> None:
         """Steps until something holds."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while not holds():
             assert time.monotonic() < end, self.heard.messages
             self.step(max(self.callback.step if self.callback else 0, 1))
@@ -196,7 +205,7 @@ ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
 @pytest.mark.parametrize("line", ENDS)
 def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     told, values = ENDS[line]
-    run = Run(tmp_path, line, monkeypatch, timeout_minutes=0.002 if "sleep" in line else 1.0)
+    run = Run(tmp_path, line, monkeypatch, timeout_minutes=0.002 if "sleep" in line else 5.0)
     if "nowhere" in line:
         monkeypatch.setattr(sys, "executable", line)
     old = tmp_path / "evaluations/step_00000010/model/old.json"
@@ -240,9 +249,17 @@ def test_steps_that_are_trained_anew_are_evaluated_anew(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["at the end", "resumed without a step left"])
-def test_the_end_waits_for_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
-    run = Run(tmp_path, f"sleep 0.5; {WRITE}", monkeypatch, interval=0, at_end=True)
+def test_the_end_waits_for_the_last_one(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
+    """Which ends once it has been told of."""
+    run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, interval=0, at_end=True)
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
+    said = run.heard.on_message
+
+    def on_message(text: str) -> None:
+        said(text)
+        gate.touch()
+
+    monkeypatch.setattr(run.heard, "on_message", on_message)
     if resumed:
         run.write(40)
         run.start(step=40)
@@ -260,7 +277,7 @@ def test_the_end_waits_for_the_last_one(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     """Training that stops early does not wait; one that is complete waits until a signal comes."""
     begun = tmp_path / "begun"
-    run = Run(tmp_path, f"sleep 61 & echo $! > {begun}; sleep 60", monkeypatch, at_end=True)
+    run = Run(tmp_path, f"sleep 601 & echo $! > {begun}; sleep 600", monkeypatch, at_end=True)
     callback = run.start()
     run.write(40 if complete else 30)
     run.step(40 if complete else 31)
@@ -271,8 +288,8 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkey
         monkeypatch.setattr(time, "sleep", lambda _: run.received.append(signal.SIGTERM))
     started = time.monotonic()
     callback.on_end()
-    assert not alive(pids[0]) and time.monotonic() - started < 30
-    end = time.monotonic() + 20  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
+    assert not alive(pids[0]) and time.monotonic() - started < PATIENCE
+    end = time.monotonic() + PATIENCE  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
     while alive(pids[1]):
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
@@ -290,16 +307,16 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
     """A rank that is killed cleans nothing up."""
     code = (
         "import subprocess, sys, os, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '60'],"
+        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '600'],"
         " start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     root = Path(evaluations.__file__).resolve().parents[1]
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     stat = Path(f"/proc/{pid}/stat")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while "(sleep)" not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert int(stat.read_text().rpartition(")")[2].split()[16]) == 19

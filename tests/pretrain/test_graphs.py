@@ -145,7 +145,7 @@ NIGHT = pytest.mark.slow
 )
 def test_replays_train_as_the_layers_do_to_the_bit(names: list[str], settings: list[str], tmp_path: Path) -> None:
     """Whoever read a replay's results after the next one, or let a replay's gradients be summed up in place, would have other numbers."""
-    replays = answer(2, compared, [*pattern(names), *settings], output=tmp_path / "said", patience=120)
+    replays = answer(2, compared, [*pattern(names), *settings], output=tmp_path / "said")
     assert replays == [2 * len(names), 4 * len(names), 4 * len(names)]  # neither an evaluation's nor those that are looked at
 
 
@@ -166,7 +166,7 @@ def on_paper(names: list[str]) -> tuple[set[str], float]:
 @pytest.mark.parametrize("names", [pytest.param(SOME[:2], id="some"), pytest.param(CAPTURED, id="all", marks=NIGHT)])
 def test_an_h100_would_capture_every_layer_in_the_memory_that_is_planned(names: list[str], tmp_path: Path) -> None:
     """Its choices, on tensors without numbers: no host read while a layer is captured. The plan within what the layers' own is (15%)."""
-    reads, ratio = answer(1, on_paper, names, output=tmp_path / "said", patience=120)
+    reads, ratio = answer(1, on_paper, names, output=tmp_path / "said")
     assert reads == STEADY and ratio == pytest.approx(1, abs=0.15)
 
 

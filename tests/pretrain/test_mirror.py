@@ -23,7 +23,7 @@ from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, damaged_files, 
 from pretrain.checkpoint.reader import read_metadata
 from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.stores import ROOT, SECRET, Store, refused
-from tests.ranks import _pretrain, forked, losses, wait_until
+from tests.ranks import PATIENCE, _pretrain, forked, losses, wait_until
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.mirror import Mirror
 
@@ -216,7 +216,7 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: 
     shutil.rmtree(step)  # the run keeps its last ones: what is to be sent is another one now
     step = write_step(tmp_path, 5)
     store.proxy.fault = lambda client, data: data
-    said, _ = following.communicate(timeout=90)
+    said, _ = following.communicate(timeout=PATIENCE)
     assert following.returncode == 0 and f"checkpoint {step.name} is in {store.url}" in said
     assert store.run("verify", store.url)[0] == 0
 
@@ -256,7 +256,7 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
     urls = [f"s3://{store.name}/{told.split()[1]}" for told in ANSWERS]
     environ = {**os.environ, **store.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", EACH, str(tmp_path), *urls]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     codes = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
     assert codes == list(ANSWERS.values()), done.stdout + done.stderr
     for url, line in zip(urls, done.stderr.splitlines(), strict=True):
@@ -360,10 +360,10 @@ def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> No
 
     store.proxy.fault = stall
     process = store.start("mirror", tmp_path, store.url)
-    assert stalled.wait(60)
+    assert stalled.wait(PATIENCE)
     shutil.rmtree(step)
     store.proxy.fault = lambda client, data: data
-    said, _ = process.communicate(timeout=90)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
     assert content(tmp_path / "new/checkpoints" / step.name) == expected
@@ -389,5 +389,5 @@ def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
     process = store.start("mirror", tmp_path, store.url, "--follow")
     assert process.stdout is not None and f"checkpoint {step.name} is in" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143 and "Traceback" not in said

@@ -27,7 +27,8 @@ CONTRACT = (
 def house(tmp_path: Path) -> Path:
     """A copy of the house with the page's mixer."""
     for room in ROOMS:
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm"))
+        # __pycache__: other test processes write there.
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     *files, catalogue = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -47,7 +48,7 @@ def house(tmp_path: Path) -> Path:
 @pytest.mark.timeout(900)
 def test_the_page_s_mixer_keeps_the_contract(house: Path) -> None:
     """Trains, splits over ranks, decodes step by step, exports."""
-    chosen = "running_mean and not CP2 and not ZeRO"
+    chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"  # of the two models that it is in, one
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *CONTRACT]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     done = subprocess.run(command, cwd=house, env=environment | {"PYTHONPATH": str(house)}, capture_output=True, text=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,8 +20,9 @@ from pretrain.checkpoint.folder import MANIFEST
 from pretrain.report.progress_file import NAME, ProgressFile, read_progress
 from pretrain.run_directory import relaunch_command
 from pretrain.schedule import Schedule
+from pretrain.trainer import Outcome, Trainer
 from tests.pretrain.conftest import DEMO, ROOT, Command
-from tests.ranks import records
+from tests.ranks import PATIENCE, records
 
 TOKENS = 4 * 32  # of a step
 STOP = (signal.SIGTERM, signal.SIGUSR1)
@@ -45,28 +46,34 @@ def checkpoint(step: int) -> str:
 
 @contextmanager
 def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
-    """Everything that progress.json has been meanwhile: (state, step, checkpoint); a half-written file fails."""
-    seen: list[tuple[str, int, str | None]] = []
-    over = threading.Event()
+    """Everything that progress.json has been meanwhile: (state, step, checkpoint); who reads at any moment never meets half a file."""
+    seen, broken = list[tuple[str, int, str | None]](), list[str]()
+    over, tell = threading.Event(), ProgressFile.tell
 
     def look() -> None:
         while not over.is_set():
-            if (run_dir / NAME).exists():
-                told = json.loads((run_dir / NAME).read_text())
-                now = (told["state"], told["step"], told["checkpoint"])
-                if told["checkpoint"] and not (run_dir / told["checkpoint"] / MANIFEST).exists():
-                    now = ("names a checkpoint that is not there", *now[1:])
-                if now not in seen[-1:]:
-                    seen.append(now)
+            if (run_dir / NAME).exists() and read_progress(run_dir) is None:
+                broken.append((run_dir / NAME).read_text())
             time.sleep(0.0005)
+
+    def told(file: ProgressFile, state: str, **given: Any) -> None:
+        tell(file, state, **given)
+        said = progress(run_dir)
+        now = (said["state"], said["step"], said["checkpoint"])
+        if said["checkpoint"] and not (run_dir / said["checkpoint"] / MANIFEST).exists():
+            now = ("names a checkpoint that is not there", *now[1:])
+        if now not in seen[-1:]:
+            seen.append(now)
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield seen
+        with mock.patch.object(ProgressFile, "tell", told):
+            yield seen
     finally:
         over.set()
         thread.join()
+    assert not broken
 
 
 @pytest.fixture
@@ -190,12 +197,19 @@ def test_what_a_run_leaves_holds_no_value_of_a_secret(pretrain: Command, monkeyp
     assert [path for path in written if b"canary" in path.read_bytes() and path.name != "changes.diff"] == []
 
 
-def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: None) -> None:
+def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent as soon as training's handlers are there, again and again: no step, no checkpoint; nothing is lost for the next attempt."""
-    during_start = send_when(lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR1)
+    run = Trainer.run
+
+    def later(trainer: Trainer) -> Outcome:
+        during_start.join()
+        return run(trainer)
+
+    monkeypatch.setattr(Trainer, "run", later)
+    twice = (signal.SIGUSR1, signal.SIGUSR1)
+    during_start: threading.Thread = send_when(lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, *twice)
     with watching(pretrain.run_dir) as seen:
         assert pretrain() == 0
-    during_start.join()
     assert [state for state, _, _ in seen] == ["starting", "stopped"]
     assert "stopped by SIGUSR1 after step 0; the same command starts it" in pretrain.out
     assert stand(pretrain.run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
@@ -203,7 +217,6 @@ def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: 
     assert pretrain("train.steps=4") == 0
     during_start = send_when(lambda: signal.getsignal(signal.SIGTERM).__module__ == "pretrain.signals", signal.SIGTERM)
     assert pretrain() == 0
-    during_start.join()
     assert stand(pretrain.run_dir) == ("stopped", 4, 12, checkpoint(4), "SIGTERM")
     assert "continues from" in pretrain.out and max(line["step"] for line in records(pretrain.run_dir)) == 4
     assert pretrain() == 0
@@ -233,7 +246,7 @@ def test_started_by_a_launcher(settings: list[str], tmp_path: Path) -> None:
         environment = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": "", "PYTHONSAFEPATH": ""}
         process = subprocess.Popen([*start, str(config)], cwd=ROOT, env=environment)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
     assert stand(run_dir) == ("stopped", 0, 12, None, "SIGUSR1")

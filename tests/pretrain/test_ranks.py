@@ -75,7 +75,7 @@ def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: s
     (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain"]
     file = ROOT / config if config == DEMO else tmp_path / config
-    done = subprocess.run([*command, str(file), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(file), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1  # torchrun's own, whatever the ranks' are
     (cause,) = done.stderr.split("Root Cause")[1:]
     last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
@@ -123,49 +123,47 @@ def test_what_people_read(wording: Wording) -> None:
 
 def test_the_probe_draws_no_random_number() -> None:
     before = torch.get_rng_state()
-    assert 0 < matmul_seconds() < 10
+    assert 0 < matmul_seconds() < PATIENCE
     assert torch.equal(torch.get_rng_state(), before)
 
 
-QUIET = ["train.global_batch_size=8", "log.diagnostics_interval=0", "train.steps=8", "checkpoint.interval=4", "train.eval_interval=0"]
+NAP = 0.75  # seconds: twice that a step, beside which a busy machine's ups and downs are little
+QUIET = ["train.global_batch_size=8", "log.diagnostics_interval=0", "train.steps=6", "checkpoint.interval=4", "train.eval_interval=0"]
 
 
 def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(settings: list[str], tmp_path: Path) -> None:
     """The same run twice: compared at every second step with rank 1's data slow, and never compared with rank 1 stopped for a while."""
     compared, stopped = tmp_path / "compared", tmp_path / "stopped"
     slow = [DEMO, *settings, *QUIET, f"run_dir={compared}", "log.straggler_interval=2"]
-    with started(2, slow, tmp_path / "slow", naps={1: 0.25}) as ranks:
+    with started(2, slow, tmp_path / "slow", naps={1: NAP}) as ranks:
         for rank in ranks:
             rank.join(PATIENCE)
     said = (tmp_path / "slow.0").read_text()
     assert [rank.exitcode for rank in ranks] == [0, 0], said
     lines = records(compared, "ranks.jsonl")
-    assert [line["step"] for line in lines] == [2, 4, 6, 8]
-    assert ["hosts" in line for line in lines] == [True, False, False, False]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert ["hosts" in line for line in lines] == [True, False, False]
     # Two micro-batches a step, each after a nap; the other rank waits for that in the reduction, unless it is held up once itself.
     assert sorted(line["waiting_seconds"][0] for line in lines)[1] > 0.1
     for line in lines:
-        assert line["seconds"][1] > 0.5
+        assert line["seconds"][1] > 2 * NAP
         assert line["slowest"]["rank"] == 1 and line["slowest"]["ratio"] > 1.2 and line["slowest"]["by"] == "step"
     told = [line for line in records(compared) if "ranks/slowest" in line]
-    assert [(line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told] == [
-        (s, 1, True) for s in (2, 4, 6, 8)
-    ]
+    assert [(line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told] == [(s, 1, True) for s in (2, 4, 6)]
     assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said and "times the median of 2 ranks (" in said
 
     alone = [DEMO, *settings, *QUIET, f"run_dir={stopped}", "log.straggler_interval=0"]
-    with started(2, alone, tmp_path / "hung", naps={0: 0.05, 1: 0.05}) as ranks:  # slow enough to be stopped in between
-        wait_until(lambda: len(losses(stopped)) >= 3, ranks)
+    with started(2, alone, tmp_path / "hung", held=(3, tmp_path / "go on")) as ranks:
+        wait_until(lambda: len(losses(stopped)) == 3, ranks)
         send(ranks[1], signal.SIGSTOP)
-        seen = len(losses(stopped))
+        (tmp_path / "go on").touch()
 
         def stacks() -> str:
             send(ranks[0], signal.SIGUSR2)
             return (tmp_path / "hung.0").read_text()
 
-        # Rank 0 may be a step further before it waits.
         wait_until(lambda: "train_step" in stacks() and "distributed_c10d.py" in stacks(), ranks)
-        assert seen < 8 and read_progress(stopped)["state"] == "running"  # type: ignore[index]
+        assert len(losses(stopped)) == 3 and read_progress(stopped)["state"] == "running"  # type: ignore[index]
         send(ranks[1], signal.SIGCONT)
         for rank in ranks:
             rank.join(PATIENCE)
@@ -174,12 +172,12 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert not (stopped / "ranks.jsonl").exists()
     # The signal had the step after the one that hung traced, on the rank that it came to.
     assert {trace.name.partition("_rank_")[2] for trace in (stopped / "profile").iterdir()} == {"00000.json.gz"}
-    assert losses(stopped) == losses(compared) and len(losses(stopped)) == 8, "to the last bit"
+    assert losses(stopped) == losses(compared) and len(losses(stopped)) == 6, "to the last bit"
 
 
 def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.1"]
+    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.25"]
     with started(2, arguments, tmp_path / "away") as ranks:
         wait_until(lambda: len(losses(run_dir)) >= 2, ranks)
         send(ranks[1], signal.SIGSTOP)

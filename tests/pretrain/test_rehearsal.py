@@ -58,26 +58,32 @@ SLOW: Cases = {
     **{f"DP2, ZeRO-{stage}, bf16": (2, [*deepspeed(stage), BF16, TIED]) for stage in (1, 2, 3)},
     **{f"TP2 x DP2 + SP, ZeRO-{stage}": (4, [*TP2, *SP, *deepspeed(stage), BF16, TIED]) for stage in (1, 3)},
     "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
-    **{f"TP2, {name}": (2, [*TP2, f"model.mixer={name}"]) for name in MIXERS if not name.startswith("fla.")},
 }
+SIX = {
+    "TP2 + SP": [*TP2, *SP],
+    "PP2": PP2,
+    "CP2": CP2,
+    "DP2, overlapped": OVERLAP,
+    **{f"DP2, ZeRO-{stage}": deepspeed(stage) for stage in (1, 3)},
+}
+OURS = [name for name in MIXERS if not name.startswith("fla.")]
+EVERY: Cases = {f"{layout}, {name}": (2, [*more, f"model.mixer={name}"]) for layout, more in SIX.items() for name in OURS}
 # Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
 STEADY = {
-    "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item",  # decides about the update, and by how much
-    "pretrain/engines/building.py mean_loss tolist",  # loss, stop signals, memory: one all-reduce
+    "pretrain/engines/building.py summed_over_ranks tolist",  # loss, norm, stop signals, memory: one all-reduce, before the update
 }
 ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
 GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
 LAYOUTS: Cases = {
-    "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
+    "DP2": (2, PLAIN),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
     "DP2, fp8": (2, [*PLAIN, "train.fp8=delayed"]),
     **{f"DP4, ZeRO-{stage}": (4, [*deepspeed(stage), *OVERLAP[:1], *PLAIN, "train.global_batch_size=32"]) for stage in (1, 2, 3)},
 }
-# DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.
+# DeepSpeed's optimizers ask whether the norm is finite, each in its own way.
 ASKED = {
     "deepspeed/runtime/utils.py is_invalid_grad_norm __bool__",
-    "pretrain/engines/deepspeed.py _grad_norm __float__",
-    "pretrain/engines/building.py mean_loss tolist",
+    "pretrain/engines/building.py summed_over_ranks tolist",
 }
 ZERO = {
     "DP4, ZeRO-1": ASKED | {"deepspeed/runtime/utils.py clip_tensors_by_global_norm __bool__"},
@@ -136,7 +142,13 @@ def real(cases: Cases) -> dict[str, Told]:
     return found
 
 
-@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(QUICK, id="quick"),
+        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in (("all", SLOW), ("every mixer", EVERY))),
+    ],
+)
 def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: Cases) -> None:
     """Collectives call by call; weights, gradients and optimizer to the byte; the peak but for a hidden state (of 75 such): gloo holds what
     it sends until it is waited for."""
@@ -162,7 +174,7 @@ def on_a_gpu(
     """
     platform.import_megatron()
     found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
-    first = found["DP2, overlapped"]
+    first = found["DP2"]
     flops = {name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True)) for name, each in found.items()}
     eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
     products = [sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)]
@@ -176,10 +188,10 @@ def on_a_gpu(
 
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
     reads, flops, eight, plan, (planned, held), printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    steady = {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
+    steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert reads == {**steady, **{name: [ZERO[name]] for name in ZERO}}
-    assert {flops[name] for name in ZERO} == {flops["DP2, overlapped"]}  # whose model it is
-    (forward, backward) = flops["DP2, overlapped"]
+    assert {flops[name] for name in ZERO} == {flops["DP2"]}  # whose model it is
+    (forward, backward) = flops["DP2"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
@@ -205,7 +217,7 @@ def planned_and_kept(world: int, more: list[str]) -> dict[str, tuple[float, floa
     found = {}
     for size in LIKE:
         pattern = [f"model.pattern=[{','.join(PLANNED)}]", f"model.num_layers={len(PLANNED)}", "model.num_query_groups=2", *more]
-        told = rehearse(config := sized(size, *pattern, world=world), world, "h100")
+        told = rehearse(config := sized(size, *pattern, "train.global_batch_size=16", world=world), world, "h100")
         (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
         turn = min(each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin)
         found[f"{size}, the peak"] = float(told.plan.peak_memory), float(rank.peak.bytes)

@@ -159,7 +159,7 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(layout: str, settings: list[str], tmp_path: Path) -> None:
     """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
     base = [*settings, "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "checkpoint.interval=2", *LAYOUTS[layout]]
-    base += ["checkpoint.keep_last=9", "train.on_spike=rewind", "train.spike_rewind=2", "train.micro_batch_size=1"]
+    base += ["train.steps=9", "checkpoint.keep_last=9", "train.on_spike=rewind", "train.spike_rewind=2", "train.micro_batch_size=1"]
 
     def run(name: str, bad: float = math.nan, lost: slice = slice(0)) -> dict[int, tuple[float, float]]:
         output = tmp_path / f"{name}.out"

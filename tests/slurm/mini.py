@@ -152,7 +152,7 @@ class MiniSlurm:
         """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
-        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=60, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=240, capture_output=True, text=True, check=False)
         if check and done.returncode:
             error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
             error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
@@ -178,7 +178,7 @@ class MiniSlurm:
         """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, REQUEUE_HOLD, ...: ended jobs stay visible."""
         return self.job(job_id)["JobState"]
 
-    def wait(self, job_id: int | str, *states: str, timeout: float = 60) -> str:
+    def wait(self, job_id: int | str, *states: str, timeout: float = 180) -> str:
         """Poll until the job is in one of ``states``; without any, until it is over. Returns the state.
 
         Raises:
@@ -206,7 +206,7 @@ class MiniSlurm:
         wanted, found = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(), processes.by_node(self.root)
         return [pid for name in self.nodes for pid in found.get(name, ()) if wanted in processes.environment(pid)]
 
-    def batch_pid(self, job_id: int | str, timeout: float = 10) -> int:
+    def batch_pid(self, job_id: int | str, timeout: float = 60) -> int:
         """The process of the job's batch script; a job that has not ended gets ``timeout`` seconds to have one.
 
         Raises:

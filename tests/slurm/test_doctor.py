@@ -105,9 +105,9 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
 
 
 def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(slurmd_timeout=300)
+    cluster = make_cluster(slurmd_timeout=500)
     cluster.freeze_node("node2")
     began = time.monotonic()
-    code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=6")
+    code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=15")
     assert code == 1 and failed(said) == ["node node2", "trial"] and "did not answer the health check" in said["node node2"][0][1]
-    assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 90
+    assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 300

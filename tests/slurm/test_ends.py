@@ -58,6 +58,15 @@ class Submitted(Case):
         path = self.directory / f"attempts/{attempt:04}/ranks/rank_{rank:05}.json"
         return int(wait_for(lambda: (read_json(path) or {}).get("child")))
 
+    def supervisor(self) -> int:
+        """Wait until the supervisor is guarded: its process."""
+
+        def guarded() -> int | None:
+            pid, log = self.cluster.batch_pid(self.id), launch_folder(self.directory) / "guard.log"
+            return pid if log.exists() and f"guards process {pid}\n" in log.read_text() else None
+
+        return int(wait_for(guarded))
+
     def completed(self, *outcomes: str) -> None:
         """Wait for the end: a run that is finished, after attempts that ended so."""
         self.cluster.wait(self.id, "COMPLETED", timeout=240)
@@ -122,13 +131,13 @@ def test_a_supervisor_that_is_killed_is_requeued(cluster: MiniSlurm, tmp_path: P
     if returning:
         cluster.run("scancel", "--batch", "--signal=USR1", str(case.id))
         wait_for(lambda: case.state.get("state") == "requeued", 60)
-    os.kill(cluster.batch_pid(case.id), signal.SIGKILL)
+    os.kill(case.supervisor(), signal.SIGKILL)
     case.completed("saved" if returning else "lost", "finished")
     assert cluster.job(case.id)["Restarts"] == "1"
 
 
 def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_path: Path) -> None:
-    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}]
+    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 3}]  # no step is left that the end could be late after
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1})
     case.submit()
     os.kill(case.child(1, 1), signal.SIGSTOP)
@@ -185,7 +194,7 @@ def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
             with contextlib.suppress(LookupError, ProcessLookupError):  # between two attempts
                 folders = sorted(case.directory.glob("attempts/*"))
                 number = int(folders[-1].name) if folders else 1
-                os.kill(chance.choice((case.child(chance.randrange(2), number), cluster.batch_pid(case.id))), signal.SIGKILL)
+                os.kill(chance.choice((case.child(chance.randrange(2), number), case.supervisor())), signal.SIGKILL)
             time.sleep(0.5)
     cluster.wait(case.id, "COMPLETED", timeout=600)
     starts = [attempt["checkpoint_start"] or 0 for attempt in case.attempts]

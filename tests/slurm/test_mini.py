@@ -16,10 +16,10 @@ import time
 from tests.slurm.mini import MiniSlurm
 cluster = MiniSlurm(nodes=3, gpus=0)
 cluster.start()
-cluster.sbatch("--nodes=3", "--output=/dev/null", "--wrap", "trap '' TERM; srun sleep 100")
+cluster.sbatch("--nodes=3", "--output=/dev/null", "--wrap", "trap '' TERM; srun sleep 600")
 cluster.wait(1, "RUNNING")
 print(cluster.root, flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -38,11 +38,12 @@ def test_two_clusters_do_not_meet_and_one_ends_with_its_owner(cluster: MiniSlurm
         try:
             root = Path(owner.stdout.readline().strip())
             ours = processes.by_node(cluster.root)
-            wait_for(lambda: len(processes.by_node(root)["node1"]) >= 3)  # slurmd, slurmstepd, the script
+            wait_for(lambda: len(processes.by_node(root).get("node1", ())) >= 3)  # slurmd, slurmstepd, the script
             theirs = processes.by_node(root)
             assert set(theirs) == {"control", "node1", "node2", "node3"} and len(left_by(root)) > 3  # the probe sees it where it is
             assert not {pid for pids in ours.values() for pid in pids} & {pid for pids in theirs.values() for pid in pids}
         finally:
             owner.kill()
     wait_for(lambda: left_by(root) == [])
-    assert processes.by_node(cluster.root) == ours
+    kept = processes.by_node(cluster.root)
+    assert all(pids[0] in kept[node] for node, pids in ours.items())  # its daemons; what jobs before have left may have ended

@@ -305,6 +305,7 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     array = slurm.submit(script, "--output=/dev/null")
     held = slurm.submit(script, "--array=5", "--hold", "--output=/dev/null")
     wait_for(lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING")
+    wait_for(lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit")  # the scheduler says so a moment later
     states = slurm.queue([array, held, "99999"])
     assert (states[f"{array}_0"].state, states[f"{array}_0"].active) == ("FAILED", False)
     assert (states[f"{array}_1"].nodes, states[f"{array}_1"].active) == ("node1", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -265,7 +266,8 @@ def test_show(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], re
     refused(main, "tools.checkpoint", "show", step)
     command = f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"  # a reader that has seen enough
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True, text=True)
-    assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141) and not done.stderr
+    assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141)
+    assert not re.search("Error|Exception|Traceback", done.stderr), done.stderr  # a library's hint is no fault of ours
 
 
 @fp32_alone
@@ -275,7 +277,7 @@ def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert main(["verify", str(run_dir)]) == 0
     assert capsys.readouterr().out.count(": undamaged, ") == len(list((run_dir / "checkpoints").glob("step_*")))
     step = altered(run_dir, tmp_path / "run")
-    file = next(step.glob("*.distcp"))
+    file = max(step.glob("*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

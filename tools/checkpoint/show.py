@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -138,10 +139,20 @@ def verify(checkpoint: Path) -> bool:
         if any(checkpoint.glob(f"*.{HASHES}")):
             return _verified(checkpoint, lambda advance: list(damaged_beside(checkpoint, advance)))
         steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(checkpoint)
-        steps = steps or [step for folder in sorted(checkpoint.glob("**/checkpoints")) for step in newest_first(folder)]
+        steps = steps or [step for folder in _below(checkpoint) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
         return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
+
+
+def _below(folder: Path) -> list[Path]:
+    """Every folder of checkpoints in it; what a run that is at work removes meanwhile is passed over."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | PermissionError):
+            raise error
+
+    return sorted(Path(place, "checkpoints") for place, names, _ in os.walk(folder, onerror=failed) if "checkpoints" in names)
 
 
 def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:

@@ -5,11 +5,14 @@ Triton compiles to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. N
 
 from __future__ import annotations
 
+import bisect
 import importlib
+import itertools
 import multiprocessing
 import os
 import pkgutil
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ import kernels
 COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
+TOGETHER = 8  # builds that a process disassembles at a time
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
 ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
 
@@ -95,6 +99,18 @@ class Report:
 
 def report(build: Build, arch: int) -> Report:
     """Compile ``build`` for sm_<arch> and read the machine code."""
+    return reports([build], arch)[0]
+
+
+def reports(builds: Sequence[Build], arch: int) -> list[Report]:
+    """`report` of each. nvdisasm, which takes a third of a second to start, is called once."""
+    compiled = [_compiled(build, arch) for build in builds]
+    listings = iter(disassembled([cubin for _, cubin in compiled if cubin]))
+    return [_with_code(found, next(listings)) if cubin else found for found, cubin in compiled]
+
+
+def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
+    """What the compilers say, and on sm_90 the machine code, which is still to be read; b"" elsewhere and where there is none."""
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -111,7 +127,7 @@ def report(build: Build, arch: int) -> Report:
     try:
         made = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps, "num_stages": build.stages})
     except Exception as error:  # whatever Triton's passes raise is this build's fault, to be told beside the others'
-        return Report(arch, failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        return Report(arch, failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"), b""
     tools = Path(get_ptxas(arch).path)
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -119,20 +135,56 @@ def report(build: Build, arch: int) -> Report:
         used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _run(tools.with_name("cuobjdump"), "-res-usage", cubin)))
         found = Report(arch, registers=int(used["REG"]), spilled=int(used["STACK"]) + int(used["LOCAL"]), shared=int(made.metadata.shared))
         if arch != ARCHITECTURES[0]:
-            return found
+            return found, b""
         ptx.write_text(made.asm["ptx"])
         said = _run(tools, "-v", f"--gpu-name=sm_{arch}a", "-o", cubin, ptx)
-        code = _run(tools.with_name("nvdisasm"), "-c", "-ndf", cubin)  # no labels by data flow, which take a third of its time
-    return replace(
+        code = cubin.read_bytes()
+    found = replace(
         found,
         spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
-        local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         rows=min((int(rows) for rows in re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xbf16> \*", made.asm["ttir"])), default=0),
-        matrix=len(re.findall(r"\bHGMMA\b", code)),
-        slow_matrix=len(re.findall(r"\bHMMA\b", code)),
         warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
         crossed=tuple(crossed_layouts(made.asm["ttgir"])),
     )
+    return found, code
+
+
+def _with_code(found: Report, listing: str) -> Report:
+    return replace(
+        found,
+        local=len(re.findall(r"\b(?:LDL|STL)\b", listing)),
+        matrix=len(re.findall(r"\bHGMMA\b", listing)),
+        slow_matrix=len(re.findall(r"\bHMMA\b", listing)),
+    )
+
+
+def disassembled(cubins: Sequence[bytes]) -> list[str]:
+    """The instructions of each, a line each. To nvdisasm the code of all is one program, whose lines begin with their addresses."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    if not cubins:
+        return []
+    arch, code = ARCHITECTURES[0], [_instructions(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(b"".join(code))
+        # -ndf: no labels by data flow
+        said = _run(Path(get_ptxas(arch).path).with_name("nvdisasm"), "--binary", f"SM{arch}a", "-ndf", file.name)
+    ends, listings = list(itertools.accumulate(map(len, code))), [list[str]() for _ in code]
+    for line in said.splitlines():
+        if address := re.match(r"\s*/\*([0-9a-f]+)\*/", line):
+            listings[bisect.bisect_right(ends, int(address[1], 16))].append(line)
+    return ["\n".join(lines) for lines in listings]
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """The contents of the sections of an ELF file of 64 bits that hold code."""
+    start, size, count = *struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HH", cubin, 58)
+    sections = (struct.unpack_from("<IIQQQQ", cubin, start + size * number) for number in range(count))
+    executable = 4
+    found = b"".join(cubin[offset : offset + length] for _, _, flags, _, offset, length in sections if flags & executable)
+    if not found:
+        raise RuntimeError("ptxas wrote no code")
+    return found
 
 
 def crossed_layouts(ttgir: str) -> list[str]:
@@ -227,15 +279,16 @@ def in_rows(build: Build) -> Build | None:
 
 
 def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
-    """Every build; told(done, of, name) after each. As many processes as there are cores."""
-    reports: dict[Build, dict[int, Report]] = {}
+    """Every build; told(done, of, name) of each, some at a time. As many processes as there are cores."""
+    found: dict[Build, dict[int, Report]] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(_reports, build, architectures): build for build in builds}
-        for done, future in enumerate(as_completed(pending), start=1):
-            build = pending[future]
-            reports[build] = future.result()
-            told(done, len(builds), f"{build.module}: {build.label}")
-    return [Built(build, reports[build]) for build in builds]
+        some = (builds[start : start + TOGETHER] for start in range(0, len(builds), TOGETHER))
+        pending = {pool.submit(_reports, each, architectures): each for each in some}
+        for future in as_completed(pending):
+            for build, by_arch in zip(pending[future], future.result(), strict=True):
+                found[build] = by_arch
+                told(len(found), len(builds), f"{build.module}: {build.label}")
+    return [Built(build, found[build]) for build in builds]
 
 
 def page(built: list[Built], triton_version: str) -> str:
@@ -293,5 +346,6 @@ def _unsuited(found: Report) -> bool:
     return bool(found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch])
 
 
-def _reports(build: Build, architectures: tuple[int, ...]) -> dict[int, Report]:
-    return {arch: report(build, arch) for arch in architectures}
+def _reports(builds: Sequence[Build], architectures: tuple[int, ...]) -> list[dict[int, Report]]:
+    by_arch = {arch: reports(builds, arch) for arch in architectures}
+    return [{arch: found[n] for arch, found in by_arch.items()} for n in range(len(builds))]

@@ -193,7 +193,7 @@ def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     Megatron reduces and gathers once a step, and so does DeepSpeed's stage 1, whose ranks wait for the weights; stage 2 reduces in each
     micro-batch, stage 3 too, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce (DeepSpeed's default).
     """
-    size, zero, layout = replicas(plan), zero_stage(plan), plan.config.parallel
+    size, zero, layout = replicas(plan), zero_stage(plan), plan.config.parallel.settled(plan.config.engine, cuda=True)
     if size == 1:
         return 0.0
     beside = max(1, NODE // layout.tensor_model_parallel_size)  # of the group, in a node

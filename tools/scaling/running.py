@@ -205,16 +205,17 @@ def _follow(command: Sequence[str], environment: dict[str, str], progress: Progr
     It has a session of its own and is handed every signal once: one to this process's whole group would otherwise reach it twice, and the
     second means at once.
     """
-    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid()))
-    told, came = time.monotonic(), list[int]()
+    came, handed, told = list[int](), 0, time.monotonic()
 
     def take(number: int, _: FrameType | None) -> None:
         came.append(number)
-        if process.poll() is None:
-            process.send_signal(number)
 
-    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):  # also one that comes while launch is started
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid()))
         while process.poll() is None:
+            for number in came[handed:]:
+                process.send_signal(number)
+                handed += 1
             time.sleep(POLL_SECONDS)
             if time.monotonic() - told >= TELL_SECONDS and not came:
                 rows, told = standings(progress.study), time.monotonic()

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +198,21 @@ def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str], wording: Wordin
 # --- interruptions ---------------------------------------------------------------------------------------------------------------
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tools.evaluate.__main__ import main
+from tools.evaluate.harness import Adaptor
+ask, kept = Adaptor._model_call, Path(sys.argv[1])
+def dies(*given, **more):
+    if kept.is_file() and kept.read_bytes().count(b"\\n") > 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ask(*given, **more)
+Adaptor._model_call = dies
+main(sys.argv[2:])
+"""
+
+
 def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list[int]) -> None:
     """Tasks that are done stay; of the one that was asked the rest alone is asked, to the same numbers; Ctrl-C is told."""
     asked = 60
@@ -206,19 +220,12 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     task_folder(tmp_path / "tasks", choices=many)
     suite = suite_file(tmp_path / "s.yaml", WORDS, "task: tiny_choices, fewshot: 2")
     arguments = [f"llama={llama}", "--suite", str(suite), "--batch-size", "1", "--device", "cpu", "--out"]
-    command = [sys.executable, "-m", "tools.evaluate", *arguments, str(tmp_path / "out")]
     kept = tmp_path / "out/llama/.answers/tiny_choices.jsonl"
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
-    try:
-        while process.poll() is None and not (kept.is_file() and kept.read_bytes().count(b"\n") > 10):
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, "it was faster than the test: give it more rows"
-    done = tmp_path / "out/llama/tiny_words.json"
-    before, lines = done.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
+    command = [sys.executable, "-c", KILLED, str(kept), *arguments, str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    whole = tmp_path / "out/llama/tiny_words.json"
+    before, lines = whole.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
     known = {json.loads(line)[0] for line in lines[1:-1]}
     assert 10 <= len(known) < 2 * asked and not (tmp_path / "out/llama/tiny_choices.json").exists()
     with kept.open("ab") as file:
@@ -226,7 +233,7 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
 
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert sum(calls) == 2 * asked - len(known)
-    assert done.stat().st_mtime_ns == before and not kept.exists()
+    assert whole.stat().st_mtime_ns == before and not kept.exists()
     assert main([*arguments, str(tmp_path / "other")]) == 0
     results = [json.loads((tmp_path / folder / "llama/tiny_choices.json").read_text()) for folder in ("out", "other")]
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}

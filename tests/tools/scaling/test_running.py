@@ -97,7 +97,7 @@ came = []
 signal.signal(signal.SIGTERM, lambda *_: came.append(1))
 print("ready", flush=True)
 while not came: time.sleep(0.01)
-time.sleep(0.2)  # a second signal would come now
+time.sleep(1.2)  # a second signal would come now
 sys.exit(100 + len(came))
 """
 

@@ -173,10 +173,10 @@ def test_a_short_runs_fix_is_long_enough(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_plan_needs_no_torch_and_little_time() -> None:
-    """75 runs; 1.7 s of a CPU here, and other tests may share its caches: 6 s would be another order."""
+    """75 runs; 1.7 s of a CPU here, and other tests share the core and its caches: 12 s would be another order."""
     code = (
         "from tools.scaling.__main__ import main; import sys, time; main(['plan', sys.argv[1]]); heavy = {'torch', 'matplotlib', 'scipy'}"
-        "; assert not heavy & set(sys.modules); assert time.process_time() < 6, time.process_time()"
+        "; assert not heavy & set(sys.modules); assert time.process_time() < 12, time.process_time()"
     )
     study = ROOT / "configs/studies/fem_vs_transformer_h100.yaml"
     done = subprocess.run([sys.executable, "-c", code, str(study)], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,109 @@
+"""What linear attention reads of exp(x), as a logarithm, for x of any size: `log_read`.
+
+It is `linear_attention`'s definition with logarithms for numbers: a sum is a log-sum-exp with its own maximum, a product a sum. Time and
+memory are linear in t.
+
+Per token and column of x it takes chunk + 2 dk exponentials, and chunk * dk per token. How chunks are cut depends on shapes alone, and an
+unread key adds an exact zero: no bit depends on later tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from kernels.linear_attention import _chunk, _window_sums
+
+NOTHING = -1e30  # log 0: finite, so that no difference of two is NaN, and so far down that no value reaches it
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24  # exponentials of a segment: a CPU's cache or so, or enough to fill a device
+
+
+def log_read(q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *, causal: bool = True) -> Tensor:
+    """log sum_i p_t(i) exp(x_i) [n, t, m] under p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i, sum_i p_t(i) = 1.
+
+    Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None, at most 0. All float32 or all float64. A row
+    that reads nothing gives its own x. A feature that is 0 has no gradient. Equations: as `linear_attention`.
+    """
+    keys, queries = _log(k[:, None]), _log(q[:, None])
+    streams = pad(x, (0, 1))[:, None]  # under the zeros stands the normaliser
+    decay = None if log_decay is None else log_decay.view(*log_decay.shape[:2], -1)[:, None].clamp_min(NOTHING)
+    sums = _scan(queries, keys, streams, decay)
+    if not causal:
+        # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
+        faded = keys if decay is None else keys + decay
+        late_keys = pad(faded.flip(2)[:, :, :-1], (0, 0, 1, 0), value=NOTHING)
+        late_streams, late_decay = (None if t is None else pad(t.flip(2)[:, :, :-1], (0, 0, 1, 0)) for t in (streams, decay))
+        assert late_streams is not None
+        sums = torch.logaddexp(sums, _scan(queries.flip(2), late_keys, late_streams, late_decay).flip(2))
+    made, total = sums[:, 0, :, :-1], sums[:, 0, :, -1:]
+    return torch.where(total < NOTHING / 2, x, made - total)
+
+
+def _log(t: Tensor) -> Tensor:
+    return torch.where(t > 0, torch.where(t > 0, t, 1).log(), NOTHING)
+
+
+def _scan(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None) -> Tensor:
+    """log sum_i w_t(i) exp(x_i) [n, 1, t, m], from the logarithms of q and k [n, 1, t, dk] and a [n, 1, t, 1 or dk] or None.
+
+    Segments of some chunks are made again in the backward.
+    """
+    (n, _, t, dk), m = q.shape, x.shape[3]
+    size = min(t, _chunk(a))
+    budget = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    step = size * max(1, budget // (n * size * max((size + dk) * m, size * dk)))
+    state, made = q.new_full((n, 1, dk, m), NOTHING), []
+    for start in range(0, t, step):
+        parts = [None if each is None else each[:, :, start : start + step] for each in (q, k, x, a)]
+        y, state = checkpoint(_segment, *parts, state, size, use_reentrant=False, preserve_rng_state=False)
+        made.append(y)
+    return torch.cat(made, dim=2)
+
+
+def _segment(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    t = x.shape[2]
+    q, x, k = _cut(q, size), _cut(x, size), _cut(k, size, NOTHING)
+    unread = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    if a is None:
+        pairs = LogProduct.apply(q, k.mT).masked_fill(unread, NOTHING)
+        added, total, read = LogProduct.apply(k.mT, x), q.new_zeros(q.shape[2], 1, 1), q
+    else:
+        a = _cut(a, size)
+        if a.shape[-1] == 1:
+            pairs = LogProduct.apply(q, k.mT) + _window_sums(a).masked_fill(unread, NOTHING)
+        else:
+            window = _window_sums(a).masked_fill(unread[..., None], NOTHING)
+            pairs = (q[..., None, :] + k[..., None, :, :] + window).logsumexp(-1)
+        after = pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1))
+        added, total, read = LogProduct.apply((k + after).mT, x), a.sum(-2)[..., None], q + a.cumsum(-2)
+    starts = []
+    for fade, new in zip(total.unbind(-3), added.unbind(2), strict=True):
+        starts.append(state)
+        state = torch.logaddexp(state + fade, new)
+    y = LogProduct.apply(torch.cat((pairs, read), dim=-1), torch.cat((x, torch.stack(starts, dim=2)), dim=-2))
+    return y.flatten(2, 3)[:, :, :t], state
+
+
+def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """[n, 1, t, w] -> [n, 1, chunks, size, w]."""
+    return pad(x, (0, 0, 0, -x.shape[2] % size), value=fill).unflatten(2, (-1, size))
+
+
+class LogProduct(torch.autograd.Function):
+    """log(exp(a) @ exp(b)) of a [..., m, r] and b [..., r, n], of which neither may be -inf. Its gradients' weights are at most 1."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        made = (a[..., None] + b[..., None, :, :]).logsumexp(-2)
+        ctx.save_for_backward(a, b, made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, made = ctx.saved_tensors
+        weights = (a[..., None] + b[..., None, :, :]).sub_(made[..., None, :]).exp_().mul_(grads[0][..., None, :])
+        return weights.sum(-1), weights.sum(-3)
