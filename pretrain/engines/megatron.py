@@ -168,7 +168,10 @@ class MegatronEngine:
             use_distributed_optimizer=layout.use_distributed_optimizer,
         )
         # Megatron overlaps within the first chunk alone: later ones finish while it still computes.
-        return DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=not first)
+        wrapped = DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=not first)
+        if layout.overlap_param_gather:
+            _gather_layers_whole(wrapped)
+        return wrapped
 
     def _optimizer(self) -> Any:
         settings = optimizer_settings(self.config)
@@ -267,6 +270,18 @@ class MegatronEngine:
         for optimizer in self.optimizer.chained_optimizers:
             if limit > 0 and optimizer.get_parameters():
                 clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+
+
+def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
+    """Have a layer wait for all its gathered weights. Megatron waits for those of each module that is called; an update reads its parts'."""
+
+    def wait(layer: torch.nn.Module, _: Any) -> None:
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                chunk.param_to_bucket_group[parameter].finish_param_sync()
+
+    for layer in chunk.module.decoder.layers:
+        layer.register_forward_pre_hook(wait)
 
 
 def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
