@@ -273,7 +273,7 @@ class MegatronEngine:
 
 
 def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
-    """Have a layer wait for all its gathered weights. Megatron waits for those of each module that is called; an update reads its parts'."""
+    """Have a layer wait for all its weights. Megatron waits for those of each module that is called; an update reads its parts'."""
 
     def wait(layer: torch.nn.Module, _: Any) -> None:
         for parameter in layer.parameters():

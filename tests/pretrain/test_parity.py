@@ -184,8 +184,8 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # 1e-6: an fp32 sum in another order; the factor of a wrong reduction would be 1e-1 and more. The delta rule solves a triangular system
     # of 16 tokens, which multiplies the rounding of its entries; one step of the gated one has a norm of 8.7, and weights that differ by
     # roundings alone have moved it by 5e-6 in one process, 3.3e-5 at TP2. bf16 keeps 8 bits: an activation rounded after another order of
-    # summation moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million round
-    # to the neighbour in 8 bits, which moves a channel of one token by 1e-2.
+    # summation moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million
+    # round to the neighbour in 8 bits, which moves a channel of one token by 1e-2.
     other = (2e-5, 1e-4) if "deltanet" in model else (1e-6, 1e-6)
     loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4), "fp8, delayed": (1e-5, 1e-4)}.get(model, other)
     # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
