@@ -92,15 +92,12 @@ def _as_function(layer: MegatronBlock) -> Callable[..., Tensor]:
 
 
 def _replay(layer: MegatronBlock, run: Callable[..., Tensor]) -> None:
-    forward, weights, parts = layer.forward, list(layer.parameters()), [part for part in layer.modules() if part is not layer]
+    forward, weights = layer.forward, list(layer.parameters())
 
     @wraps(forward)
     def replayed(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
         if not _replays(layer):
             return forward(hidden_states, **named)
-        for part in parts:
-            for hook in part._forward_pre_hooks.values():  # DDP's, which wait for gathered weights
-                hook(part, ())
         return run(hidden_states, *weights), None
 
     vars(layer)["forward"] = replayed

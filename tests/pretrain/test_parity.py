@@ -182,18 +182,18 @@ def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: p
 def check_equal(results: Results, model: str, layout: str) -> None:
     wanted, found = results[model], results[f"{model}, {layout}"]
     # 1e-6: an fp32 sum in another order; the factor of a wrong reduction would be 1e-1 and more. The delta rule solves a triangular system
-    # of 16 tokens, which multiplies the rounding of its entries; one step of the gated one has a norm of 8.7, and weights that differ by
+    # of 16 tokens, which multiplies the rounding of its entries; the gated one's second step has a norm of 8.7, and weights that differ by
     # roundings alone have moved it by 5e-6 in one process, 3.3e-5 at TP2. bf16 keeps 8 bits: an activation rounded after another order of
     # summation moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million
     # round to the neighbour in 8 bits, which moves a channel of one token by 1e-2.
-    other = (2e-5, 1e-4) if "deltanet" in model else (1e-6, 1e-6)
+    other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
     loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4), "fp8, delayed": (1e-5, 1e-4)}.get(model, other)
     # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
     # thousandth of the least gradient here.
     tensor_by = {"bf16": 3e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
-    for (loss, norm), (wanted_loss, wanted_norm) in zip(found.steps, wanted.steps[BEFORE:], strict=True):
+    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(found.steps, wanted.steps[BEFORE:], strict=True)):
         assert loss == pytest.approx(wanted_loss, rel=loss_by)
-        assert norm == pytest.approx(wanted_norm, rel=norm_by)
+        assert norm == pytest.approx(wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by)
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
         assert norms == pytest.approx(wanted_norms, rel=tensor_by, abs=1e-9) and norms
     assert bool(found.scales) == ("delayed" in model)
