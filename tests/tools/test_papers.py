@@ -22,7 +22,7 @@ from tools.papers.training import IGNORED, schedule
 
 TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "argmax": (("T = 4",), {}),
-    "mad": (("compression of 800 examples", "fuzzy recall"), {"width": 16, "heads": 2, "length": 16}),
+    "mad": (("compression of 800 examples", "fuzzy recall"), {"width": 16, "heads": 2, "length": 32}),
     "lis": (("L = 10 alone", "L = 10 with MLP"), {}),
     "gp": (("RBF of 256 points",), {}),
     "fem-images": (("digits",), {"width": 16, "heads": 2}),
@@ -31,6 +31,7 @@ TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cem-language": (("bytes",), {"width": 16, "heads": 2, "length": 16}),
     "sudoku": (("8 iterations",), {"width": 16, "heads": 2, "train": 8, "test": 4}),
     "hyperset-images": (("digits",), {"width": 16, "heads": 2}),
+    "masked-digits": (("digits",), {"width": 16, "heads": 2}),
 }
 
 

@@ -44,3 +44,50 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
     shutil.rmtree(folder)
     with pytest.raises(UserError, match=r"imagenet-100/val: 2 folders of classes, 3 are needed.*CMC"):
         images.divided(images.FILES, size, 0)
+
+
+@pytest.mark.parametrize("form", ["save_to_disk", "parquet", "folders"])
+def test_cifar_is_read_from_a_folder(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every form gives the same pixels and classes; the fine label is taken where there are two."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = catalogue.DATA / "cifar-100"
+    monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 3, 8))
+    parts = {}
+    for part, count in (("train", 12), ("test", 6)):
+        shades = [Image.new("RGB", (32, 32), (n % 3 * 100, 20, n)) for n in range(count)]
+        if form == "folders":
+            for n, picture in enumerate(shades):
+                (folder / part / f"c{n % 3}").mkdir(parents=True, exist_ok=True)
+                picture.save(folder / part / f"c{n % 3}" / f"{n:02}.png")
+        features = datasets.Features(
+            {"img": datasets.Image(), "fine_label": datasets.Value("int64"), "coarse_label": datasets.Value("int64")}
+        )
+        rows = {"img": shades, "fine_label": [n % 3 for n in range(count)], "coarse_label": [9] * count}
+        parts[part] = datasets.Dataset.from_dict(rows, features=features)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "save_to_disk":
+        datasets.DatasetDict(parts).save_to_disk(folder)
+    elif form == "parquet":
+        for part, rows in parts.items():
+            rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
+    whole, classes, first = images.images("CIFAR-100")
+    assert whole.shape == (18, 3, 32, 32) and first == 12
+    assert torch.equal(((whole[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
+    assert sorted(((whole[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
+    monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 100, 8))
+    with pytest.raises(UserError, match="CIFAR-100: 3 classes of images of 32 x 32 x 3; it has 100 of 32 x 32 x 3"):
+        images.images("CIFAR-100")
+
+
+def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"neither runs/papers/data/cifar-10 nor the Hub's uoft-cs/cifar10 could be read.*local-dir"):
+        images.images("CIFAR-10")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1]})}).save_to_disk(catalogue.DATA / "cifar-10")
+    with pytest.raises(UserError, match="cifar-10: parts train; train and test"):
+        images.images("CIFAR-10")

@@ -60,6 +60,7 @@ ENTRIES = (
     Entry("cem-language", CEM, "figures 2-5, small: beside a Llama", "nothing", "20", GPU, "tools.papers.language:CEM_LANGUAGE"),
     Entry("sudoku", HYPERSET, "figures 3, 5, 6: Sudoku, energies, ranks", "nothing", "15", GPU, "tools.papers.sudoku:EXPERIMENT"),
     Entry("hyperset-images", HYPERSET, "tables 1, 3: digits, CIFAR", CIFAR, "10", GPU, "tools.papers.images:HYPERSET_IMAGES"),
+    Entry("masked-digits", HYPERSET, "table 2, in pixels: digits", "nothing", "10", "-", "tools.papers.masked:EXPERIMENT"),
     Entry(
         "fem-language-1.3b",
         FEM,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import unfold
@@ -30,22 +31,22 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
 
     Raises UserError where a package or the data are not here.
     """
-    try:
-        if case == DIGITS:
+    if case == DIGITS:
+        try:
             from sklearn.datasets import load_digits
-
-            pixels, classes = load_digits(return_X_y=True)
-            return torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(classes), None
-        import datasets
-        import numpy as np
-
-        found = datasets.load_dataset("uoft-cs/" + case.lower().replace("-", ""))
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{case}: {error}; it needs pip install -e .[eval], and for CIFAR a network or the Hub's cache") from None
-    name = "label" if case == "CIFAR-10" else "fine_label"
-    parts = [(np.stack([np.asarray(image) for image in part["img"]]), part[name]) for part in (found["train"], found["test"])]
-    whole = torch.from_numpy(np.concatenate([pixels for pixels, _ in parts])).permute(0, 3, 1, 2) / 127.5 - 1
-    return whole, torch.tensor([*parts[0][1], *parts[1][1]]), len(parts[0][1])
+        except ImportError as error:
+            raise UserError(f"{case}: {error}; pip install -e .[eval]") from None
+        pixels, classes = load_digits(return_X_y=True)
+        return torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(classes), None
+    side, channels, kinds, _ = CASES[case]
+    parts = pictures.dataset(DATA / case.lower(), "uoft-cs/" + case.lower().replace("-", ""), ("fine_label", "label"))
+    found = [torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in part["image"]])) for part in parts]
+    classes = torch.tensor([label for part in parts for label in part["label"]])
+    whole = torch.cat(found)
+    if whole.shape[1:] != (side, side, channels) or len(classes.unique()) != kinds:
+        here = f"{len(classes.unique())} classes of images of {' x '.join(map(str, whole.shape[1:]))}"
+        raise UserError(f"{case}: {here}; it has {kinds} of {side} x {side} x {channels}")
+    return whole.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])
 
 
 def divided(case: str, size: Size, seed: int) -> list[Examples]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,3 +80,35 @@ def found(folder: Path, side: int, classes: int, source: str) -> list[tuple[Pict
         numbers = torch.tensor([number for number, some in enumerate(files) for _ in some])
         parts.append((Pictures([file for some in files for file in some], side), numbers))
     return parts
+
+
+def dataset(folder: Path, name: str, labels: tuple[str, ...]) -> list[Any]:
+    """Training and test part of a data set of images, `datasets.Dataset` with the columns image and label.
+
+    Read from ``folder`` where it is there (what save_to_disk wrote, parquet files, or a folder a part with a folder a class in it), else
+    from the Hub by ``name``. labels: the label's column, the first of these that there is.
+
+    Raises:
+        UserError: the package is not installed, the data are not here, or are of another form.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name}: {error}; pip install -e .[eval]") from None
+    try:
+        saved = (folder / "dataset_dict.json").exists()
+        found = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder) if folder.is_dir() else name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        told = f"neither {folder} nor the Hub's {name} could be read: {str(error).splitlines()[0]}"
+        raise UserError(f"{told}; fetch it into that folder (huggingface-cli download --repo-type dataset {name} --local-dir)") from None
+    test = next((part for part in ("test", "validation") if part in found), None)
+    if "train" not in found or test is None:
+        raise UserError(f"{folder}: parts {', '.join(found)}; train and test (or validation) are needed")
+    made = []
+    for part in (found["train"], found[test]):
+        image = next((key for key, feature in part.features.items() if isinstance(feature, datasets.Image)), None)
+        label = next((key for key in labels if key in part.features), None)
+        if image is None or label is None:
+            raise UserError(f"{folder}: columns {', '.join(part.features)}; an image and one of {', '.join(labels)} are needed")
+        made.append(part.select_columns([image, label]).rename_columns({image: "image", label: "label"}))
+    return made

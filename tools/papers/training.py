@@ -18,6 +18,8 @@ from tools.papers.experiment import Size
 Examples = tuple[Tensor, Tensor]
 """Inputs and targets, the examples first."""
 EVALUATED = 256  # examples at a time
+LOOKS = 15
+"""How often in a training it is seen whether the score is enough."""
 IGNORED = -100
 """A target that is not asked for."""
 
@@ -26,7 +28,8 @@ IGNORED = -100
 class Problem:
     """What is trained, and on what. loss, scores: (output, inputs, targets) -> the loss; names -> the sum over examples, and a count.
 
-    score: the name that validation goes by. root: a score is the root of the mean. after: what else is measured of the trained network.
+    score: the name that validation goes by, and enough the value at which a trial ends before its last step. root: a score is the root of
+    the mean. after: what else is measured of the trained network.
     """
 
     network: nn.Module
@@ -36,6 +39,7 @@ class Problem:
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     scores: Callable[[Tensor, Tensor, Tensor], dict[str, tuple[Tensor, int]]]
     score: str
+    enough: float = math.inf
     root: bool = False
     after: Callable[[], dict[str, Any]] = dict
 
@@ -90,7 +94,11 @@ def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[
         torch.nn.utils.clip_grad_norm_(network.parameters(), size.clip)
         optimizer.step()
         tick(last)
-    record: dict[str, Any] = {"parameters": sum(weight.numel() for weight in network.parameters()), "loss": last}
+        if problem.enough < math.inf and (step + 1) % max(1, size.steps // LOOKS) == 0:
+            if measure(problem, problem.validation)[problem.score] >= problem.enough:
+                break
+            network.train()
+    record: dict[str, Any] = {"parameters": sum(weight.numel() for weight in network.parameters()), "loss": last, "steps": step + 1}
     if not math.isfinite(last):
         return record | {"loss": None, "validation": None, "seconds": round(time.monotonic() - began, 1)}
     few = (inputs[: len(problem.test[0])], targets[: len(problem.test[0])])

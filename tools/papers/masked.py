@@ -1,0 +1,105 @@
+"""Hyper-SET, section 5.3: hidden parts of an image from those that are seen, here of scikit-learn's digits and in pixels.
+
+The paper has ImageNet-100 in a VQ-GAN's code; what is hidden, how much of it, and what the loss is of are as its appendix D.4 has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import fold, unfold
+
+from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.images import DIGITS, HYPERSET, divided
+from tools.papers.images import QUICK as IMAGES
+from tools.papers.network import Network, Positions, model_of
+from tools.papers.training import Examples, Problem
+
+SIDE, PATCH, MOST, VIEWS = 8, 2, 0.4, 8
+"""An image's side and a patch's; the largest share of patches that is hidden, in test data always; ways to hide a training image."""
+PATCHES, PIXELS = (SIDE // PATCH) ** 2, PATCH**2
+RANGE = 2.0  # of pixels, from -1 to 1
+PLAIN, WIDE = HYPERSET["Hyper-SET"], "Hyper-SET, M = 8 D, twice"
+ROWS: dict[str, dict[str, Any]] = {
+    "Transformer": {**HYPERSET["Transformer"], "recurrence": 6},
+    "Hyper-SET": {**PLAIN, "recurrence": 6},
+    WIDE: {**PLAIN, "hyperset": {**PLAIN["hyperset"], "multiplier": 8}, "recurrence": 12},
+}
+
+
+def hidden(count: int, generator: Generator, *, training: bool) -> Tensor:
+    """Which patches are not seen, [count, PATCHES] bool: a share drawn evenly up to MOST, one patch at least; in test data MOST."""
+    share = torch.rand(count, 1, generator=generator) if training else torch.ones(count, 1)
+    number = (share * MOST * PATCHES).floor().clamp_min(1)
+    return torch.rand(count, PATCHES, generator=generator).argsort(1).argsort(1) < number
+
+
+def examples(images: Tensor, seed: int, *, training: bool) -> Examples:
+    """Inputs [n, PATCHES, PIXELS + 1], whose last number is 1 and the others 0 where a patch is hidden; targets, all pixels."""
+    patches = unfold(images, PATCH, stride=PATCH).transpose(1, 2)
+    if training:
+        patches = patches.repeat(VIEWS, 1, 1)
+    gone = hidden(len(patches), Generator().manual_seed(seed), training=training)[..., None]
+    return torch.cat((patches.masked_fill(gone, 0.0), gone.to(patches)), -1), patches
+
+
+class Seen(nn.Module):
+    """A linear layer on what is seen of an image, a learned token in place of what is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.token = nn.Linear(PIXELS, width), nn.Parameter(torch.empty(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, PATCHES, PIXELS + 1] -> [b, PATCHES, D]."""
+        return torch.where(x[..., -1:] > 0, self.token, self.into(x[..., :-1]))
+
+
+def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """Of images whose hidden patches are the output's: decibels and similarity, sums over images."""
+    whole = torch.where(inputs[..., -1:] > 0, output, targets).double()
+    made, true = (fold(part.transpose(1, 2), SIDE, PATCH, stride=PATCH).flatten(1) for part in (whole, targets.double()))
+    error = (made - true).square().mean(1).clamp_min(1e-10)
+    return {"psnr": ((10 * (RANGE**2 / error).log10()).sum(), len(made)), "ssim": (similarity(made, true).sum(), len(made))}
+
+
+def similarity(x: Tensor, y: Tensor) -> Tensor:
+    """SSIM (Wang et al. 2004) of images [n, pixels] of RANGE, in one window, which the whole image is: [n]."""
+    first, second = (0.01 * RANGE) ** 2, (0.03 * RANGE) ** 2
+    means, spreads = (x.mean(1), y.mean(1)), (x.var(1, correction=0), y.var(1, correction=0))
+    both = ((x - x.mean(1, keepdim=True)) * (y - y.mean(1, keepdim=True))).mean(1)
+    light = (2 * means[0] * means[1] + first) / (means[0] ** 2 + means[1] ** 2 + first)
+    return light * (2 * both + second) / (spreads[0] + spreads[1] + second)
+
+
+def loss(output: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean squared error of the hidden pixels."""
+    gone = inputs[..., -1:]
+    return ((output - targets).square() * gone).sum() / (gone.sum() * PIXELS)
+
+
+def problem(case: str, row: str, size: Size, seed: int) -> Problem:
+    """One shared layer, places learned, bidirectional; a norm and a linear layer give a patch's pixels."""
+    parts = divided(case, size, seed)
+    train, validation, test = (examples(images, 10 * seed + part, training=part == 0) for part, (images, _) in enumerate(parts))
+    torch.manual_seed(seed)
+    head = nn.Sequential(nn.RMSNorm(size.width), nn.Linear(size.width, PIXELS))
+    inputs = Positions(Seen(size.width), PATCHES, size.width)
+    network = Network(model_of(size, {**ROWS[row], "causal": False, "rope": False}), inputs, head)
+    return Problem(network, train, validation, test, loss, scores, "psnr")
+
+
+EXPERIMENT = Experiment(
+    name="masked-digits",
+    title="Hyper-SET, table 2: hidden parts of images",
+    metric="psnr",
+    rows=ROWS,
+    sizes={"quick": replace(IMAGES, cases=(DIGITS,), rows=tuple(ROWS), steps=400, weight_decay=0.1)},
+    problem=problem,
+    told="",
+    also={"ssim": "Structural similarity, in one window, the whole image:"},
+    claims=(Claim("Transformer", "Hyper-SET"), Claim(WIDE, "Hyper-SET"), Claim(WIDE, "Transformer")),
+)
