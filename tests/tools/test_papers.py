@@ -15,7 +15,7 @@ import torch
 from data_prep.verbs.run import Task
 from fem_common.errors import ConfigError, UserError
 from tests.wording import Wording
-from tools.papers import argmax, boards, catalogue, forecast, gp, images, language, lis, mad, report, running, sudoku
+from tools.papers import argmax, boards, catalogue, forecast, gp, language, lis, mad, report, running, sudoku, training
 from tools.papers.__main__ import main
 from tools.papers.experiment import Experiment, Size, Trial, best_rate, chosen, gather, interval, line_of, read_results
 from tools.papers.training import IGNORED, schedule
@@ -206,15 +206,6 @@ def test_the_parts_of_a_set_are_the_benchmark_s() -> None:
     assert parts["weather"] == (36_887, 42_157, 52_696) and parts["solar_AL"] == (36_792, 42_048, 52_560)
 
 
-def test_digits_are_divided_anew_for_every_seed() -> None:
-    _, size = tiny("fem-images")
-    parts, others = images.divided("digits", size, 0), images.divided("digits", size, 1)
-    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(parts[0][0], others[0][0])
-    everything = torch.cat([inputs for inputs, _ in parts]).flatten(1)
-    assert len(everything.unique(dim=0)) == 128 and everything.min() == -1 and everything.max() == 1
-    assert {*parts[0][1].tolist()} == set(range(10))
-
-
 def test_language_data_are_of_three_parts() -> None:
     _, size = tiny("cem-language", length=16)
     text = bytes(language.corpus().tolist())
@@ -286,6 +277,13 @@ def test_a_loss_that_is_not_finite_is_kept_as_diverged(tmp_path: Path) -> None:
     results = running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)
     assert [record["validation"] is None for record in results.values()] == [False, True]
     assert best_rate(experiment, results, "T = 4", "softmax mean", size) == 1e-3
+
+
+def test_a_trial_ends_where_enough_is_answered() -> None:
+    _, size = tiny("mad", steps=30)
+    for enough, steps in ((0.0, 2), (1.1, 30)):
+        task = replace(mad.problem("compression of 800 examples", "softmax", size, 0), enough=enough)
+        assert training.train(task, size, 1e-3, 0)["steps"] == steps  # seen after every fifteenth of them
 
 
 def test_the_rate_rises_and_falls() -> None:

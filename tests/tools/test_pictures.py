@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fem_common.errors import UserError
-from tools.papers import catalogue, images, running
+from tools.papers import catalogue, images, masked, running
 
 
 def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +38,31 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
         assert torch.allclose(made[:, :, 2:-2, 2:-2], (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28), atol=0.02)
     (record,) = running.run(experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1).values()
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
+    # The same from parquet files, as the Hub has them.
+    every = torch.arange(10)
+    whole, asked = inputs[every], test[every[:3]]
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kept = folder.parents[1].rename(tmp_path / "files")
+    folder.parents[1].mkdir()
+    for part, kind in (("train", "train"), ("val", "validation")):
+        files = sorted((kept / part).glob("*/*.png"))
+        columns = {"image": [str(file) for file in files], "label": [int(file.parent.name[-1]) for file in files]}
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder.parents[1] / f"{kind}-0.parquet")
+    (again, numbers), *_, (last, _) = images.divided(images.FILES, size, 0)
+    assert torch.equal(again[every], whole) and torch.equal(numbers, targets) and torch.equal(last[:3][every[:3]], asked)
+    monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 4, 16))
+    with pytest.raises(UserError, match="3 and 3 classes; 4 are needed"):
+        images.divided(images.FILES, size, 0)
+    monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
+    shutil.rmtree(folder.parents[1])
+    kept.rename(folder.parents[1])
     (folder / "0.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"val/n02/0.png: no image that can be read"):
         test[torch.tensor([4])]
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match=r"imagenet-100/val: 2 folders of classes, 3 are needed.*CMC"):
+    with pytest.raises(UserError, match=r"imagenet-100/val: 2 folders of classes, 3 are needed.*clane9"):
         images.divided(images.FILES, size, 0)
 
 
@@ -91,3 +111,33 @@ def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1]})}).save_to_disk(catalogue.DATA / "cifar-10")
     with pytest.raises(UserError, match="cifar-10: parts train; train and test"):
         images.images("CIFAR-10")
+
+
+def test_what_is_hidden_is_not_seen_and_alone_is_asked_for() -> None:
+    drawn = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    for training, least, most in ((True, 1, 6), (False, 6, 6)):  # of 16 patches, 40 %
+        inputs, targets = masked.examples(drawn, 1, training=training)
+        gone = inputs[..., -1] > 0
+        assert len(inputs) == 50 * (masked.VIEWS if training else 1)
+        assert int(gone.sum(1).min()) == least and int(gone.sum(1).max()) == most
+        assert (inputs[gone][:, :-1] == 0).all() and torch.equal(inputs[~gone][:, :-1], targets[~gone])
+        assert gone.any(0).all() and len(gone.unique(dim=0)) > 40
+    other = torch.where(gone[..., None], targets + 0.5, torch.rand_like(targets))
+    assert masked.loss(other, inputs, targets) == pytest.approx(0.25)
+    found = masked.scores(other, inputs, targets)
+    # 24 of 64 pixels are 0.5 off.
+    assert float(found["psnr"][0]) / 50 == pytest.approx(10 * math.log10(4 / (0.25 * 24 / 64)))
+    assert float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1) and float(found["ssim"][0]) / 50 < 0.9
+    # A pair by hand: means 0 and 0.5, equal spreads of 1, covariance 1.
+    x = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    c1, c2 = 4e-4, 3.6e-3
+    assert float(masked.similarity(x, x + 0.5)) == pytest.approx(c1 / (0.25 + c1) * (2 + c2) / (2 + c2))
+
+
+def test_digits_are_divided_anew_for_every_seed() -> None:
+    size = replace(images.QUICK, train=64, test=32)
+    parts, others = images.divided("digits", size, 0), images.divided("digits", size, 1)
+    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(parts[0][0], others[0][0])
+    everything = torch.cat([inputs for inputs, _ in parts]).flatten(1)
+    assert len(everything.unique(dim=0)) == 128 and everything.min() == -1 and everything.max() == 1
+    assert {*parts[0][1].tolist()} == set(range(10))

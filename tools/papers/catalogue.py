@@ -38,7 +38,7 @@ class Entry:
     why: str = ""
 
 
-GPU, CIFAR = "a GPU's hours", "nothing; CIFAR: a network"
+GPU, CIFAR = "a GPU's hours", "nothing; CIFAR: its files or a network"
 ENTRIES = (
     Entry(
         "argmax", FEM, "appendix P: the largest value in every channel", "nothing", "5", "a CPU's hours", "tools.papers.argmax:EXPERIMENT"
@@ -82,7 +82,7 @@ ENTRIES = (
         "python -m pretrain configs/run/cem_86m.yaml and llama_86m.yaml; train.tokens=86_350_000 optimizer.warmup_tokens=4_300_000 "
         "for a twentieth of the tokens; configs/studies/cem_lr.yaml for the rates",
     ),
-    Entry("imagenet-100", HYPERSET, "tables 1, 4: ImageNet-100", "ImageNet's files", "-", GPU, "tools.papers.images:IMAGENET_100"),
+    Entry("imagenet-100", HYPERSET, "tables 1, 4: ImageNet-100", "its files or a network", "-", GPU, "tools.papers.images:IMAGENET_100"),
     Entry(
         "imagenet",
         FEM,

@@ -1,6 +1,6 @@
 """Images in patches: Hyper-SET's section 5.2 with the designs of its table 3, and FEM in DeiT's place (its table 3).
 
-Here scikit-learn's digits, 8 x 8 and grey; CIFAR through `datasets` where there is a network; ImageNet-100 from its files.
+Here scikit-learn's digits, 8 x 8 and grey; CIFAR and ImageNet-100 from files or, where there is a network, the Hub.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
 def _divided_files(size: Size, seed: int) -> list[Any]:
     """The first two parts from train, the third is val."""
     side, _, classes, _ = CASES[FILES]
-    source = "folders of ImageNet's, of the classes in https://github.com/HobbitLong/CMC/blob/master/imagenet100.txt"
-    (whole, numbers), (test, asked) = pictures.found(DATA / FILES.lower(), side, classes, source)
+    (whole, numbers), (test, asked) = pictures.found(DATA / FILES.lower(), side, classes, "clane9/imagenet-100")
     order = torch.randperm(len(whole), generator=Generator().manual_seed(4000 + seed))
     parts = (order[size.test :][: size.train or None], order[: size.test])
     return [*((whole.part(part), numbers[part]) for part in parts), (test, asked)]

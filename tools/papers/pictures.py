@@ -1,9 +1,10 @@
-"""Images in files, a folder a class, as ImageNet is kept; decoded when they are asked for."""
+"""Images of a `datasets.Dataset`, or in files, a folder a class, as ImageNet is kept; decoded when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +19,49 @@ SHORTER = 8 / 7  # of the square's side, before the cut: 256 where 224 are kept
 
 
 class Pictures:
-    """Of `training.Examples` the inputs: [n, 3, side, side], float32 from -1 to 1, the middle square of each file's image.
+    """Of `training.Examples` the inputs: [n, 3, side, side], float32 from -1 to 1, the middle square of each image.
 
-    As numbers ImageNet-100's would be 76 GB. Decoding leaves Python's lock, so threads share it.
+    source: files, or a `datasets.Dataset` whose column image is not decoded; places: which of them, all where nothing is said. As numbers
+    ImageNet-100's would be 76 GB. Decoding leaves Python's lock, so threads share it.
     """
 
-    def __init__(self, files: Sequence[Path], side: int, where: torch.device | str = "cpu") -> None:
-        self.files, self.side, self.where = files, side, where
+    def __init__(self, source: Any, side: int, where: torch.device | str = "cpu", places: Sequence[int] | None = None) -> None:
+        self.source, self.side, self.where = source, side, where
+        self.places = range(len(source)) if places is None else places
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.places)
 
     def to(self, where: torch.device | str) -> Pictures:
         """The same, told where their numbers are to be."""
-        return Pictures(self.files, self.side, where)
+        return Pictures(self.source, self.side, where, self.places)
 
     def __getitem__(self, key: Tensor | slice) -> Pictures | Tensor:
         """Of a slice the pictures, of places [n] the numbers."""
         if isinstance(key, slice):
-            return Pictures(self.files[key], self.side, self.where)
-        return self._numbers([self.files[place] for place in key.tolist()])
+            return Pictures(self.source, self.side, self.where, self.places[key])
+        return self._numbers([self.places[place] for place in key.tolist()])
 
     def split(self, size: int) -> Iterator[Tensor]:
         """All numbers, ``size`` pictures at a time."""
-        return (self._numbers(self.files[first : first + size]) for first in range(0, len(self.files), size))
+        return (self._numbers(self.places[first : first + size]) for first in range(0, len(self), size))
 
     def part(self, places: Tensor) -> Pictures:
         """The pictures at these places [n]."""
-        return Pictures([self.files[place] for place in places.tolist()], self.side, self.where)
+        return Pictures(self.source, self.side, self.where, [self.places[place] for place in places.tolist()])
 
-    def _numbers(self, files: Sequence[Path]) -> Tensor:
+    def _numbers(self, places: Sequence[int]) -> Tensor:
+        if isinstance(self.source, list):
+            given = [self.source[place] for place in places]
+        else:
+            given = [BytesIO(image["bytes"]) if image["bytes"] else image["path"] for image in self.source[list(places)]["image"]]
         with ThreadPoolExecutor() as threads:
-            squares = list(threads.map(self._square, files))
+            squares = list(threads.map(self._square, given, places))
         return torch.from_numpy(np.stack(squares)).to(self.where).permute(0, 3, 1, 2) / 127.5 - 1
 
-    def _square(self, file: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    def _square(self, given: Path | BytesIO | str, place: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         try:
-            with Image.open(file) as image:
+            with Image.open(given) as image:
                 factor = SHORTER * self.side / min(image.size)
                 width, height = (max(self.side, round(length * factor)) for length in image.size)
                 left, top = (width - self.side) // 2, (height - self.side) // 2
@@ -62,28 +69,38 @@ class Pictures:
                 whole = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
                 return np.asarray(whole.crop((left, top, left + self.side, top + self.side)))
         except OSError as error:
-            raise UserError(f"{file}: no image that can be read ({error}); fetch it again or remove it") from None
+            what = f"image {place} of the data set" if isinstance(given, BytesIO) else given
+            raise UserError(f"{what}: no image that can be read ({error}); fetch it again or remove it") from None
 
 
-def found(folder: Path, side: int, classes: int, source: str) -> list[tuple[Pictures, Tensor]]:
-    """Of ``folder``/train and /val the pictures and their classes [n], which are numbered as their folders' names are sorted.
+def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictures, Tensor]]:
+    """Of the training and the test part the pictures and their classes [n].
 
-    Raises UserError, which says ``source``, where a folder is missing or another number of classes is there.
+    Those of ``folder``/train and /val, a folder a class, numbered as their names are sorted; else `dataset`'s, by ``name`` on the Hub.
+
+    Raises UserError where the parts have another number of classes, or not the same.
     """
-    parts, names = [], None
+    if not any((folder / "val").glob("*/")):
+        parts = dataset(folder, name, ("label",), decoded=False)
+        made = [(Pictures(part, side), torch.tensor(list(part["label"]))) for part in parts]
+        if (counts := [len(numbers.unique()) for _, numbers in made]) != [classes] * 2:
+            raise UserError(f"{folder}, or the Hub's {name}: {counts[0]} and {counts[1]} classes; {classes} are needed")
+        return made
+    made, names = [], None
     for part in ("train", "val"):
         here = sorted(path.name for path in (folder / part).glob("*/"))
         if len(here) != classes or (names is not None and here != names):
-            raise UserError(f"{folder / part}: {len(here)} folders of classes, {classes} are needed, the same in train and val; {source}")
+            wanted = f"{classes} are needed, the same in train and val; the Hub's {name} names them"
+            raise UserError(f"{folder / part}: {len(here)} folders of classes, {wanted}")
         names = here
         files = [sorted(path for path in (folder / part / name).iterdir() if path.is_file()) for name in here]
         numbers = torch.tensor([number for number, some in enumerate(files) for _ in some])
-        parts.append((Pictures([file for some in files for file in some], side), numbers))
-    return parts
+        made.append((Pictures([file for some in files for file in some], side), numbers))
+    return made
 
 
-def dataset(folder: Path, name: str, labels: tuple[str, ...]) -> list[Any]:
-    """Training and test part of a data set of images, `datasets.Dataset` with the columns image and label.
+def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool = True) -> list[Any]:
+    """Training and test part of a data set of images, `datasets.Dataset` with the columns image and label; ``decoded``, or bytes.
 
     Read from ``folder`` where it is there (what save_to_disk wrote, parquet files, or a folder a part with a folder a class in it), else
     from the Hub by ``name``. labels: the label's column, the first of these that there is.
@@ -110,5 +127,6 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...]) -> list[Any]:
         label = next((key for key in labels if key in part.features), None)
         if image is None or label is None:
             raise UserError(f"{folder}: columns {', '.join(part.features)}; an image and one of {', '.join(labels)} are needed")
-        made.append(part.select_columns([image, label]).rename_columns({image: "image", label: "label"}))
+        chosen = part.select_columns([image, label]).rename_columns({image: "image", label: "label"})
+        made.append(chosen.cast_column("image", datasets.Image(decode=decoded)))
     return made
