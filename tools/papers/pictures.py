@@ -116,8 +116,8 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
         saved = (folder / "dataset_dict.json").exists()
         found = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        told = f"neither {folder} nor the Hub's {name} could be read: {str(error).splitlines()[0]}"
-        raise UserError(f"{told}; fetch it into that folder (huggingface-cli download --repo-type dataset {name} --local-dir)") from None
+        told = f"neither {folder} nor the Hub's {name} could be read: {(str(error) or repr(error)).splitlines()[0]}"
+        raise UserError(f"{told}; hf download {name} --repo-type dataset --local-dir {folder}") from None
     test = next((part for part in ("test", "validation") if part in found), None)
     if "train" not in found or test is None:
         raise UserError(f"{folder}: parts {', '.join(found)}; train and test (or validation) are needed")
