@@ -87,7 +87,7 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
     seconds = sum(record["seconds"] for record in results.values())
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
     sizes = f"{size.steps:,} steps of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
-    made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes of one core in all."
+    made = f"{kind} form: {sizes}; {len(results)} trials of {seconds / 60:.0f} minutes in all."
     tables = [table(experiment, size, results, experiment.metric)]
     for name, said in experiment.also.items():
         tables += [wrapped(said), table(experiment, size, results, name)]
