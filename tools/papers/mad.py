@@ -300,7 +300,7 @@ EXPERIMENT = Experiment(
     "and of full width, with more parameters, +LTG has 67.6; after three times the steps FEM-SM has 87.2, softmax 90.4. From 800 sequences "
     "every row fits 78 % of them and more, so that generalisation decides: +L is above softmax, FEM-SM no longer below it. Noisy recall "
     "has 32 tokens here, and a trial ends where 99.9 % of validation data is answered: +C and FEM-SM do after 200 to 500 steps at the "
-    "better rate, softmax alone after none of its 1,500. So it is C, whose convolution sees the token before, that does it, not F.",
+    "better rate, softmax alone after none of its 1,500. C alone is enough: its convolution sees the token before. L alone was not tried.",
     published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)}
     | {(FEW, row): values[0] for row, values in PUBLISHED.items()},
     claims=(
