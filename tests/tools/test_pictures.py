@@ -53,7 +53,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
     (again, numbers), *_, (last, _) = images.divided(images.FILES, size, 0)
     assert torch.equal(again[every], whole) and torch.equal(numbers, targets) and torch.equal(last[:3][every[:3]], asked)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 4, 16))
-    with pytest.raises(UserError, match="3 and 3 classes; 4 are needed"):
+    with pytest.raises(UserError, match="3 classes from 0 to 2; 4 from 0 on are needed"):
         images.divided(images.FILES, size, 0)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
     shutil.rmtree(folder.parents[1])
@@ -97,7 +97,10 @@ def test_cifar_is_read_from_a_folder(form: str, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(((whole[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
     assert sorted(((whole[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 100, 8))
-    with pytest.raises(UserError, match="CIFAR-100: 3 classes of images of 32 x 32 x 3; it has 100 of 32 x 32 x 3"):
+    with pytest.raises(UserError, match="CIFAR-100: 3 classes from 0 to 2; 100 from 0 on are needed"):
+        images.images("CIFAR-100")
+    monkeypatch.setitem(images.CASES, "CIFAR-100", (16, 3, 3, 8))
+    with pytest.raises(UserError, match="CIFAR-100: images of 32 x 32 x 3; it has 16 x 16 x 3"):
         images.images("CIFAR-100")
 
 

@@ -43,9 +43,9 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
     found = [torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in part["image"]])) for part in parts]
     classes = torch.tensor([label for part in parts for label in part["label"]])
     whole = torch.cat(found)
-    if whole.shape[1:] != (side, side, channels) or len(classes.unique()) != kinds:
-        here = f"{len(classes.unique())} classes of images of {' x '.join(map(str, whole.shape[1:]))}"
-        raise UserError(f"{case}: {here}; it has {kinds} of {side} x {side} x {channels}")
+    if whole.shape[1:] != (side, side, channels):
+        raise UserError(f"{case}: images of {' x '.join(map(str, whole.shape[1:]))}; it has {side} x {side} x {channels}")
+    pictures.check_classes(case, classes, kinds)
     return whole.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])
 
 

@@ -83,8 +83,8 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
     if not any((folder / "val").glob("*/")):
         parts = dataset(folder, name, ("label",), decoded=False)
         made = [(Pictures(part, side), torch.tensor(list(part["label"]))) for part in parts]
-        if (counts := [len(numbers.unique()) for _, numbers in made]) != [classes] * 2:
-            raise UserError(f"{folder}, or the Hub's {name}: {counts[0]} and {counts[1]} classes; {classes} are needed")
+        for _, numbers in made:
+            check_classes(f"{folder}, or the Hub's {name}", numbers, classes)
         return made
     made, names = [], None
     for part in ("train", "val"):
@@ -97,6 +97,13 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
         numbers = torch.tensor([number for number, some in enumerate(files) for _ in some])
         made.append((Pictures([file for some in files for file in some], side), numbers))
     return made
+
+
+def check_classes(where: str, numbers: Tensor, classes: int) -> None:
+    """Raises UserError unless the numbers are those of as many classes, from 0 on."""
+    found = numbers.unique().tolist()
+    if found != list(range(classes)):
+        raise UserError(f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; {classes} from 0 on are needed")
 
 
 def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool = True) -> list[Any]:
