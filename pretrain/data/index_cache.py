@@ -59,11 +59,12 @@ class IndexCache:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{COMPLETE} cannot be read ({type(error).__name__})"
         for name, size in sizes.items():
-            file = self.folder / name
-            if not file.is_file():
+            try:
+                found = (self.folder / name).stat().st_size  # asked once: another process may be replacing the folder
+            except (FileNotFoundError, NotADirectoryError):
                 return f"{name} is missing"
-            if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes instead of {size}"
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
         return None
 
     @contextmanager

@@ -93,6 +93,22 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
         assert not [path for path in folders(cache.root) if path.name.startswith(".")]
 
 
+def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process replaces a damaged folder at any moment."""
+    cache, stat = cache_in(tmp_path), Path.stat
+    build(cache)
+
+    def seen_last(path: Path, **named: Any) -> os.stat_result:
+        found = stat(path, **named)
+        if path.name == "one.npy":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", seen_last)
+    assert cache.fault() is None
+    assert cache.fault() == "one.npy is missing"
+
+
 def builder(root: Path, damages: bool) -> None:
     """Builds the cache again and again; the first of them damages what is there where ``damages``."""
     cache, dice = cache_in(root), random.Random(0)
