@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from fem_megatron.parallel import Parallel
@@ -26,14 +28,25 @@ class Block(nn.Module):
         self.mlp: Update | None = None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type."""
-        context = replace(context, origin=x, memory={})
+        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type.
+
+        Where any layer of the model carries more than tokens x has it behind them, and what reads tokens alone hands it on.
+        """
+        context = replace(context, origin=x[..., : self.mixer.hidden], memory={})
         for iteration in range(self.recurrence):
             here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
-            x = self.mixer(x, here.within("mixer"))
+            x = _updated(self.mixer, x, here.within("mixer"))
             if self.mlp is not None:
-                x = here.again(self.mlp, x, here.within("mlp"))
+                x = here.again(partial(_updated, self.mlp), x, here.within("mlp"))
         return x
+
+
+def _updated(update: Update, x: Tensor, context: Context) -> Tensor:
+    """x updated, what lies behind the channels that the update reads as it was."""
+    if x.shape[-1] == update.stream:
+        made: Tensor = update(x, context)
+        return made
+    return torch.cat((update(x[..., : update.stream], context), x[..., update.stream :]), dim=-1)
 
 
 class SwiGlu(Update):
@@ -45,5 +58,9 @@ class SwiGlu(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = normed(x, self.norm.weight, self.eps)
+        return x + self.step(h, context)
+
+    def step(self, h: Tensor, context: Context) -> Tensor:
+        """What the slice h, normed, adds to the stream, in h's slicing."""
         packed = self.parallel.project(h, self.gate_up)
-        return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))
+        return self.parallel.leave(self.down(self.parallel.swiglu(packed)))

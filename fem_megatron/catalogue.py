@@ -17,6 +17,7 @@ from fem_megatron.mixers.fla.shape import FlaShape
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
 from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.mixers.yuriiformer.shape import AcceleratedAttentionShape, AcceleratedSwiGluShape
 from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 
 if TYPE_CHECKING:
@@ -97,6 +98,13 @@ MIXERS: dict[str, Mixer] = {
         lambda model, layer: HyperSetShape.of(model),
         mlp="none",
     ),
+    "yuriiformer": Mixer(
+        "attention and MLP as Nesterov steps: a token has a velocity, too, from an embedding of its own",
+        "YuriiFormer",
+        "T^2",
+        lambda model, layer: AcceleratedAttentionShape.of(model),
+        mlp="yuriiformer",
+    ),
     "differential": Mixer("the difference of two softmax attentions", "Differential Transformer", "T^2", DifferentialShape.of),
     "deltanet": Mixer("linear attention by the delta rule", "DeltaNet", "T", lambda model, layer: DeltaShape.of(model, layer, gated=False)),
     "gated_deltanet": Mixer(
@@ -116,7 +124,11 @@ MIXERS: dict[str, Mixer] = {
     ),
 }
 
-MLPS: dict[str, Callable[[ModelConfig], Shape]] = {"swiglu": SwiGluShape.of, "cem": CemMlpShape.of}
+MLPS: dict[str, Callable[[ModelConfig], Shape]] = {
+    "swiglu": SwiGluShape.of,
+    "cem": CemMlpShape.of,
+    "yuriiformer": AcceleratedSwiGluShape.of,
+}
 
 
 def describe(name: str) -> Mixer:

@@ -38,7 +38,7 @@ class ModelConfig:
     )
     mlp: str | None = setting(
         None,
-        "The MLP beside the mixer; null: what belongs to the mixer (cem: cem; hyperset: none, it has its own; others: swiglu).",
+        "The MLP beside the mixer; null: what belongs to the mixer (cem: cem; yuriiformer: yuriiformer; hyperset: none, it has its own; others: swiglu).",
         (*catalogue.MLPS, "none"),
     )
     recurrence: int = setting(
@@ -95,6 +95,11 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """The MLP's inner width, with the default filled in."""
         return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @property
+    def stream_size(self) -> int:
+        """Channels that layers hand on for a token: hidden_size, and as many of its velocity where any layer moves by one."""
+        return max(block.stream for block in self._blocks)
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""

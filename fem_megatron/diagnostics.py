@@ -89,7 +89,7 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
     if split:
         length -= length % parallel.size
     if not length:  # documents of fewer tokens than there are ranks
-        return _generic(*whole)
+        return _generic(*_tokens(update, whole))
     whole = [t[start : start + length] for t in whole]
     sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
     positions = None if context.positions is None else context.positions[start : start + length]
@@ -100,12 +100,17 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
         iteration=context.iteration,
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
-    generic = _generic(*whole)
+    generic = _generic(*_tokens(update, whole))
     # Eigenvalues of what is not finite would end the run, which knows what to do with such a step.
     if update.diagnostics is None or not whole[1].isfinite().all():
         return generic
     more: Quantities = located(update.diagnostics)(update, sample)
     return generic | more
+
+
+def _tokens(update: Update, streams: list[Tensor]) -> list[Tensor]:
+    """Without what the layers carry beside the tokens."""
+    return [stream[..., : update.hidden] for stream in streams]
 
 
 def _generic(before: Tensor, after: Tensor) -> Quantities:

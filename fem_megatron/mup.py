@@ -86,12 +86,14 @@ def score_scale(model: ModelConfig, width: int) -> float | None:
 
 
 def outer_weights(model: ModelConfig) -> Weights:
-    """Name -> weight of what is in no block: the embedding, the final norm and, unless tied, the output layer."""
+    """Name -> weight of what is in no block: embedding, final norm, the output layer unless tied, velocities' embedding if there are any."""
     shape = (model.padded_vocab_size(), model.hidden_size)
     weights = {
         "embedding.word_embeddings.weight": Weight(shape, split=0, mup=FIXED, maps=None),
         "decoder.final_layernorm.weight": Weight((model.hidden_size,), init=1.0, per_token=True),
     }
+    if model.stream_size > model.hidden_size:
+        weights["embedding.velocity.word_embeddings.weight"] = Weight(shape, split=0, mup=FIXED, maps=None)
     return weights if model.tie_embeddings else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT, maps=None)}
 
 

@@ -201,6 +201,11 @@ class Shape(ABC):
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
 
+    @property
+    def stream(self) -> int:
+        """Channels of what it updates: those of the tokens, ``hidden``, first, and what it carries beside them."""
+        return self.hidden
+
     @abstractmethod
     def weights(self) -> Weights:
         """Name -> weight, as the layer's state dict has them. ``x.weight`` with two dimensions is a linear map [out, in]."""
@@ -318,6 +323,11 @@ class BlockShape:
     mixer: Shape
     mlp: Shape | None
     recurrence: int
+
+    @property
+    def stream(self) -> int:
+        """Channels of the widest stream that one of the two updates."""
+        return max(shape.stream for shape in (self.mixer, self.mlp) if shape is not None)
 
     def weights(self) -> Weights:
         """The names of the block's state dict: ``mixer.*`` and ``mlp.*``."""

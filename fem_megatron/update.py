@@ -33,7 +33,7 @@ class Update(Layer):
 
     def __init__(self, shape: Shape, parallel: Parallel) -> None:
         super().__init__()
-        self.parallel = parallel
+        self.parallel, self.hidden, self.stream = parallel, shape.hidden, shape.stream
         self.build()
         add_weights(self, shape.weights(), parallel)
 

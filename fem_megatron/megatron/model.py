@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
@@ -107,6 +108,8 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
             position_embedding_type="none",  # the mixers turn their own queries and keys
             vp_stage=stage,
         )
+        if chunk.pre_process and model.stream_size > model.hidden_size:
+            add_velocities(chunk, seq_length)
         chunk = chunk.to(device=platform.device(), dtype=layout.params_dtype)
         initialize(chunk, model, seed)
         if chunk.post_process:
@@ -121,7 +124,19 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
         if layout.cuda_graphs:
             graph_layers(chunk.decoder)
         chunks.append(chunk)
+    config.hidden_size = model.stream_size  # from here on it is what pipeline stages send each other, and nothing else
     return chunks
+
+
+def add_velocities(chunk: GPTModel, seq_length: int) -> None:
+    """Make the embedding one of tokens and velocities, [s, b, 2 hidden_size], each with a table of its own."""
+    embedding, tokens = chunk.embedding, chunk.embedding.forward
+    embedding.velocity = LanguageModelEmbedding(embedding.config, embedding.vocab_size, seq_length, "none", tp_group=embedding.tp_group)
+
+    def forward(*given: Any, **named: Any) -> torch.Tensor:
+        return torch.cat((tokens(*given, **named), embedding.velocity(*given, **named)), dim=-1)
+
+    embedding.forward = forward
 
 
 def leave_out_padding(output_layer: Any, vocab_size: int) -> None:

@@ -130,5 +130,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden_size] -> same shape and dtype."""
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """x [..., hidden_size], or what layers carry beside it behind it -> [..., hidden_size], same dtype."""
+        return torch.nn.functional.rms_norm(x[..., : len(self.weight)], self.weight.shape, self.weight, self.eps)

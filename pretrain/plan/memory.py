@@ -141,8 +141,10 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
     again = training.again
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
+    stream = config.model.stream_size
     for shape in filter(None, (block.mixer, block.mlp)):
-        kept = norms | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": e * config.model.hidden_size / split}
+        carried = {"carried": e * (stream - shape.stream) / split}
+        kept = norms | carried | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": e * stream / split}
         for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
@@ -224,7 +226,7 @@ def _offloads(config: RunConfig, *, cuda: bool) -> bool:
 
 def _residual(config: RunConfig) -> float:
     """Bytes a token of the residual stream on one rank."""
-    return _element(config) * config.model.hidden_size / _sequence_split(config)
+    return _element(config) * config.model.stream_size / _sequence_split(config)
 
 
 def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: int, data_parallel: int, *, cuda: bool) -> Iterator[str]:

@@ -121,8 +121,8 @@ def filled(shape: BlockShape, dtype: torch.dtype = torch.float64) -> Block:
     return made
 
 
-def tokens(length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensor:
-    return conftest.tokens(length, hidden=32, dtype=dtype, seed=3)
+def tokens(name: str, length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensor:
+    return conftest.tokens(length, hidden=model_of(name).stream_size, dtype=dtype, seed=3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -139,10 +139,10 @@ def test_the_planned_parameters_are_the_built_ones(name: str, tied: bool) -> Non
 @pytest.mark.parametrize("length", [1, 2, LENGTH])
 def test_every_parameter_has_a_finite_gradient(name: str, length: int) -> None:
     block = block_of(name)
-    x = tokens(length).requires_grad_()
+    x = tokens(name, length).requires_grad_()
     y = block(x, Context(causal=is_causal(name)))
     assert y.shape == x.shape and y.dtype == x.dtype
-    (y * tokens(length).flip(0)).sum().backward()
+    (y * tokens(name, length).flip(0)).sum().backward()
     for key, value in {"x": x, **dict(block.named_parameters())}.items():
         assert value.grad is not None and value.grad.isfinite().all(), key
         assert length < LENGTH or value.grad.any(), key
@@ -150,7 +150,7 @@ def test_every_parameter_has_a_finite_gradient(name: str, length: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str) -> None:
-    block, x, context = block_of(name), tokens(3)[:, :1].requires_grad_(), Context(causal=is_causal(name))
+    block, x, context = block_of(name), tokens(name, 3)[:, :1].requires_grad_(), Context(causal=is_causal(name))
     names = [key for key, _ in block.named_parameters()]
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_gradients_are_right(name: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_the_future_does_not_leak(name: str, scale: float) -> None:
     """Other tokens after t, extreme ones too: the same outputs up to t; and what is replaced does matter from there on."""
-    block, x = block_of(name), tokens()
+    block, x = block_of(name), tokens(name)
     changed = torch.cat((x[:6], -scale * x[6:].flip(0)))
     with torch.no_grad():
         before, after = block(x, Context()), block(changed, Context())
@@ -175,7 +175,7 @@ def test_the_future_does_not_leak(name: str, scale: float) -> None:
 def test_bf16_is_near_fp32(name: str) -> None:
     wide, narrow = block_of(name, torch.float32), block_of(name, torch.bfloat16)
     wide.load_state_dict({key: weight.float() for key, weight in narrow.state_dict().items()})
-    x, context = tokens(dtype=torch.float32), Context(causal=is_causal(name))
+    x, context = tokens(name, dtype=torch.float32), Context(causal=is_causal(name))
     with torch.no_grad():
         exact = wide(x, context)
     rounded = narrow(x.bfloat16(), context)
@@ -202,7 +202,7 @@ def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[i
         begins = torch.isin(torch.arange(length), torch.tensor((0, *documents)).cumsum(0))[None]
         context = Context(documents=Documents.of(begins), causal=is_causal(name))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        block(tokens(length, torch.float32)[:, :1], context)
+        block(tokens(name, length, torch.float32)[:, :1], context)
     planned = sum(size * value for size, cost in costs for part, value in cost.items() if part != "solves")
     assert counter.get_total_flops() == pytest.approx(planned, rel=1e-12)
 
@@ -213,7 +213,7 @@ def test_recurrence_is_a_stack_of_the_same_block(name: str) -> None:
         pytest.skip("its step sizes know the iteration")
     once, thrice = block_of(name), block_of(name, recurrence=3)
     thrice.load_state_dict(once.state_dict())
-    x = tokens()
+    x = tokens(name)
     with torch.no_grad():
         wanted = once(once(once(x, Context()), Context()), Context())
         assert torch.equal(thrice(x, Context()), wanted)
@@ -274,7 +274,7 @@ MET = ("fem.budget", "fem.temperature")
 @pytest.mark.parametrize("name", CASES)
 def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
     """A key set away from its default is refused just where the block computes the same with it."""
-    model, x = replace(SMALL, **CASES[name]), tokens()
+    model, x = replace(SMALL, **CASES[name]), tokens(name)
     with torch.no_grad():
         plain = filled(catalogue.block(model, model.mixer, 0))(x, Context(causal=model.causal))
     for key, value in guarded():
@@ -314,7 +314,7 @@ TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
 @pytest.mark.parametrize("name", TURNING)
 def test_every_mixer_that_turns_stretches(name: str) -> None:
     """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
-    x, close = tokens(), dict[str, Any](rtol=1e-10, atol=1e-10)  # float64: the same angles, made by another product
+    x, close = tokens(name), dict[str, Any](rtol=1e-10, atol=1e-10)  # float64: the same angles, made by another product
     positions = torch.arange(LENGTH, dtype=x.dtype)
 
     def out(context: Context | None = None, **changes: Any) -> Tensor:
@@ -351,7 +351,7 @@ LINEAR_TIME = [name for name, mixer in catalogue.MIXERS.items() if mixer.cost ==
 
 def kept_bytes(name: str, length: int) -> int:
     """Bytes that autograd keeps of a forward pass, parameters aside; all of it and the backward pass is finite."""
-    block, x = block_of(name, torch.float32, attention_backend="auto"), tokens(length, torch.float32)[:, :1].requires_grad_()
+    block, x = block_of(name, torch.float32, attention_backend="auto"), tokens(name, length, torch.float32)[:, :1].requires_grad_()
     own = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -374,14 +374,14 @@ def test_linear_time_mixers_and_windows_keep_memory_linear_in_the_length(name: s
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_no_gradient_flows_back_from_the_past(name: str) -> None:
-    x = tokens().requires_grad_()
+    x = tokens(name).requires_grad_()
     block_of(name)(x, Context())[:6].square().sum().backward()
     assert x.grad is not None and x.grad[:6].any() and not x.grad[6:].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_batch_do_not_meet(name: str) -> None:
-    block, x = block_of(name), tokens()
+    block, x = block_of(name), tokens(name)
     with torch.no_grad():
         both, alone = block(x, Context()), block(x[:, 1:], Context())
     # Another batch size may change the order of a sum, no more.
@@ -391,7 +391,7 @@ def test_rows_of_a_batch_do_not_meet(name: str) -> None:
 @pytest.mark.parametrize("name", LINEAR_TIME)
 def test_8192_tokens_forward_and_backward_are_finite(name: str) -> None:
     block = block_of(name, torch.float32, attention_backend="auto")
-    x = tokens(8192, torch.float32)[:, :1].requires_grad_()
+    x = tokens(name, 8192, torch.float32)[:, :1].requires_grad_()
     y = block(x, Context())
     y.square().mean().backward()
     assert y.isfinite().all()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fem_megatron.block import Block
 from fem_megatron.state import Context, State
-from tests.fem_megatron.test_catalogue import CAUSAL, NAMES, SMALL, block_of, model_of
+from tests.fem_megatron.test_catalogue import CAUSAL, NAMES, block_of, model_of
 
 STEPS = 300
 EVERY_MIXER = pytest.mark.parametrize("name", NAMES)
@@ -29,8 +29,8 @@ def no_gradients() -> Any:
         yield
 
 
-def tokens(length: int = STEPS, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(length, batch, SMALL.hidden_size, generator=torch.Generator().manual_seed(5), dtype=dtype)
+def tokens(name: str, length: int = STEPS, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(length, batch, model_of(name).stream_size, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 
 def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0) -> Tensor:
@@ -55,7 +55,7 @@ def state_bytes(state: State) -> int:
 
 @EVERY_MIXER
 def test_step_by_step_is_the_parallel_forward(name: str) -> None:
-    block, x = block_of(name, torch.float32), tokens()
+    block, x = block_of(name, torch.float32), tokens(name)
     close(decode(block, x, [1] * STEPS), block(x, Context()))
 
 
@@ -63,7 +63,7 @@ def test_step_by_step_is_the_parallel_forward(name: str) -> None:
 @pytest.mark.parametrize("again", [{}, {"recurrence": 3}], ids=["as it is", "thrice"])
 def test_pieces_are_the_parallel_forward(name: str, again: dict[str, Any]) -> None:
     """A prompt, single tokens, pieces of any length; every iteration of a recurrent block has a state of its own."""
-    block, x = block_of(name, **again), tokens(123, **DOUBLE)
+    block, x = block_of(name, **again), tokens(name, 123, **DOUBLE)
     close(decode(block, x, [50, 1, 1, 1, 7, 2, 61]), block(x, Context()))
 
 
@@ -74,7 +74,7 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
     valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
     if not any(word in name for word in COUNTING):
         valid[::2, width : width + 2] = False
-    x = tokens(width + sum(more), len(lengths), **DOUBLE).masked_fill(~valid.T[..., None], 50.0)
+    x = tokens(name, width + sum(more), len(lengths), **DOUBLE).masked_fill(~valid.T[..., None], 50.0)
     positions = (valid.long().cumsum(1) - 1).clamp_min(0).T
     state: State = {}
     outputs, past = [], 0
@@ -93,7 +93,7 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
 @EVERY_CASE
 def test_right_padding_changes_nothing(name: str) -> None:
     """Nor do gradients flow to it, or go through it."""
-    block, lengths, x = block_of(name), (4, 11), tokens(11, **DOUBLE).requires_grad_()
+    block, lengths, x = block_of(name), (4, 11), tokens(name, 11, **DOUBLE).requires_grad_()
     valid = torch.arange(11) < torch.tensor(lengths)[:, None]
     with torch.enable_grad():
         whole = block(x, Context(valid=valid))
@@ -107,7 +107,7 @@ def test_right_padding_changes_nothing(name: str) -> None:
 @EVERY_MIXER
 def test_rows_of_the_state_are_the_batch(name: str) -> None:
     """As beam search takes them: repeated, dropped, in another order."""
-    block, x = block_of(name, torch.float32), tokens(20, 3)
+    block, x = block_of(name, torch.float32), tokens(name, 20, 3)
     state: State = {}
     decode(block, x[:12], [12], state)
     rows = torch.tensor([2, 0, 0, 1])
@@ -122,6 +122,6 @@ def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtyp
     (shape, *_) = model_of(name, **again).blocks()
     for length in (1, 2, 7, 70):
         state: State = {}
-        decode(block, tokens(length, 3).to(dtype), [length], state)
+        decode(block, tokens(name, length, 3).to(dtype), [length], state)
         assert all(value.shape[0] == 3 and not value.requires_grad for value in state.values())
         assert state_bytes(state) == 3 * shape.state_bytes(length, dtype.itemsize), length

@@ -10,7 +10,7 @@ from fem_megatron.block import Block
 from fem_megatron.documents import Documents, row_length
 from fem_megatron.state import Context
 from kernels.implementations import Op, Unfit, nothing
-from tests.fem_megatron.test_catalogue import CASES, SMALL, block_of, is_causal
+from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, model_of
 
 Packs = tuple[tuple[int, ...], ...]
 # Tokens of the documents of each sequence: of one and two tokens, one that fills a sequence and goes on, fifty, ends at the sequence's.
@@ -38,8 +38,8 @@ def packed(name: str, packs: Packs = PACKED) -> Context:
     return Context(documents.positions, documents=documents, causal=is_causal(name))
 
 
-def draw(seed: int, packs: Packs = PACKED) -> Tensor:
-    shape = (sum(packs[0]), len(packs), SMALL.hidden_size)
+def draw(name: str, seed: int, packs: Packs = PACKED) -> Tensor:
+    shape = (sum(packs[0]), len(packs), model_of(name).stream_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -79,7 +79,7 @@ def in_both_types(name: str, packs: Packs, **changes: str) -> tuple[Block, Block
     """One block in float32 and in float64, x, and what its outputs are pulled by."""
     narrow, wide = block_of(name, torch.float32, **changes), block_of(name)
     wide.load_state_dict({key: weight.double() for key, weight in narrow.state_dict().items()})
-    return narrow, wide, draw(1, packs).float(), draw(2, packs).float()
+    return narrow, wide, draw(name, 1, packs).float(), draw(name, 2, packs).float()
 
 
 @EVERY_CASE
@@ -128,7 +128,7 @@ def test_kernels_read_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch
 @EVERY_CASE
 def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
     """Whatever stands in a document, infinities too: the others' outputs, and the gradients of their tokens, are what they were."""
-    block, x, pull = block_of(name), draw(1), draw(2)
+    block, x, pull = block_of(name), draw(name, 1), draw(name, 2)
     for value in (1e30, torch.inf):
         for row, first, end in ((0, 3, 33), (2, 0, 5), (3, 30, 33)):
             changed, kept = x.clone(), torch.ones(LENGTH, len(PACKED), dtype=torch.bool)
@@ -140,7 +140,7 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
 
 def test_joined_is_another_read() -> None:
     """What the tests above compare is not what a block says that knows of no documents."""
-    block, x = block_of("fem_softmax"), draw(1)
+    block, x = block_of("fem_softmax"), draw("fem_softmax", 1)
     assert (block(x, packed("fem_softmax")) - block(x, Context())).abs().max() > 1e-3
 
 

@@ -161,7 +161,7 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     with torch.no_grad():
         for (_, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
             ours.copy_(part(theirs, ours, parallel))
-    x, weight = tokens(12), tokens(12).flip(0)
+    x, weight = tokens(name, 12), tokens(name, 12).flip(0)
     wanted, wanted_x = run(whole, x, weight, is_causal(name))
     mine = slice(6 * parallel.rank, 6 * parallel.rank + 6) if sequence_parallel else slice(None)
     kept = list[torch.Size]()
@@ -211,7 +211,7 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
     if beta is not None:
         for block in (whole, split):
             torch.nn.init.constant_(block.mixer.beta, beta)
-    x, weight = tokens(length), tokens(length).flip(0)
+    x, weight = tokens(name, length), tokens(name, length).flip(0)
     wanted, wanted_x = run(whole, x, weight, is_causal(name))
     with sent_by_this_rank() as sent:
         mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
@@ -240,7 +240,7 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
     cut, shape = cut_of(name, kind)
     whole, split = filled(shape), filled(shape)
     split.mixer.prior.ranges[0, True] = ranges = Ranges(late=True)
-    x, weight, errors = tokens(12), tokens(12).flip(0), {}
+    x, weight, errors = tokens(name, 12), tokens(name, 12).flip(0), {}
     for n, (beta, exact) in enumerate([(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]):
         for block in (whole, split):
             torch.nn.init.constant_(block.mixer.beta, beta)
@@ -258,7 +258,7 @@ def compare_refused(name: str) -> dict[str, float]:
     block = filled(shape)
     torch.nn.init.constant_(block.mixer.beta, 200.0)
     with pytest.raises(ValueError, match="parallel.context_parallel_size do not divide a rank's 1 heads"):
-        run_cut(block, cut, tokens(12), tokens(12), causal=True)
+        run_cut(block, cut, tokens(name, 12), tokens(name, 12), causal=True)
     return {"refused": 0.0}
 
 
@@ -288,7 +288,7 @@ def sent_by_this_rank() -> Iterator[list[int]]:
 def count_sent(name: str, kind: str, length: int) -> float:
     cut, shape = cut_of(name, kind)
     with sent_by_this_rank() as sent:
-        run_cut(filled(shape), cut, tokens(length), tokens(length), is_causal(name))
+        run_cut(filled(shape), cut, tokens(name, length), tokens(name, length), is_causal(name))
     return sum(sent)
 
 

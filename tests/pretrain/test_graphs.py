@@ -48,7 +48,7 @@ def test_a_layer_whose_host_decides_in_each_call_is_refused(name: str, free_ener
     layer = located(shape.layer_class)(shape, OneProcess())
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.02)
-    layer(torch.randn(8, 1, shape.hidden), Context())
+    layer(torch.randn(8, 1, shape.stream), Context())
     decides = any(getattr(part, "ranges", None) for part in layer.modules())
     assert decides == ("form of its read" in (shape.uncapturable() or ""))
 

@@ -189,13 +189,13 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
     loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4), "fp8, delayed": (1e-5, 1e-4)}.get(model, other)
     # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
-    # thousandth of the least gradient here.
+    # thousandth of the least gradient here. A gamma of yuriiformer has 6e-6 left of a sum over all tokens and channels, 4e-9 off.
     tensor_by = {"bf16": 3e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
     for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(found.steps, wanted.steps[BEFORE:], strict=True)):
         assert loss == pytest.approx(wanted_loss, rel=loss_by)
         assert norm == pytest.approx(wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by)
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
-        assert norms == pytest.approx(wanted_norms, rel=tensor_by, abs=1e-9) and norms
+        assert norms == pytest.approx(wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9) and norms
     assert bool(found.scales) == ("delayed" in model)
     for name, scales in found.scales.items():  # a slice's or a micro-batch's own largest is mostly further off the whole's
         assert scales == pytest.approx(wanted.scales[name], rel=tensor_by)

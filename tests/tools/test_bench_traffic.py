@@ -39,7 +39,8 @@ def traced(forward: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype 
 
 
 def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
-    return layer_trace(replace(model, mixer=name).blocks()[0], model.hidden_size, tokens, 1)
+    model = replace(model, mixer=name)
+    return layer_trace(model.blocks()[0], model.stream_size, tokens, 1)
 
 
 def counted(trace: Trace, *, backward: bool) -> dict[str, float]:

@@ -6,6 +6,7 @@ All others become FemLMForCausalLM, the training's own code (see ``bundle``), an
 reshaped, and only the rows that pad the vocabulary are left out (see ``recipes``):
 
     embedding.word_embeddings.weight  model.embed_tokens.weight
+    embedding.velocity.word_embeddings.weight  model.embed_velocities.weight
     decoder.layers.N.*                model.layers.N.*           mixer.* and mlp.*, as the block's shape names them
     decoder.final_layernorm.weight    model.norm.weight
     output_layer.weight               lm_head.weight             absent where tied

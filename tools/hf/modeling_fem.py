@@ -240,6 +240,7 @@ class FemLMModel(FemLMPreTrainedModel):
             raise ValueError(f"recurrence={config.recurrence}: every block is applied at least once")
         self.causal = model.causal
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_velocities = nn.Embedding(config.vocab_size, config.hidden_size) if model.stream_size > config.hidden_size else None
         self.layers = nn.ModuleList(FemBlock(shape, i, model.causal, config.recurrence) for i, shape in enumerate(model.blocks()))
         self.norm = nn.RMSNorm(config.hidden_size, eps=model.norm_eps)
         self.gradient_checkpointing = False
@@ -271,6 +272,10 @@ class FemLMModel(FemLMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embed_velocities is not None:
+            if input_ids is None:
+                raise ValueError("inputs_embeds: this model begins with velocities, too, which have an embedding of their own; give input_ids")
+            x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
         documents = _packed(position_ids, attention_mask, x) if past_key_values is None else None
         if documents is not None and use_cache:
             raise ValueError("use_cache=True: position_ids pack several documents into a sequence, which have no decoding state")
@@ -281,9 +286,9 @@ class FemLMModel(FemLMPreTrainedModel):
         states: list[Tensor] = []
         for block in self.layers:
             if wanted:
-                states.append(x.transpose(0, 1))
+                states.append(x[..., : self.config.hidden_size].transpose(0, 1))
             x = block(x, positions=positions, valid=valid, past_key_values=cache, documents=documents)
-        x = self.norm(x).transpose(0, 1)
+        x = self.norm(x[..., : self.config.hidden_size]).transpose(0, 1)
         hidden = (*states, x) if wanted else None
         output = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
         return output if return_dict is not False else output.to_tuple()

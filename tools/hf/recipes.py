@@ -17,11 +17,12 @@ from pretrain.plan.run_plan import parameter_shapes
 
 RENAMED = (
     ("embedding.word_embeddings.", "model.embed_tokens."),
+    ("embedding.velocity.word_embeddings.", "model.embed_velocities."),
     ("decoder.layers.", "model.layers."),
     ("decoder.final_layernorm.", "model.norm."),
     ("output_layer.", "lm_head."),
 )
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "embedding.velocity.word_embeddings.weight")
 
 
 @dataclass(frozen=True)

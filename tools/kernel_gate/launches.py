@@ -133,7 +133,7 @@ def models() -> dict[str, ModelConfig]:
 def _layer(shape: BlockShape, model: ModelConfig, engine: str = "", *, documents: bool = False) -> Launches:
     def make(parallel: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
         block = Block(shape, parallel)
-        x = torch.empty(TOKENS, 1 if documents else BATCH, model.hidden_size, dtype=parallel.dtype, requires_grad=True)
+        x = torch.empty(TOKENS, 1 if documents else BATCH, model.stream_size, dtype=parallel.dtype, requires_grad=True)
         apart = _documents() if documents else None
         positions = None if apart is None else apart.positions
         return lambda: block(x, Context(positions, causal=model.causal, documents=apart)), list(block.parameters())

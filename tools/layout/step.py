@@ -85,7 +85,7 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     gaps = _launches(plan, machine) * float(machine.rest["gap"])
     one = sum(passes.values()) + between + cut + gaps
     bubble = (stages - 1) / (chunks or 1) * one
-    sent = 2 * micro * 2 * (chunks or 1) * tokens * config.model.hidden_size / (tensor if layout.sequence_parallel else 1) / machine.fabric
+    sent = 2 * micro * 2 * (chunks or 1) * tokens * config.model.stream_size / (tensor if layout.sequence_parallel else 1) / machine.fabric
     hops = 2 * (micro + stages) * float(machine.rest["latency"]["fabric"])
     return {
         **{name: micro * each for name, each in passes.items()},

@@ -13,7 +13,7 @@ from kernels.pairs import allowed_pairs
 def observe(layer: Attention, sample: Sample) -> Quantities:
     """Entropy of softmax(q k^T / sqrt(d)), and the largest of its logits."""
     shape = layer.shape
-    h = rms_norm(sample.x, layer.norm.weight, shape.norm_eps)
+    h = rms_norm(layer.start(sample.x), layer.norm.weight, shape.norm_eps)
     q, k, _ = layer.project(h, sample.context)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in (q, k.repeat_interleave(shape.heads // shape.groups, dim=2)))
     scores = q @ k.mT * (shape.head**-0.5 if shape.scale is None else shape.scale)

@@ -28,6 +28,10 @@ class Attention(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = normed(x, self.norm.weight, self.shape.norm_eps)
+        return x + self.step(h, context)
+
+    def step(self, h: Tensor, context: Context) -> Tensor:
+        """What the slice h, normed, adds to the stream, in h's slicing."""
         q, k, v = self.project(h, context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
@@ -36,7 +40,7 @@ class Attention(Update):
             o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
         else:
             o = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=self.shape.scale)
-        return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
+        return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
         """Attention over the window, [b, local heads, s, d]; a state that may shrink forgets what the next token will not see."""

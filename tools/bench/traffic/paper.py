@@ -164,7 +164,7 @@ def layer_trace(shape: BlockShape, hidden: int, tokens: int, batch: int, *, caus
 
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
-    trace = layer_trace(shape, model.hidden_size, tokens, batch, causal=model.causal)
+    trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
     # What the plan counts and torch does not multiply, our Triton kernels do.
     seen = sum(launch.flops for launch in trace.launches if not launch.backward)
     own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)

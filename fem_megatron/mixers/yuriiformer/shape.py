@@ -1,0 +1,56 @@
+"""YuriiFormer's sizes: attention and MLP as Nesterov steps on a stream of tokens and their velocities. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_megatron.mixers.attention.shape import AttentionShape
+from fem_megatron.shape import Shape, SwiGluShape, Training, Weight, Weights
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+SHARE, GAIN = 0.9, 1.0  # that mu and beta, and gamma, start from
+
+
+class AcceleratedShape(Shape):
+    """A step of some kind, taken with momentum: [x | v] -> [x' | v'], each ``hidden`` channels."""
+
+    @property
+    def stream(self) -> int:
+        return 2 * self.hidden
+
+    def weights(self) -> Weights:
+        """The step's own; velocity_norm; mu and beta before the sigmoid, gamma before the softplus, a number each."""
+        share, gain = math.log(SHARE / (1 - SHARE)), math.log(math.expm1(GAIN))
+        starts = {"mu": share, "beta": share, "gamma": gain}
+        return {
+            **super().weights(),  # type: ignore[safe-super]
+            "velocity_norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            **{name: Weight((1,), init=start, per_token=True) for name, start in starts.items()},
+        }
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """The step's own, and on every rank's slice the stream, the step, and the sum that becomes the velocity."""
+        return super().kept_bytes(training) | {"velocity": 4 * training.element * self.hidden / training.sequence_split}
+
+
+@dataclass(frozen=True)
+class AcceleratedAttentionShape(AcceleratedShape, AttentionShape):
+    """Attention's step with momentum."""
+
+    layer_class = "fem_megatron.mixers.yuriiformer.layer:AcceleratedAttention"
+
+
+@dataclass(frozen=True)
+class AcceleratedSwiGluShape(AcceleratedShape, SwiGluShape):
+    """The MLP's step with momentum."""
+
+    layer_class = "fem_megatron.mixers.yuriiformer.layer:AcceleratedSwiGlu"
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> AcceleratedSwiGluShape:
+        """The sizes that ``model`` asks for."""
+        return cls(model.hidden_size, model.ffn_size, model.norm_eps)
