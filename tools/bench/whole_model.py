@@ -100,6 +100,14 @@ class Fused(OneProcess):
         return fusions.turn(x, cos, sin)
 
 
+OUTER = {
+    "embedding": "embedding.word_embeddings.weight",
+    "velocities": "embedding.velocity.word_embeddings.weight",
+    "norm": "decoder.final_layernorm.weight",
+    "output": "output_layer.weight",
+}
+
+
 class LanguageModel(nn.Module):
     """Embedding, blocks, final norm, output layer, initialised as the training code initialises.
 
@@ -120,22 +128,27 @@ class LanguageModel(nn.Module):
         rows, hidden = model.padded_vocab_size(), model.hidden_size
         with torch.device(device or platform.device()):
             self.embedding = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
+            moves = model.stream_size > hidden
+            self.velocities = nn.Parameter(torch.empty(rows, hidden, dtype=dtype)) if moves else None
             self.blocks = nn.ModuleList(Block(shape, parallel or Fused(dtype)) for shape in model.blocks())
             self.norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
             self.output = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
-        outer = dict(zip(("embedding", "norm", "output"), outer_weights(replace(model, tie_embeddings=False)).values(), strict=True))
+        outer = outer_weights(replace(model, tie_embeddings=False))
         with torch.no_grad():
             for name, weight in self.named_parameters():
-                start = starts_from(model, weight.spec if hasattr(weight, "spec") else outer[name])
+                start = starts_from(model, weight.spec if hasattr(weight, "spec") else outer[OUTER[name]])
                 if isinstance(start, Normal):
                     weight.normal_(0.0, start.std)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: Context = ALL_TOKENS) -> Tensor:
         """tokens and labels [b, t] -> the mean loss, float32 or wider."""
-        x = self.embedding[tokens].transpose(0, 1).contiguous()
+        x = self.embedding[tokens]
+        if self.velocities is not None:
+            x = torch.cat((x, self.velocities[tokens]), dim=-1)
+        x = x.transpose(0, 1).contiguous()
         for block in self.blocks:
             x = checkpoint(block, x, context, use_reentrant=False) if self.recompute else block(x, context)
-        logits = linear(rms_norm(x, self.norm, self.eps), self.output)
+        logits = linear(rms_norm(x[..., : len(self.norm)], self.norm, self.eps), self.output)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy(logits.to(wide).flatten(0, 1), labels.T.flatten())
 

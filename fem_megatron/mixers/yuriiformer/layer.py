@@ -35,13 +35,14 @@ class Accelerated(Update):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         step = self.step(rms_norm(self.start(x), self.norm.weight, self.norm_eps), context)
         x, v = x.chunk(2, dim=-1)
-        v = layer_norm(self.beta.sigmoid() * v + F.softplus(self.gamma) * step, self.velocity_norm.weight, self.norm_eps)
+        v = torch.addcmul(self.beta.sigmoid() * v, F.softplus(self.gamma), step)
+        v = layer_norm(v, self.velocity_norm.weight, self.norm_eps)
         return torch.cat((x + v, v), dim=-1)
 
     def start(self, x: Tensor) -> Tensor:
         """Ahead of the tokens, where the step is read."""
         x, v = x.chunk(2, dim=-1)
-        return x + self.mu.sigmoid() * v
+        return torch.addcmul(x, self.mu.sigmoid(), v)
 
 
 class AcceleratedAttention(Accelerated, Attention):
