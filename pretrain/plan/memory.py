@@ -141,10 +141,8 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
     again = training.again
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
-    stream = config.model.stream_size
     for shape in filter(None, (block.mixer, block.mlp)):
-        carried = {"carried": e * (stream - shape.stream) / split}
-        kept = norms | carried | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": e * stream / split}
+        kept = norms | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": _residual(config)}
         for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
