@@ -38,7 +38,7 @@ class ModelConfig:
     )
     mlp: str | None = setting(
         None,
-        "The MLP beside the mixer; null: what belongs to the mixer (cem: cem; yuriiformer: yuriiformer; hyperset: none, it has its own; others: swiglu).",
+        "The MLP beside the mixer; null: what belongs to the mixer (cem, yuriiformer: its own; hyperset: none; others: swiglu).",
         (*catalogue.MLPS, "none"),
     )
     recurrence: int = setting(

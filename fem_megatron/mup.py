@@ -86,7 +86,7 @@ def score_scale(model: ModelConfig, width: int) -> float | None:
 
 
 def outer_weights(model: ModelConfig) -> Weights:
-    """Name -> weight of what is in no block: embedding, final norm, the output layer unless tied, velocities' embedding if there are any."""
+    """Name -> weight of what is in no block: embeddings, of velocities where there are any, final norm, output layer unless tied."""
     shape = (model.padded_vocab_size(), model.hidden_size)
     weights = {
         "embedding.word_embeddings.weight": Weight(shape, split=0, mup=FIXED, maps=None),

@@ -43,7 +43,8 @@ def block(name: str = "fem_softmax", seed: int = 0, spread: float = 0.4, model: 
 
 
 def tokens(length: int = LENGTH, batch: int = 2, seed: int = 1, name: str = "fem_softmax") -> Tensor:
-    return torch.randn(length, batch, replace(SMALL, mixer=name).stream_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    width, rng = replace(SMALL, mixer=name).stream_size, torch.Generator().manual_seed(seed)
+    return torch.randn(length, batch, width, generator=rng, dtype=torch.float64)
 
 
 def seen(made: Block, x: Tensor, count: int = 256, *, causal: bool = True) -> dict[str, float]:

@@ -19,9 +19,8 @@ from tests.fem_megatron.test_baselines import EPS, ROUNDING, attention, norm
 MODEL = ModelConfig(mixer="yuriiformer", hidden_size=16, num_attention_heads=2, num_layers=2, ffn_hidden_size=24, norm_eps=EPS)
 
 
-def block(model: ModelConfig = MODEL) -> Block:
-    made: Block = drawn(Block(model.blocks()[0], OneProcess(torch.float64)), spread=0.4)
-    return made
+def block(model: ModelConfig = MODEL) -> Any:
+    return drawn(Block(model.blocks()[0], OneProcess(torch.float64)), spread=0.4)
 
 
 def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ def test_a_layer_is_two_steps_of_nesterovs_method() -> None:
 def test_training_starts_with_much_of_the_velocity_and_all_of_the_step() -> None:
     weights = MODEL.blocks()[0].weights()
     for part in ("mixer", "mlp"):
-        mu, beta, gamma = (torch.tensor(float(weights[f"{part}.{name}"].init)) for name in ("mu", "beta", "gamma"))
+        mu, beta, gamma = (torch.tensor(weights[f"{part}.{name}"].init) for name in ("mu", "beta", "gamma"))
         assert [float(mu.sigmoid()), float(beta.sigmoid())] == pytest.approx([0.9, 0.9])
         assert float(torch.nn.functional.softplus(gamma)) == pytest.approx(1.0)
 

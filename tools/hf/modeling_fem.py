@@ -274,7 +274,7 @@ class FemLMModel(FemLMPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_velocities is not None:
             if input_ids is None:
-                raise ValueError("inputs_embeds: this model begins with velocities, too, which have an embedding of their own; give input_ids")
+                raise ValueError("inputs_embeds: this model's tokens have velocities, too, from an embedding of their own; give input_ids")
             x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
         documents = _packed(position_ids, attention_mask, x) if past_key_values is None else None
         if documents is not None and use_cache:

@@ -1,4 +1,4 @@
-"""YuriiFormer (Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236): Nesterov's method in place of each plain step, attention's and the MLP's.
+"""YuriiFormer (Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236): Nesterov's method in place of attention's and the MLP's plain steps.
 
 Attention is taken for the gradient of an energy of interaction, the MLP for that of a potential, and a layer for a step down each in turn
 (Lie-Trotter splitting). Each token has a velocity v besides x, which begins as an embedding of its own. A step f, normalised as ever:
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fem_megatron.block import SwiGlu
 from fem_megatron.mixers.attention.layer import Attention
-from fem_megatron.mixers.yuriiformer.shape import AcceleratedShape
+from fem_megatron.mixers.yuriiformer.shape import AcceleratedAttentionShape, AcceleratedSwiGluShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
 from fem_megatron.update import Update, layer_norm, rms_norm
@@ -28,7 +28,7 @@ from fem_megatron.update import Update, layer_norm, rms_norm
 class Accelerated(Update):
     """[x | v] -> [x' | v'], of an update whose ``step`` is f after its norm. The velocity is a token's own: decoding keeps none of it."""
 
-    def __init__(self, shape: AcceleratedShape, parallel: Parallel) -> None:
+    def __init__(self, shape: AcceleratedAttentionShape | AcceleratedSwiGluShape, parallel: Parallel) -> None:
         self.norm_eps = shape.norm_eps
         super().__init__(shape, parallel)
 
