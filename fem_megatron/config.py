@@ -99,7 +99,7 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Channels that layers hand on for a token: hidden_size, and as many of its velocity where any layer moves by one."""
-        return max(block.stream for block in self._blocks)
+        return max(part.stream for block in self._blocks for part in (block.mixer, block.mlp) if part is not None)
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""

@@ -324,11 +324,6 @@ class BlockShape:
     mlp: Shape | None
     recurrence: int
 
-    @property
-    def stream(self) -> int:
-        """Channels of the widest stream that one of the two updates."""
-        return max(shape.stream for shape in (self.mixer, self.mlp) if shape is not None)
-
     def weights(self) -> Weights:
         """The names of the block's state dict: ``mixer.*`` and ``mlp.*``."""
         return {**self._weights}
@@ -344,8 +339,7 @@ class BlockShape:
         for shape in filter(None, (self.mixer, self.mlp)):
             parts = shape.flops(length if document is None else document, whole_square=whole_square)
             if document is not None and shape.once:
-                whole = shape.flops(length, whole_square=whole_square)
-                parts |= {name: whole[name] for name in shape.once & whole.keys()}
+                parts |= {name: value for name, value in shape.flops(length, whole_square=whole_square).items() if name in shape.once}
             for name, value in parts.items():
                 flops[name] = flops.get(name, 0.0) + self.recurrence * value
         return flops
