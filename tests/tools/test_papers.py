@@ -328,6 +328,7 @@ def test_intervals_and_verdicts() -> None:
     # Seeds that one row has alone are left out of the differences: 0.1 and 0.2, of which the mean leaves zero in.
     results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": [0.7, 0.9]})
     assert report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == "leans with it"
+    assert report.verdict(replace(experiment, enough=0.6), size, results, experiment.claims[0], size.cases[0]) == report.LEVEL
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

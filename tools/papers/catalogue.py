@@ -43,7 +43,7 @@ ENTRIES = (
     Entry(
         "argmax", FEM, "appendix P: the largest value in every channel", "nothing", "5", "a CPU's hours", "tools.papers.argmax:EXPERIMENT"
     ),
-    Entry("mad", FEM, "table 1: MAD's six tasks, 23 rows; quick: two", "nothing", "60", GPU, "tools.papers.mad:EXPERIMENT"),
+    Entry("mad", FEM, "table 1: MAD's six tasks, 23 rows; quick: four", "nothing", "90", GPU, "tools.papers.mad:EXPERIMENT"),
     Entry("fem-images", FEM, "table 3: DeiT's form on digits, CIFAR", CIFAR, "3", GPU, "tools.papers.images:FEM_IMAGES"),
     Entry(
         "fem-forecast",

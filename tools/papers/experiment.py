@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,8 +66,9 @@ class Experiment:
 
     metric: what is reported, of the test data unless its name begins with ``train_``. falls: a smaller one is better. scale: what it is
     multiplied by in tables. also: further scores that have tables of their own, name -> what it is. curves: what is recorded iteration by
-    iteration, likewise. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
-    problem: (case, row, size, seed) -> what is trained. told: what a reader of the report should know, Markdown.
+    iteration, likewise. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets. enough: the
+    mean score from which on two rows are level. problem: (case, row, size, seed) -> what is trained. told: what a reader of the report
+    should know, Markdown.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Experiment:
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     chance: Callable[[str, Size], float] | None = None
+    enough: float = math.inf
 
     @property
     def cases(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ ABOUT = (
     "same learning rates; validation data of the first seed choose. In brackets: the paper's number, at its own size. An order *agrees* or "
     "is *against* the paper where the interval of the seeds' differences leaves zero out; else it *leans*."
 )
-VERDICTS = ("agrees", "leans with it", "leans against it", "against it")
+LEVEL = "both answer all"
+VERDICTS = ("agrees", "leans with it", "leans against it", "against it", LEVEL)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -155,6 +156,8 @@ def verdict(experiment: Experiment, size: Size, results: Results, claim: Claim, 
     both = [(above[seed][experiment.metric], below[seed][experiment.metric]) for seed in above if seed in below]
     if len(both) < 2:
         return None
+    if min(mean for mean, _ in map(interval, zip(*both, strict=True))) >= experiment.enough:
+        return LEVEL
     mean, half = interval((low - high if experiment.falls else high - low) for high, low in both)
     return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
 
