@@ -64,8 +64,8 @@ class ModelConfig:
     rope_scaling: RopeScaling = setting(RopeScaling, "Rotary frequencies for longer texts (docs/long_context.md), of the mixers that turn.")
     qk_norm: bool = setting(
         False,
-        "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, differential, fem_softmax; what the "
-        "others compare is what their energies are made of, and hyperset norms its own.",
+        "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, yuriiformer, differential, "
+        "fem_softmax; what the others compare is what their energies are made of, and hyperset norms its own.",
     )
     norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
     init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.", above=0)
@@ -82,7 +82,7 @@ class ModelConfig:
         "it; fused: torch's attention on [v | exp(beta v - r)], likewise; reference: always the exact log-sum-exp.",
         ("auto", "fused", "reference"),
     )
-    attention: AttentionConfig = setting(AttentionConfig, "Switches of standard attention, for mixer transformer alone.")
+    attention: AttentionConfig = setting(AttentionConfig, "Switches of standard attention, for mixers transformer and yuriiformer.")
     fem: FemConfig = setting(FemConfig, "The Free Energy Mixer's switches and sizes.")
     cem: CemConfig = setting(CemConfig, "Switches and sizes of Causal Energy Minimization, attention and MLP.")
     second_order: SecondOrderConfig = setting(SecondOrderConfig, "Switches of second-order attention.")

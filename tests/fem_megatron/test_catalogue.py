@@ -50,6 +50,7 @@ SWITCHED: dict[str, Any] = {"attention": AttentionConfig(head_dim=6, qkv_bias=Tr
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
     "switched": {"mixer": "transformer", "num_query_groups": 2, **SWITCHED},
+    "yuriiformer switched": {"mixer": "yuriiformer", "num_query_groups": 2, "qk_norm": True, **SWITCHED},
     "normed": {"mixer": "transformer", "num_query_groups": 2, "qk_norm": True},
     "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
     "differential normed": {"mixer": "differential", "qk_norm": True},

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Switches of standard attention, as the open models of Llama's family have them; only where ``model.mixer`` is transformer."""
+    """Switches of standard attention, as the open models of Llama's family have them: of the mixers transformer and yuriiformer."""
 
     head_dim: int | None = setting(None, "Width of a head; null: hidden_size / num_attention_heads.", least=1)
     qkv_bias: bool = setting(False, "Biases on the projections to queries, keys and values (Qwen2).")
