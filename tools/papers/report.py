@@ -180,6 +180,9 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
         if experiment.chance is not None:
             axes.axvline(experiment.scale * experiment.chance(case, size), color=QUIET, linewidth=0.8, linestyle=":")
         plain_axes(axes, experiment.metric + (", %" if experiment.scale == 100 else ""), grid="x")
+        if experiment.scale == 100:
+            low, high = axes.get_xlim()
+            axes.set_xlim(max(low, -3), min(high, 103))
         axes.set_title(case, fontsize=8)
         axes.tick_params(labelsize=7)
     panels[0].set_yticks(range(len(rows)), rows)
