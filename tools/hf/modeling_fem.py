@@ -225,6 +225,13 @@ class FemLMPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
+    def resize_token_embeddings(self, *given: Any, **named: Any) -> nn.Embedding:
+        """transformers' own. Raises ValueError where tokens have velocities, whose embedding it does not know and would leave as it is."""
+        if getattr(self.base_model, "embed_velocities", None) is not None:
+            raise ValueError("this model's velocities have an embedding of their own, which is not resized: train with all tokens")
+        made: nn.Embedding = super().resize_token_embeddings(*given, **named)
+        return made
+
 
 class FemLMModel(FemLMPreTrainedModel):
     """Embedding, blocks, final norm.

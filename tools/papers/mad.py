@@ -300,8 +300,8 @@ EXPERIMENT = Experiment(
     "and of full width, with more parameters, +LTG has 67.6; after three times the steps FEM-SM has 87.2, softmax 90.4. From 800 sequences "
     "every row fits 78 % of them and more, so that generalisation decides: +L is above softmax, FEM-SM no longer below it. The recalls "
     "have 32 tokens here, and a trial ends where 99.9 % of validation data is answered: FEM-SM does after 200 to 500 steps in-context and "
-    "under noise, softmax and GLA mostly after none of their 1,500. C alone is enough: its convolution sees the token before; L alone is "
-    "not. Fuzzy recall is learned by none in 1,500 steps. Memorization is too easy at this size: every row has all pairs after 100 to 300 "
+    "under noise, softmax and GLA after none of their 1,500. Under noise C alone is enough: its convolution sees the token before; L alone "
+    "is not. Fuzzy recall is hardly begun in 1,500 steps. Memorization is too easy at this size: every row has all pairs after 100 to 300 "
     "steps.",
     published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)}
     | {(FEW, row): values[0] for row, values in PUBLISHED.items()},

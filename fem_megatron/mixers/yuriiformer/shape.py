@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.shape import Shape, SwiGluShape, Training, Weight, Weights
-
-if TYPE_CHECKING:
-    from fem_megatron.config import ModelConfig
 
 SHARE, GAIN = 0.9, 1.0  # that mu and beta, and gamma, start from
 
@@ -49,8 +45,3 @@ class AcceleratedSwiGluShape(AcceleratedShape, SwiGluShape):
     """The MLP's step with momentum."""
 
     layer_class = "fem_megatron.mixers.yuriiformer.layer:AcceleratedSwiGlu"
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> AcceleratedSwiGluShape:
-        """The sizes that ``model`` asks for."""
-        return cls(model.hidden_size, model.ffn_size, model.norm_eps)

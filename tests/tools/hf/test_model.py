@@ -151,6 +151,15 @@ def test_refused_inputs(plain: Any, raised: Refused) -> None:
         FemLMConfig({"no_such": 1})
 
 
+def test_velocities_have_an_embedding_that_transformers_does_not_know() -> None:
+    model = FemLMForCausalLM(FemLMConfig(small("yuriiformer").__dict__))
+    embeds = model.get_input_embeddings()(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="inputs_embeds: this model's tokens have velocities, too, .* give input_ids"):
+        model(inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="velocities have an embedding of their own, which is not resized: train with all tokens"):
+        model.resize_token_embeddings(VOCAB + 6)
+
+
 def test_the_configuration() -> None:
     """transformers' names win over ``architecture``; what is changed later, and what is written and read, too."""
     config = FemLMConfig(small(init_std=0.03).__dict__, num_hidden_layers=4, tie_word_embeddings=True)
