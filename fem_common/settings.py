@@ -31,8 +31,9 @@ class Spec:
 
     def range(self) -> str:
         """The range in words: ``1 or more``, ``more than 0 and less than 1``; empty where any number will do."""
-        low = f"{self.least:g} or more" if self.least is not None else f"more than {self.above:g}" if self.above is not None else ""
-        high = f"less than {self.below:g}" if self.below is not None else ""
+        least, above, below = (f"{limit:g}" if isinstance(limit, float) else str(limit) for limit in (self.least, self.above, self.below))
+        low = f"{least} or more" if self.least is not None else f"more than {above}" if self.above is not None else ""
+        high = f"less than {below}" if self.below is not None else ""
         return " and ".join(filter(None, (low, high)))
 
 

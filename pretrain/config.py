@@ -192,7 +192,7 @@ class TrainConfig:
         "loss is the same but for rounding.",
         least=0,
     )
-    seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
+    seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0, below=2**32)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
     max_bad_steps: int = setting(

@@ -48,7 +48,7 @@ def _parser() -> cli.Parser:
     )
     parser.add_argument("--limit", type=_positive, metavar="N", help="the first N examples of each task alone: to try things out")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (default: the model's)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the order of choices and examples (default: the harness's)")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="of the order of choices and examples (default: the harness's)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="folder of data sets (default: the libraries' own)")
     network = parser.add_mutually_exclusive_group()
     network.add_argument("--online", action="store_true", help="download data sets that are not in the cache")
@@ -66,6 +66,13 @@ def _parser() -> cli.Parser:
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """A seed that numpy and torch accept."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 

@@ -139,7 +139,7 @@ class Study:
         (), "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike.", above=0
     )
     learning_rates: tuple[float, ...] | None = setting(None, "Every run at each of these; null: the variant's or the base's.", above=0)
-    seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0)
+    seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0, below=2**32)
     warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.", least=0, below=1)
     warmup_steps: int | None = setting(None, "Linear warm-up in steps, in place of warmup: the same for all runs.", least=0)
     trunks: bool = setting(

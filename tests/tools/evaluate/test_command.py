@@ -151,6 +151,13 @@ def test_a_model_that_cannot_be_opened_does_not_stop_the_others(run: Run, llama:
     assert code == 2 and err.splitlines()[-1].startswith("tools.evaluate: error: ")
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+def test_a_seed_that_numpy_refuses_is_refused_at_once(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "--seed", seed])
+    assert ended.value.code == 2 and f"argument --seed: '{seed}': expected a whole number from 0 to" in capsys.readouterr().err
+
+
 def test_the_quick_suite(run: Run) -> None:
     code, out, err = run("--limit", "4", suite="quick")
     assert code == 0, err
