@@ -21,7 +21,7 @@ from pretrain.run_directory import FORK, read_fork
 from pretrain.schedule import Schedule
 from pretrain.stages import Part, drawn_by, facts_of
 
-_BOUND = re.compile(r"model\.(?!rope_scaling\.)|train\.precision|parallel\.use_distributed_optimizer")  # what a fork keeps of its parent's
+_FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")  # what a fork may change although a resume may not
 _ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")  # what decides an order of samples beside its data
 
 
@@ -101,7 +101,7 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         raise ConfigError(f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}")
     changed = changes(found.manifest["config"], config)
-    check(found.path, [change for change in changed if _BOUND.match(change.key)], config)
+    check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
     parent, before, length = found.progress, found.manifest["config"]["data"]["seq_length"], config.data.seq_length
     consumed = -(-parent.consumed_samples * before // length)
     schedule = Schedule.of(config, parent.step, consumed)

@@ -130,6 +130,7 @@ def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: 
         (DEMO, run, "train.steps=8", f"run_dir={tmp_path / 'nowhere'}"),
         (run, new, "train.steps=8", "model.num_layers=4"),
         (run, new, "train.steps=8", "train.precision=bf16"),
+        (run, new, "train.steps=8", "optimizer.name=muon"),
         (run, new, "train.steps=8", "optimizer.from_step=8"),
         (run, new, "train.steps=8", f"checkpoint.load={run}"),
         (DEMO, new, "train.steps=8", f"run_dir={tmp_path / 'nowhere'}"),
