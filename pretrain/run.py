@@ -303,7 +303,7 @@ class Run:
             callbacks=self._callbacks(checkpoints, start.progress.step) if self.first else [],
             meter=meter,
             progress=start.progress,
-            content_key=self.contents.key,
+            content_keys=self.contents.keys,
             watch=self._watch(engine),
             profiler=Profiler(config.log.profile, self.folder, self.received),
             stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),

@@ -57,7 +57,7 @@ class Trainer:
     callbacks: list[Callback]
     meter: Meter
     progress: Progress
-    content_key: str
+    content_keys: dict[str, str]
     watch: Watch
     profiler: Profiler
     stragglers: Stragglers
@@ -195,7 +195,7 @@ class Trainer:
         self.meter.restart("validation")
 
     def _save(self, *, needed: bool) -> None:
-        self.checkpoints.save(self.engine, self.progress, self.content_key, needed=needed)
+        self.checkpoints.save(self.engine, self.progress, self.content_keys, needed=needed)
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:

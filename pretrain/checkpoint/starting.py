@@ -112,7 +112,7 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
         )
     begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": "", "rewound": ()}
     progress = replace(parent, consumed_samples=consumed, **begin)
-    if found.manifest["data"] == contents.key and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
+    if _trained_on(found, contents) and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
         _check_order(found, order, config, facts)
         return Start(replace(progress, order_samples=order), found, forked=True, changed=changed)
@@ -144,12 +144,19 @@ def _check_is_wanted(config: RunConfig, own: Found) -> None:
         )
 
 
+def _trained_on(found: Found, contents: Contents) -> bool:
+    """Whether the training data are those of the checkpoint; an older manifest has one key of training and validation data together."""
+    name = "training_data" if "training_data" in found.manifest else "data"
+    return bool(found.manifest[name] == contents.keys[name])
+
+
 def _check_resumable(
     found: Found, changed: list[Change], config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule
 ) -> None:
-    if found.manifest["data"] != contents.key:
+    if not _trained_on(found, contents):
+        older = "" if "training_data" in found.manifest else " (or data.valid, which its older manifest does not tell apart)"
         raise ConfigError(
-            f"checkpoint {found.path} was trained on other data than data.train and data.valid name now; restore the data, or start a new "
+            f"checkpoint {found.path} was trained on other data than data.train names now{older}; restore the data, or start a new "
             f"run (another run_dir) from its weights with checkpoint.load={found.path}"
         )
     check(found.path, changed, config)

@@ -12,7 +12,7 @@ import io
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -117,7 +117,7 @@ class Checkpoints:
         """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
         return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
-    def save(self, engine: Engine, progress: Progress, content_key: str, *, needed: bool = True) -> None:
+    def save(self, engine: Engine, progress: Progress, content_keys: Mapping[str, str], *, needed: bool = True) -> None:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
 
         Raises:
@@ -127,13 +127,13 @@ class Checkpoints:
         self.complete(blocking=True)
         self.begun = progress.step
         try:
-            self._save(engine, progress, content_key)
+            self._save(engine, progress, content_keys)
         except StorageError as error:
             self._go_on_without(error, needed=needed)
         if self.config.checkpoint.max_unsaved_steps is not None:
             from_rank_0(lambda: self.mirror.check(progress.step) if self.mirror else None)
 
-    def _save(self, engine: Engine, progress: Progress, content_key: str) -> None:
+    def _save(self, engine: Engine, progress: Progress, content_keys: Mapping[str, str]) -> None:
         final = self.folder / f"step_{progress.step:08d}"
         if from_rank_0(lambda: final.exists() and damage(final) is None):
             self.last, self.saved = final, progress.step
@@ -153,7 +153,7 @@ class Checkpoints:
             state = {**engine.sharded_state(), **scales, "rng": _rng_tensors(self.config)}
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
             request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
-        manifest = manifest_of(self.config, progress, content_key, self.inherited)
+        manifest = manifest_of(self.config, progress, content_keys, self.inherited)
 
         def finish() -> None:
             with _written(final, temporary):
@@ -335,12 +335,14 @@ def _told_to_all(finish: Callable[[], None]) -> None:
     from_rank_0(tell)
 
 
-def manifest_of(config: RunConfig, progress: Progress, content_key: str, inherited: Inherited | None = None) -> dict[str, Any]:
+def manifest_of(
+    config: RunConfig, progress: Progress, content_keys: Mapping[str, str], inherited: Inherited | None = None
+) -> dict[str, Any]:
     """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
     return {
         "format": 1,
         "progress": asdict(progress),
-        "data": content_key,
+        **content_keys,
         "inherited": asdict(inherited or Inherited(config.data.seq_length)),
         "layout": _layout(config),
         "config": plain(config),

@@ -44,7 +44,7 @@ def save_weights(
         ConfigError: the folder cannot be written to. StorageError: a file system failed.
     """
     told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
-    return write_weights(folder, weights, {**manifest_of(config, progress, content_key, inherited), **told})
+    return write_weights(folder, weights, {**manifest_of(config, progress, {"data": content_key}, inherited), **told})
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], manifest: dict[str, Any]) -> Path:

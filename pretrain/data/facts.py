@@ -71,9 +71,15 @@ class Contents:
 
     @property
     def key(self) -> str:
-        """Identity of the data, for checkpoints and the index cache: hexadecimal, of the contents and the order of the sources alone."""
+        """Identity of all the data, for the index cache and studies: hexadecimal, of the contents and the order of the sources alone."""
         told = "".join(f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources)
         return hashlib.sha256(told.encode()).hexdigest()
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What a checkpoint's manifest records: the key of all sources and, for a resume, that of the training sources alone."""
+        training = Contents(tuple(source for source in self.sources if source.split == "train"))
+        return {"data": self.key, "training_data": training.key}
 
 
 @dataclass(frozen=True)

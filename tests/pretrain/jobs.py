@@ -102,7 +102,7 @@ def _run(job: Job, cache: Path) -> Done:
     norms = TensorNorms(engine, int(job.norms))
     for number in range(job.steps + 1):
         if number == job.save_after:
-            checkpoints.save(engine, progress, contents.key)
+            checkpoints.save(engine, progress, contents.keys)
         if number == job.steps:
             break
         consumed = progress.consumed_samples + schedule.batch_samples

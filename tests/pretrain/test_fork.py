@@ -60,6 +60,24 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrai
     }  # fmt: skip
 
 
+def test_another_validation_set_or_none_changes_no_training_step(pretrain: Command, tiny_data: Path, tmp_path: Path) -> None:
+    """A fork and a resume go on bit for bit; manifests without the training sources' own key still open."""
+    base = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.interval=2", "log.diagnostics_interval=0")
+    another, none = f"data.valid=[{{prefix: {tiny_data / 'train'}}}]", "data.valid=[]"
+    assert pretrain(*base, "train.steps=6", f"run_dir={tmp_path / 'straight'}") == 0
+    wanted = losses(tmp_path / "straight")
+    assert pretrain(*base, "train.steps=2") == 0
+    assert fork(pretrain, pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another) == 0
+    assert losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)} and "its data are others" not in pretrain.out
+    assert pretrain(*base, "train.steps=4", none) == 0, pretrain.err
+    manifest = step_of(pretrain.run_dir, 4) / MANIFEST
+    told = json.loads(manifest.read_text())
+    del told["training_data"]
+    manifest.write_text(json.dumps(told))
+    assert pretrain(*base, "train.steps=6") == 2 and "data.valid, which its older manifest does not tell apart" in pretrain.err
+    assert pretrain(*base, "train.steps=6", none) == 0 and losses(pretrain.run_dir) == wanted
+
+
 def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
     """It begins at the first sample of its own order, counts tokens on, warms up anew, and resumes bit for bit."""
     assert pretrain("train.steps=4", *WSD[2:]) == 0

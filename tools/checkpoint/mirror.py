@@ -332,7 +332,8 @@ def _refuse_another_run(place: Mirror, ours: dict[str, Any]) -> None:
         theirs = ours
         with suppress(ValueError):  # damaged
             theirs = place.manifest(name)
-        if (theirs["data"], theirs["config"]["model"]) != (ours["data"], ours["config"]["model"]):
+        key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
+        if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
             raise ConfigError(f"{place.url} holds checkpoints of another run, of another model or other data: choose another place")
 
 
