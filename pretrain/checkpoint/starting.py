@@ -14,7 +14,8 @@ from pretrain.checkpoint.folder import MANIFEST, Found, Progress, find
 from pretrain.checkpoint.resume import Change, changes, check, check_model
 from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig
-from pretrain.data.facts import SURPLUS, Contents, DataFacts
+from pretrain.data.facts import Contents, DataFacts
+from pretrain.data.order import longest_order, passes_drawn
 from pretrain.data.store_cache import identity
 from pretrain.ranks import from_rank_0
 from pretrain.run_directory import FORK, read_fork
@@ -166,15 +167,12 @@ def _check_resumable(
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
     """Raises ConfigError where the checkpoint's order of samples has no such beginning of ``samples`` samples."""
     drawn = found.progress.order_samples
-    if samples <= drawn or config.data.packing == "best_fit":  # of which every pass has its own order
-        return
-    room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"}
-    weights = {source.prefix: source.weight for source in config.data.train}
-    drawn_of = samples * (SURPLUS if len(weights) > 1 else 1)
-    for prefix, tokens in room.items():
-        if drawn_of * config.data.seq_length * weights[prefix] / sum(weights.values()) > tokens:
-            raise ConfigError(
-                f"the run is now {samples} samples long, but its data order was drawn for {drawn} and "
-                f"{prefix} would be read more than once: samples already seen would come again out of order; keep the run within "
-                f"{drawn} samples, or start a new run from checkpoint.load={found.path}"
-            )
+    longest = longest_order(config, facts, drawn, samples)
+    if samples > longest:
+        both = zip(config.data.train, *(passes_drawn(config, facts, each) for each in (drawn, samples)), strict=True)
+        prefix = next((source.prefix for source, before, after in both if before != after), config.data.train[0].prefix)
+        raise ConfigError(
+            f"the run is now {samples} samples long, but its data order was drawn for {drawn}: beyond {longest} samples {prefix} would be "
+            f"shuffled anew, and samples already seen would come again; keep the run within {longest} samples, or start a new run from "
+            f"checkpoint.load={found.path}"
+        )

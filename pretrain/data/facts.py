@@ -2,6 +2,7 @@
 
 Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron. ``check_data`` reads a few bytes of each
 file, in every process and for every plan; ``check_contents`` reads whole .idx files and samples of .bin files, in one process of a run.
+Long, because each of its checks ends in a message of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entr
 _DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
 _MANIFEST_FORMAT = 2
-SURPLUS = 1.005  # samples of a blended source that Megatron-core draws an order of, over those that the blend needs
 SAMPLE_BLOCKS = 64
 MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)"
 

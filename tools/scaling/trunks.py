@@ -7,7 +7,6 @@ Under WSD, with a warm-up in steps, a run does not know its length before its de
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.data.facts import SURPLUS, DataFacts
+from pretrain.data.facts import DataFacts
+from pretrain.data.order import passes_drawn
 from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -83,11 +83,14 @@ def _decay_begins(planner: Planner, run: PlannedRun) -> int:
 
 def _check_order(planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None) -> None:
     """Raises ConfigError where a trunk reads data again: their order then follows from its length, which is not its forks'."""
+    if facts is None or config.data.packing == "best_fit":
+        return
     total = sum(source.weight for source in config.data.train)
-    room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"} if facts else {}
-    for source in config.data.train if config.data.packing != "best_fit" else ():
-        times = SURPLUS * trunk.tokens * source.weight / total / room.get(source.prefix, math.inf)
-        if times >= 1:
+    room = [source.tokens for source in facts.sources if source.split == "train"]
+    passes = passes_drawn(config, facts, Schedule.of(config).total_samples)
+    for source, tokens, drawn in zip(config.data.train, room, passes, strict=True):
+        if drawn != (1, False):
+            times = trunk.tokens * source.weight / total / tokens
             raise ConfigError(
                 f"{planner.study.path}: trunks: run {trunk.name} reads {source.prefix} {times:.2f} times, in an order that follows its "
                 "length, so that it does not begin as shorter ones do; prepare more data, shorten it, or set trunks: false"
