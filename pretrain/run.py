@@ -24,6 +24,7 @@ from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
 from pretrain.data.facts import Contents, check_contents, index_bytes
+from pretrain.data.order import longest_order
 from pretrain.data.packing import told
 from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
@@ -308,6 +309,7 @@ class Run:
             profiler=Profiler(config.log.profile, self.folder, self.received),
             stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),
             progress_file=self.file,
+            redraw=lambda samples: self.data(longest_order(config, self.facts, data.train_samples, samples)),
             received=self.received,
         )
 

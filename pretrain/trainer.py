@@ -62,6 +62,7 @@ class Trainer:
     profiler: Profiler
     stragglers: Stragglers
     progress_file: ProgressFile
+    redraw: Callable[[int], Datasets]  # the data, the training order drawn for so many samples as far as it begins alike; collective
     received: list[int]  # numbers of the signals that asked this process to stop, so far
 
     def run(self) -> Outcome:
@@ -71,6 +72,8 @@ class Trainer:
             TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
             ConfigError, StorageError: a checkpoint cannot be written.
         """
+        if self.progress.passed_over and (short := self._reach_the_end()):
+            self._tell(lambda callback: callback.on_message(short))
         stream = self._training()
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
@@ -173,9 +176,23 @@ class Trainer:
             self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times))
             self._tell_progress()
             text = f"step {at.step}, {told} --sample {last}; back at {found.path}, {passed_over} samples passed over so far"
+            text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
         self.meter.restart()
         return found is not None
+
+    def _reach_the_end(self) -> str:
+        """Draws the order of samples further where those passed over make it too short for the run; collective. What is missing, in words.
+
+        A longer order that does not begin with this one is none: there the last samples are the order's first ones again.
+        """
+        at = self.progress
+        needed = self.schedule.total_samples - at.order_begin + at.passed_over
+        if needed > len(self.data.train):
+            self.data = self.redraw(needed)
+            self.progress = replace(at, order_samples=self.data.train_samples)
+        short = needed - len(self.data.train)
+        return f"the data order ends {short} samples before the run, whose last steps will read its first samples again" * (short > 0)
 
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)

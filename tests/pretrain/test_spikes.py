@@ -19,6 +19,7 @@ from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes
 from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.data_folder import write_pair
 from tests.ranks import answer, losses, records
 from tools.tokens.steps import read_run
 
@@ -116,6 +117,40 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     most[0] = 3.0
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
     assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err
+
+
+@pytest.mark.parametrize("blended", [True, False])
+def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_told(
+    blended: bool, pretrain: Command, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blend's order has no samples to spare and is drawn further; one that ends with its only source's tokens begins again."""
+    bad, read = set[float](), list[tuple[int, ...]]()
+    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if loss in bad else None)
+
+    def noted(data: Any, *given: Any) -> Iterator[Batch]:
+        for batch in batches(data, *given):
+            read.extend(tuple(row) for row in batch["tokens"].tolist())
+            yield batch
+
+    monkeypatch.setattr(trainer, "batches", noted)
+    base = ["checkpoint.interval=2", "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "train.on_spike=rewind"]
+    if blended:
+        base.append(f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]")
+    else:
+        write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")  # 48 samples and a last label: what twelve steps read
+        base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
+    base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
+    assert pretrain(*base, f"run_dir={tmp_path / 'straight'}") == 0, pretrain.err
+    bad.add(losses(tmp_path / "straight")[7][0])
+    read.clear()
+    assert pretrain(*base) == 0, pretrain.err
+    assert "12 samples passed over so far" in pretrain.out
+    assert len(set(read)) == (60 if blended else 48), "of twelve steps, and three that were gone back from"
+    again = "the data order ends 12 samples before the run, whose last steps will read its first samples again"
+    assert (again in pretrain.out) is not blended
+    wanted = losses(pretrain.run_dir)
+    shutil.rmtree(pretrain.checkpoints / "step_00000012")
+    assert pretrain(*base) == 0 and losses(pretrain.run_dir) == wanted and (again in pretrain.out) is not blended
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------------------------
