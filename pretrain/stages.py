@@ -18,6 +18,7 @@ from fem_common.errors import ConfigError
 from fem_common.text import gib, si
 from pretrain.checkpoint.folder import Progress
 from pretrain.config import RunConfig, Stage
+from pretrain.data.distinct import check_distinct
 from pretrain.data.facts import DataFacts, check_data
 from pretrain.schedule import Schedule
 
@@ -130,9 +131,6 @@ def check_stages(config: RunConfig) -> Iterator[str]:
             yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
         if stage.name in [other.name for other in config.stages[:number]]:
             yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
-        prefixes = [source.prefix for source in stage.data or config.data.train]
-        if twice := next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None):
-            yield f"stages.{number} ({stage.name}) has {twice} twice in its blend; name it once, with the sum of the weights"
 
 
 def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
@@ -162,10 +160,13 @@ def check_stages_data(config: RunConfig) -> DataFacts:
     for part in parts_of(config):
         with _of_stage(part):
             told.append(check_data(part.config))
+            check_distinct(told[-1].sources)
             if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
                 raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
     sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
-    return replace(told[0], sources=tuple(reversed(sources.values())))
+    made = replace(told[0], sources=tuple(reversed(sources.values())))
+    check_distinct(made.sources)  # copies in different stages
+    return made
 
 
 @contextmanager

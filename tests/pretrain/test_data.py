@@ -146,16 +146,15 @@ def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_pa
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    links = [tmp_path / f"link_{number}" for number in range(sources)]
-    for link in links:
-        link.symlink_to(tiny_data)
-    prefixes, weights = [str(link / "train") for link in links], [3.0, 1.0][:sources]
+    (tmp_path / "link").symlink_to(tiny_data)
+    names, weights = ["train", "valid"][:sources], [3.0, 1.0][:sources]
+    prefixes = [str(tmp_path / "link" / name) for name in names]
     blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, weights, strict=True))
     ours = build([*settings, f"data.train=[{blend}]"], tmp_path / "ours", 300)
     config = GPTDatasetConfig(
         random_seed=42,
         sequence_length=32,
-        blend_per_split=[([str(tiny_data / "train")] * sources, weights if sources > 1 else None), None, None],
+        blend_per_split=[([str(tiny_data / name) for name in names], weights if sources > 1 else None), None, None],
         path_to_cache=str(tmp_path / "theirs"),
         tokenizer=_Tokens(512, 0),
         reset_position_ids=False,

@@ -189,6 +189,38 @@ def test_a_mistake_names_the_file_both_sides_and_what_to_do(folder: Path, wordin
     wording(complaint(folder, *(MISTAKES[mistake](folder) or ())))
 
 
+@pytest.mark.parametrize("staged", ["", "one stage", "two stages"])
+@pytest.mark.parametrize("way", ["same", "dots", "link", "copy", "copy without manifest"])
+def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, staged: str) -> None:
+    """Through two stages one path may come again, which goes on in its documents, and a copy may not, which would begin anew."""
+    other = {"same": folder, "dots": folder / "tokenizer" / ".."}.get(way, folder.with_name("other"))
+    if way == "link":
+        other.symlink_to(folder)
+    elif "copy" in way:
+        shutil.copytree(folder, other)
+        (other / "manifest.json").unlink() if "without" in way else None
+    pair, blend = [f"{{prefix: {place / 'train'}}}" for place in (folder, other)], "data.train=[{}, {}]"
+    if staged:
+        data = [", ".join(pair)] if staged == "one stage" else pair
+        stages = ", ".join(f"{{name: s{number}, steps: 1, data: [{sources}]}}" for number, sources in enumerate(data))
+        settings = ["train.steps=null", f"stages=[{stages}]", "optimizer.warmup_fraction=null", "optimizer.warmup_steps=0"]
+    else:
+        settings = [blend.format(*pair)]
+    if (way, staged) == ("same", "two stages"):
+        assert prepare(run_on(folder, *settings), None, plan_only=True).facts is not None
+        return
+    with pytest.raises(ConfigError) as caught:
+        prepare(run_on(folder, *settings), None, plan_only=True)
+    assert f" = {other / 'train'} holds the same tokens as data.train.0.prefix = {folder / 'train'}, which" in str(caught.value)
+    assert str(caught.value).startswith("stages.0 (s0): ") is (staged == "one stage")
+
+
+def test_sources_of_one_size_with_other_tokens_are_a_blend(folder: Path) -> None:
+    write_pair(folder.with_name("other"), [[7] * 600, [9] * 300])
+    blend = f"data.train=[{{prefix: {folder / 'train'}}}, {{prefix: {folder.with_name('other')}}}]"
+    assert prepare(run_on(folder, blend), None, plan_only=True).facts is not None
+
+
 def test_a_plan_reads_no_index_through(folder: Path) -> None:
     """Every process, and every --plan, looks at headers and sizes alone; what reads gigabytes is ``check_contents``."""
     flip(folder / "train.idx", -3)
