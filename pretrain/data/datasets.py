@@ -26,6 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split, compile_helpers
 
+from fem_common.errors import ConfigError
 from fem_common.stores import is_url
 from fem_megatron.cut import own_tokens
 from fem_megatron.documents import Documents
@@ -50,7 +51,7 @@ class _Tokens:
 
     vocab_size: int
     eod: int
-    pad: int = -1
+    pad: int = torch.iinfo(torch.int64).min
     unique_identifiers: tuple[str, ...] = ()
 
 
@@ -268,6 +269,21 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
     return {key: own_tokens(field, *cut, 1) for key, field in batch.items()}, known
 
 
+def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
+    """Raises ConfigError where a batch on the CPU has an id outside the vocabulary: an embedding that is split would pass over it."""
+    size = dataset.config.tokenizer.vocab_size
+    if all(least >= 0 and most < size for least, most in (torch.aminmax(batch[key]) for key in ("tokens", "labels"))):
+        return
+    for sample in samples:
+        ids = torch.cat((sample["tokens"], sample["labels"]))
+        for wrong in ids[(ids < 0) | (ids >= size)][:1].tolist():
+            source = dataset.datasets[sample["dataset_id"]] if "dataset_id" in sample else dataset
+            raise ConfigError(
+                f"{source.dataset_path} holds token id {wrong}, but model.vocab_size = {size} has ids 0 to {size - 1}; set "
+                "model.vocab_size to that of the tokenizer that wrote the data, or write them again with this model's tokenizer"
+            )
+
+
 def batches(
     dataset: GPTDataset,
     first_sample: int,
@@ -292,6 +308,7 @@ def batches(
             planned += size * micro_batch_size
         samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in FIELDS}
+        _check_ids(batch, samples, dataset)
         known = {} if ends is None else ends.applied(batch, device)
         if parallel_state.get_context_parallel_world_size() > 1:
             batch, known = _own_part(batch, known)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fem_common.errors import StorageError
+from fem_common.errors import ConfigError, StorageError
 from pretrain.config import DataConfig, load_run
 from pretrain.data.datasets import Ends, _Tokens, batches, build_datasets
 from pretrain.data.facts import check_contents
@@ -21,7 +21,7 @@ from pretrain.plan.run_plan import forward_flops, make_plan
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO
-from tests.pretrain.data_folder import write_folder
+from tests.pretrain.data_folder import write_folder, write_pair
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +30,13 @@ def groups() -> Iterator[None]:
         yield
 
 
-def build(settings: list[str], cache: Path, samples: int) -> Any:
+def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512) -> Any:
     """The training blend, its order drawn for so many samples."""
     prepared = prepare(load_run(DEMO, settings), 1)
     assert prepared.facts is not None
     return build_datasets(
         prepared.config,
-        vocab_size=512,
+        vocab_size=vocab_size,
         eod_id=prepared.facts.eod_id or 0,
         contents=check_contents(prepared.facts),
         train_samples=samples,
@@ -165,3 +165,18 @@ def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_pa
     theirs, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [300, 0, 0], lambda: True, config).build()
     assert len(ours) == len(theirs)
     assert all(np.array_equal(ours[i]["tokens"], theirs[i]["tokens"]) for i in range(300))
+
+
+@pytest.mark.parametrize("wrong", [60_000, 500, -1, -(2**31)])
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(tmp_path: Path, wrong: int, packing: str) -> None:
+    """Also one that only pads the embedding has, one that Megatron takes for padding elsewhere, and the last label's."""
+    write_pair(tmp_path / "good", [[1] * 200, [2] * 200], "int32")
+    write_pair(tmp_path / "bad", [[3] * 32 + [wrong] + [3] * 200], "int32")
+    blend = f"data.train=[{{prefix: {tmp_path / 'good'}}}, {{prefix: {tmp_path / 'bad'}}}]"
+    words = [blend, "data.valid=[]", "data.test=[]", "model.vocab_size=500", "data.seq_length=32", f"data.packing={packing}"]
+    stream = batches(build(words, tmp_path / "index", 16, vocab_size=500), 0, 2, torch.device("cpu"))
+    with pytest.raises(ConfigError) as caught:
+        for _ in range(8):
+            next(stream)
+    assert f"{tmp_path / 'bad'} holds token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; " in str(caught.value)

@@ -28,9 +28,10 @@ from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
 from pretrain.trainer import Trainer
 from pretrain.validate import prepare
-from tests.pretrain.conftest import DEMO, ROOT, Command
+from tests.pretrain.conftest import DEMO, ROOT, SMALL, Command
+from tests.pretrain.data_folder import write_pair
 from tests.pretrain.jobs import engine_of, micro_batches
-from tests.ranks import PATIENCE, losses, records
+from tests.ranks import PATIENCE, ended, losses, records
 
 
 def test_run_directory_tells_all(pretrain: Command) -> None:
@@ -78,6 +79,19 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     first, second = (record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record)
     assert first == pytest.approx(second, rel=1e-6)
     assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
+
+
+def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(pretrain: Command, tmp_path: Path) -> None:
+    """In validation data in this process, and in training data where both ranks hold half of the embedding."""
+    write_pair(tmp_path / "good", [[7] * 400, [8] * 400])
+    write_pair(tmp_path / "bad", [[7] * 40, [60_000] * 800])
+    words = [f"run_dir={tmp_path / 'run'}", "data.test=[]", *SMALL, "model.vocab_size=500", "train.steps=4"]
+    good, bad = (f"[{{prefix: {tmp_path / name}}}]" for name in ("good", "bad"))
+    wanted = f"pretrain: error: {tmp_path / 'bad'} holds token id 60000, but model.vocab_size = 500 has ids 0 to 499; "
+    assert pretrain(*words, f"data.train={good}", f"data.valid={bad}") == 2 and pretrain.err.splitlines()[-1].startswith(wanted)
+    tensor = [f"data.train={bad}", "data.valid=[]", "parallel.tensor_model_parallel_size=2", f"run_dir={tmp_path / 'two'}"]
+    codes, said = ended(2, [DEMO, *words, *tensor], tmp_path / "out")
+    assert codes == [2, 2] and wanted in said[0] and "Traceback" not in "".join(said)
 
 
 def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(

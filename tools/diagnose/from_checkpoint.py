@@ -73,8 +73,8 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     prefix = data or data_of_run(find(checkpoint).manifest["config"]["data"])
     ids = first_tokens(prefix, tokens)
     with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
-        if ids.max() >= (model.vocab_size or 0):
-            known = f"the token {ids.max()}, but the model knows {model.vocab_size}"
+        if len(wrong := ids[(ids < 0) | (ids >= (model.vocab_size or 0))]):
+            known = f"the token {wrong.max()}, but the model knows {model.vocab_size}"
             raise ConfigError(f"{prefix} has {known}: name other data with --data PREFIX")
         row = torch.from_numpy(ids)[None].to(device())
         with observing(blocks_of([chunk]), len(ids)) as values:
