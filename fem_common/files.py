@@ -70,6 +70,20 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> Non
         sync_folder(path.parent)
 
 
+def append_json_line(path: Path, value: Any) -> None:
+    """Append ``value`` to a file of JSON lines, on a line of its own.
+
+    What a full disk or a power loss left of an earlier line is ended first: that line is damaged, this one is not. Lines of several
+    writers stay whole. Raises OSError.
+    """
+    line = json.dumps(value).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            line = b"\n" + line
+        while line:
+            line = line[file.write(line) :]
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents. Raises ConfigError, StorageError where that is impossible."""
     try:

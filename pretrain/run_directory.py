@@ -18,7 +18,7 @@ from typing import Any
 
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
-from fem_common.files import locked, write_whole
+from fem_common.files import append_json_line, locked, write_whole
 from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
@@ -110,9 +110,8 @@ def describe(config: RunConfig, folder: Path, world_size: int, changed: Mapping[
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
     (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(missing_ok=True)
-    with (folder / "attempts.jsonl").open("a") as file:
-        attempt = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}
-        file.write(json.dumps({**attempt, **({"changed": changed} if changed else {})}) + "\n")
+    attempt = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}
+    append_json_line(folder / "attempts.jsonl", {**attempt, **({"changed": changed} if changed else {})})
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:

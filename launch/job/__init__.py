@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fem_common.files import write_whole
+from fem_common.files import append_json_line, write_whole
 
 FORMAT = 1
 TAIL_BYTES = 1 << 16  # of a long file are looked at
@@ -126,10 +126,9 @@ def last_lines(path: Path, count: int = 1) -> list[str]:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Add a line to a JSON-lines file; lines of several writers stay whole."""
+    """Add a line to a JSON-lines file, whose folder is created where it is missing; lines of several writers stay whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+    append_json_line(path, value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

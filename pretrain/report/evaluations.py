@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fem_common.errors import ConfigError
+from fem_common.files import append_json_line
 from fem_common.signals import signal_name
 from pretrain.config import EvaluateConfig
 from pretrain.report.loggers import LATE, Callback
@@ -226,8 +227,7 @@ class Evaluations(Callback):
             logger.on_message(text)
 
     def _write(self, line: dict[str, Any]) -> None:
-        with (self.folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_json_line(self.folder / NAME, line)
 
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ They exist on rank 0 alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import netrc
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.config import plain
+from fem_common.files import append_json_line
 from fem_common.text import count
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
@@ -87,21 +87,18 @@ class JsonLines(Callback):
     """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.file = folder / "metrics.jsonl"
 
     def on_step(self, record: StepRecord) -> None:
-        self.file.write(json.dumps(record.as_dict()) + "\n")
+        append_json_line(self.file, record.as_dict())
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        append_json_line(self.file, {"step": step, **values})
 
     on_values = on_eval
 
     def on_message(self, text: str) -> None:
-        self.file.write(json.dumps({"message": text}) + "\n")
-
-    def on_end(self) -> None:
-        self.file.close()
+        append_json_line(self.file, {"message": text})
 
 
 class TensorBoard(Callback):

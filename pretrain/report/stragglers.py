@@ -11,7 +11,6 @@ a device that computes slowly, nothing else: not slow data, memory, links or pro
 
 from __future__ import annotations
 
-import json
 import platform as host
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from fem_common.files import append_json_line
 from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
@@ -120,8 +120,7 @@ class Stragglers:
         if not self.hosts_told:
             line["hosts"] = [place.host for place in self.places]
             self.hosts_told = True
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_json_line(path, line)
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 from fem_common import text
 from fem_common.errors import InUse, told
 from fem_common.exits import Exit
-from fem_common.files import locked, remove_leftovers, temporary, write_whole
+from fem_common.files import append_json_line, locked, remove_leftovers, temporary, write_whole
 from fem_common.progress import Progress
 
 
@@ -34,6 +36,22 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     ours.write_text("being written")
     remove_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([path, ours])
+
+
+def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
+    """The file system takes half a record (a limit on the file's size, as a full disk does); the next attempt's record is whole."""
+    path, (soft, hard) = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_json_line(path, {"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 6, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_json_line(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for step in (3, 4):
+        append_json_line(path, {"step": step})
+    first, half, *rest = path.read_text().splitlines()
+    assert (json.loads(first), half, [json.loads(line) for line in rest]) == ({"step": 1}, '{"step', [{"step": 3}, {"step": 4}])
 
 
 def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:

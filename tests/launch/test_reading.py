@@ -136,7 +136,9 @@ def trained(job: Job, age: float = 5.0) -> None:
     directory = Path(job.directory)
     write_json(directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000})
     lines = [{"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "step_seconds": 0.5} for step in range(98, 103)]
-    text = "".join(json.dumps(line) + "\n" for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]])
+    text = "".join(json.dumps(line) + "\n" for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]]).replace(
+        "}", '}\n{"step": 9, "l'
+    )
     (directory / "metrics.jsonl").write_text(text + '{"step": 103, "lo')
     os.utime(directory / "metrics.jsonl", (NOW - age, NOW - age))
 

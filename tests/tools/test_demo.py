@@ -95,7 +95,7 @@ def test_the_heldout_loss_asks_for_every_token_but_the_first_once(count: int) ->
 
 
 def test_a_runs_history(tmp_path: Path) -> None:
-    """Of a step told twice the last line counts, a torn line is left out; the newest checkpoint is what latest names."""
+    """Of a step told twice the last line counts, torn lines are left out; the newest checkpoint is what latest names."""
     lines: list[dict[str, Any]] = [
         {"step": 1, "loss": 8.0, "tokens_per_second": 10.0, "peak_memory_bytes": 5},
         {"step": 2, "loss": 7.0, "tokens_per_second": 10.0, "peak_memory_bytes": 9},
@@ -103,7 +103,9 @@ def test_a_runs_history(tmp_path: Path) -> None:
         {"step": 2, "valid_loss": 7.5},
         {"step": 2, "loss": 6.0, "tokens_per_second": 30.0, "peak_memory_bytes": 7},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "lo\n'.join(["", *(json.dumps(line) + "\n" for line in lines)]) + '{"step": 3, "lo'
+    )
     found = History.read(tmp_path)
     assert found.losses() == {1: 8.0, 2: 6.0} and found.validations == ((2, 7.5),)
     assert (found.last_step, found.peak_memory_bytes(), found.part(after=1).tokens_per_second()) == (2, 7, 30.0)

@@ -210,7 +210,9 @@ def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_c
 
     (run_dir / "attempts.jsonl").write_text('{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n')
     # A kill after step 4 took back what came after the checkpoint of step 2.
-    (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (2, 16), (3, 24), (4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons')
+    (run_dir / "metrics.jsonl").write_text(
+        metrics([(1, 8), (2, 16), (3, 24)]) + '{"step": 4, "con\n' + metrics([(4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons'
+    )
     steps = read_run(run_dir).steps
     assert steps == Steps([(0, 0), (1, 8), (2, 16), (3, 20), (5, 28), (30, 128)], {4, 8}, 5)
     assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(8, 16), range(16, 20), range(24, 28), range(28, 32)]
