@@ -290,10 +290,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases; offline unless the user is logged in."""
+    """Weights & Biases; offline where wandb has no credentials for its server (WANDB_BASE_URL) and WANDB_MODE names no mode."""
 
     enabled: bool = setting(False, "Log to Weights & Biases.")
     project: str = setting("pretrain", "Project name.")
+    entity: str | None = setting(None, "Team or user that owns the project; null: the account's default.")
+    group: str | None = setting(None, "Group that the run is shown in.")
+    tags: tuple[str, ...] = setting((), "Tags of the run.")
+    job_type: str | None = setting(None, "Job type of the run.")
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,10 @@ class Run:
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
             return trainer.run()
+        except (CommandError, OSError) as error:
+            for callback in callbacks:
+                callback.on_alert("training failed", str(error))
+            raise
         finally:
             engine.close()
             for callback in callbacks:

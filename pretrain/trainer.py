@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class Trainer:
         if self.progress.passed_over and (short := self._reach_the_end()):
             self._tell(lambda callback: callback.on_message(short))
         stream = self._training()
+        self.checkpoints.alert = partial(self._alert, "checkpoint not written")
+        self._tell(lambda callback: callback.on_restart(self.progress.step))
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
@@ -175,9 +178,11 @@ class Trainer:
             passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
             self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times))
             self._tell_progress()
+            self._tell(lambda callback: callback.on_restart(kept.step))
             text = f"step {at.step}, {told} --sample {last}; back at {found.path}, {passed_over} samples passed over so far"
             text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
+        self._alert("spike", text)
         self.meter.restart()
         return found is not None
 
@@ -263,6 +268,9 @@ class Trainer:
                 callback.on_message(text)
         if seen or traced:
             self.meter.restart()
+
+    def _alert(self, title: str, text: str) -> None:
+        self._tell(lambda callback: callback.on_alert(title, text))
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

@@ -66,6 +66,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
+        self.alert: Say = lambda text: None  # called with the message of a failed save after which training goes on
         self.inherited = Inherited(config.data.seq_length)
         self.last: Path | None = None  # the newest that is known to be complete
         self.in_use: set[Path] = set()  # what something else reads stays, however many newer ones there are
@@ -198,7 +199,9 @@ class Checkpoints:
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
             raise error from None
-        self.say(f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})")
+        text = f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})"
+        self.say(text)
+        self.alert(text)
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""

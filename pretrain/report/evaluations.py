@@ -24,7 +24,7 @@ from fem_common.errors import ConfigError
 from fem_common.files import append_json_line
 from fem_common.signals import signal_name
 from pretrain.config import EvaluateConfig
-from pretrain.report.loggers import LATE, Callback
+from pretrain.report.loggers import Callback
 from pretrain.report.metrics import StepRecord
 
 NAME = "evaluations.jsonl"
@@ -176,7 +176,7 @@ class Evaluations(Callback):
             "step": running.step, "checkpoint": running.checkpoint.name, "suite": self.settings.suite, "seconds": round(seconds, 1)
         }  # fmt: skip
         if scores:
-            values = {LATE + label: score["value"] for label, score in scores.items()}
+            values = {f"evaluation/{label}": score["value"] for label, score in scores.items()}
             for logger in self.loggers:
                 logger.on_values(running.step, values)
             told = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())

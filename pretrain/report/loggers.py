@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import netrc
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.config import plain
-from fem_common.files import append_json_line
-from fem_common.text import count
+from fem_common.errors import ConfigError
+from fem_common.files import append_json_line, write_whole
+from fem_common.text import count, one_line
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.report.metrics import StepRecord
 
 Say = Callable[[str], None]
-LATE = "evaluation/"  # values that come after their step
 
 
 class Callback:
     """What the loop tells; who does not care about something leaves it out."""
+
+    def on_restart(self, step: int) -> None:
+        """Training goes on after ``step``: at the start, after a resume and after a rewind. Records of later steps are void."""
 
     def on_step(self, record: StepRecord) -> None:
         """After every optimizer step."""
@@ -43,6 +45,9 @@ class Callback:
 
     def on_message(self, text: str) -> None:
         """Something a person should know."""
+
+    def on_alert(self, title: str, text: str) -> None:
+        """A reason to look at the run soon: a spike, a failed save, the error that ends training. It is printed in any case."""
 
     def on_end(self) -> None:
         """The loop is over, whatever ended it."""
@@ -102,12 +107,18 @@ class JsonLines(Callback):
 
 
 class TensorBoard(Callback):
-    """Scalars over consumed tokens and steps."""
+    """Scalars over steps, each step once: TensorBoard drops what was written of later steps before a restart."""
 
     def __init__(self, folder: Path, interval: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer, self.interval = SummaryWriter(str(folder / "tensorboard")), interval
+
+    def on_restart(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # What SummaryWriter(purge_step=...) writes, which a rewind needs in the middle of a file.
+        self.writer._get_file_writer().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
 
     def on_step(self, record: StepRecord) -> None:
         if record.step % self.interval == 0:
@@ -128,39 +139,52 @@ class TensorBoard(Callback):
 
 
 class Wandb(Callback):
-    """Weights & Biases; offline unless an API key is at hand or WANDB_MODE says otherwise."""
+    """Weights & Biases. The x axis is the metric ``step``: of a step that a resume or a rewind repeats, both values are kept."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
+        """Raises ConfigError where the credentials or the settings are not valid."""
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_logged_in() else "offline")
-        # One id a run directory: a resumed run continues the same curve.
-        id_file = folder / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        self.run = wandb.init(
-            project=config.log.wandb.project,
-            name=config.name,
-            dir=str(folder),
-            config=plain(config),
-            mode=mode,  # type: ignore[arg-type]
-            id=id_file.read_text(),
-            resume="allow",
-        )
-        self.run.define_metric(f"{LATE}*", step_metric=f"{LATE}step")
-        self.interval, self.step = config.log.interval, 0
+        settings, id_file = config.log.wandb, folder / "wandb_id"
+        if not id_file.exists():  # one id a run directory: a resumed run continues the same curves
+            write_whole(id_file, uuid.uuid4().hex[:8])
+        try:
+            self.run = wandb.init(
+                entity=settings.entity,
+                project=settings.project,
+                group=settings.group,
+                job_type=settings.job_type,
+                tags=settings.tags or None,
+                name=config.name,
+                dir=str(folder),
+                config=plain(config),
+                mode=_wandb_mode(),  # type: ignore[arg-type]
+                id=id_file.read_text(),
+                resume="allow",
+            )
+        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+            raise ConfigError(f"log.wandb: {one_line(str(error))}") from None
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
+        self.interval = config.log.interval
+        if self.run.offline:
+            print(f"Weights & Biases: offline; upload with: wandb sync {folder / 'wandb' / 'offline-run-*'}", flush=True)
+        elif not self.run.disabled:
+            print(f"Weights & Biases: online, {self.run.url}", flush=True)
 
     def on_step(self, record: StepRecord) -> None:
-        self.step = record.step
         if record.step % self.interval == 0:
-            self.run.log(_scalars(record), step=record.step)
+            self.on_eval(record.step, _scalars(record))
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
-        # Weights & Biases drops what comes for a step that is over: an evaluation that ran meanwhile has an axis of its own.
-        late = {f"{LATE}step": step} if any(name.startswith(LATE) for name in values) else {}
-        self.run.log({**values, **late}, step=max(step, self.step))
+        self.run.log({"step": step, **values})
 
     on_values = on_eval
+
+    def on_alert(self, title: str, text: str) -> None:
+        import wandb
+
+        self.run.alert(title, text, wandb.AlertLevel.WARN)
 
     def on_end(self) -> None:
         self.run.finish()
@@ -215,13 +239,14 @@ def _scalars(record: StepRecord) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("step", "skipped", "passed_over") and value is not None}
 
 
-def _wandb_logged_in() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+def _wandb_mode() -> str:
+    """The mode that WANDB_MODE or a settings file of wandb names; else online where wandb has credentials for its server, or offline."""
+    import wandb
+
+    mode = str(wandb.setup().settings.mode)
+    if mode != "online" or os.environ.get("WANDB_MODE"):
+        return mode
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
 def _duration(seconds: float) -> str:

@@ -30,6 +30,7 @@ from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, parts_
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
+from pretrain.report.loggers import Console
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
@@ -229,7 +230,8 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
 def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """For as long as ``max_unsaved_steps`` says, with no bit changed; never over the last one, nor over one at a signal."""
     assert pretrain(f"run_dir={pretrain.run_dir}_whole") == 0
-    saves, fails = Trainer._save, {6, 8, 10}
+    saves, fails, alerts = Trainer._save, {6, 8, 10}, list[str]()
+    monkeypatch.setattr(Console, "on_alert", lambda ours, title, text: alerts.append(f"{title}: {text}"))
 
     def save(trainer: Trainer, *, needed: bool) -> None:
         with largest_file(LARGER_THAN_METADATA) if trainer.progress.step in fails else contextlib.nullcontext():
@@ -241,7 +243,7 @@ def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch:
     assert pretrain(*limited, "checkpoint.max_unsaved_steps=6") == 0
     for number in fails:
         told = f"step_{number:08d} cannot be written: File too large (rank 0); training goes on, {number - 4} steps are not saved"
-        assert pretrain.out.count(told) == 1
+        assert pretrain.out.count(told) == 1 and sum(told in alert for alert in alerts) == 1
     whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
     assert losses(pretrain.run_dir) == losses(whole) and same(weights(pretrain.run_dir), weights(whole))
     shutil.rmtree(pretrain.run_dir)
@@ -251,6 +253,7 @@ def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch:
     fails.add(12)
     assert pretrain(*limited, "checkpoint.max_unsaved_steps=100") == 1
     assert pretrain.err.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
+    assert alerts[-1] == "training failed: " + pretrain.err.removeprefix("pretrain: error: ").rstrip()
 
 
 @pytest.fixture

@@ -117,17 +117,6 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
     assert counts == [3, 5, 7, 8, 11, 12]
 
 
-def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For real; offline, because nobody is logged in. TensorBoard: test_observer.py."""
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("NETRC", str(pretrain.run_dir / "no-netrc"))
-    monkeypatch.setenv("HOME", str(pretrain.run_dir))
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE))  # its process is given 30 seconds to start
-    assert pretrain("train.steps=4", "log.interval=1", "log.wandb.enabled=true") == 0
-    assert list(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
-
-
 @pytest.mark.parametrize(
     "layout",
     [

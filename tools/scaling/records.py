@@ -173,7 +173,7 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
 
 
-EXPORTED_KEYS = ("_step", "loss", "step_seconds", "valid_loss")
+EXPORTED_KEYS = ("step", "loss", "step_seconds", "valid_loss")
 
 
 class Step(NamedTuple):
@@ -296,16 +296,19 @@ def _exported(where: str, line: str) -> Record:
     if config.model.vocab_size is None or not values.get("name"):
         absent = "name" if not values.get("name") else "model.vocab_size"
         raise ConfigError(f"{place}: config: {absent} is missing: it is not the configuration that pretrain logs")
-    rows = sorted(_rows(place, raw["history"]), key=lambda row: int(row["_step"]))
+    merged = dict[int, dict[str, Any]]()
+    for row in _rows(place, raw["history"]):  # in the order of logging: of a step that was trained again the last values count
+        merged.setdefault(row["step"], {}).update(row)
+    rows = [merged[step] for step in sorted(merged)]
     nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
     if nowhere:
         raise ConfigError(f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}")
     steps, before = [], begins_at(config.checkpoint.fork)[1]
     for row in rows:
         if "loss" in row and "step_seconds" in row:
-            steps.append(Step(row["_step"], row["loss"], row["step_seconds"] * (row["_step"] - before)))
-            before = row["_step"]
-    validations = tuple({row["_step"]: row["valid_loss"] for row in rows if "valid_loss" in row}.items())
+            steps.append(Step(row["step"], row["loss"], row["step_seconds"] * (row["step"] - before)))
+            before = row["step"]
+    validations = tuple((row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row)
     last, wanted = (validations[-1][0] if validations else 0), Schedule.of(config).steps
     unfinished = "" if last == wanted else f"its last validation is of step {last} of {wanted}"
     return Record(place, "wandb", config, tuple(steps), validations, unfinished)
@@ -314,13 +317,15 @@ def _exported(where: str, line: str) -> Record:
 def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
     """The rows' numbers: Weights & Biases writes what is not finite as text, and null where a row has no such value."""
     for number, row in enumerate(history):
-        if not isinstance(row, dict) or "_step" not in row:
-            raise ConfigError(f"{place}: history.{number}: _step is missing; export the rows with {', '.join(EXPORTED_KEYS)}")
+        if isinstance(row, dict) and "_step" in row:  # of runs that had no metric of their own for it
+            row = {"step": row["_step"], **row}
+        if not isinstance(row, dict) or "step" not in row:
+            raise ConfigError(f"{place}: history.{number}: step is missing; export the rows with {', '.join(EXPORTED_KEYS)}")
         try:
             numbers = {key: float(row[key]) for key in EXPORTED_KEYS if row.get(key) is not None}
         except (TypeError, ValueError):
             raise ConfigError(f"{place}: history.{number}: {', '.join(EXPORTED_KEYS)} are not all numbers") from None
-        yield {**numbers, "_step": int(numbers["_step"])}
+        yield {**numbers, "step": int(numbers["step"])}
 
 
 def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[dict[str, object]]:

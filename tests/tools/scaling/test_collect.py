@@ -183,14 +183,14 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any
             whole: dict[str, Any] = {"grad_norm": 1.0, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "mfu": None}
             history.setdefault(line["step"], {}).update(_scalars(StepRecord(**line, **whole, peak_memory_bytes=1, eta_seconds=1.0)))
     config = {**plain(load_run(folder / "config.yaml")), "_wandb": {"runtime": 3}}
-    return {"name": run.name, "config": config, "history": [{"_step": step, **row} for step, row in history.items()]}
+    return {"name": run.name, "config": config, "history": [{"step": step, **row} for step, row in history.items()]}
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "line 2: history is missing": lambda line: line.pop("history"),
     "line 2: run": lambda line: line["config"].update(model=None),
     "model.vocab_size is missing": lambda line: line["config"]["model"].update(vocab_size=None),
-    "_step is missing": lambda line: line["history"].append({"loss": 1.0}),
+    "step is missing": lambda line: line["history"].append({"loss": 1.0}),
     "no row has valid_loss": lambda line: [row.pop("valid_loss", None) for row in line["history"]],
     "the run diverged": lambda line: line["history"][-1].update(valid_loss="NaN"),
 }
@@ -201,6 +201,9 @@ def test_from_weights_and_biases(tmp_path: Path, study: Made, capsys: pytest.Cap
     _, plan, runs = study
     ours, export = collected(study), tmp_path / "export.jsonl"
     lines = [exported(plan, run) for run in runs]
+    resumed, old = (line["history"] for line in lines[:2])
+    resumed[:0] = [{name: value if name == "step" else 99.0 for name, value in row.items()} for row in resumed[-2:]]  # trained again
+    old[:] = [{"_step": row.pop("step"), **row} for row in old]  # of a run without the metric "step"
     export.write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path(plan.directory).rename(tmp_path / "elsewhere")
     theirs = collected(study, "--wandb", str(export))
