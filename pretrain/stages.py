@@ -19,6 +19,7 @@ from fem_common.text import gib, si
 from pretrain.checkpoint.folder import Progress
 from pretrain.config import RunConfig, Stage
 from pretrain.data.distinct import check_distinct
+from pretrain.data.document_ends import check_document_ends
 from pretrain.data.facts import DataFacts, check_data
 from pretrain.schedule import Schedule
 
@@ -151,7 +152,7 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
 
 
 def check_stages_data(config: RunConfig) -> DataFacts:
-    """What the data of every stage say, as `check_data`: each source once.
+    """What the data of every stage say, as `check_data` and `check_document_ends`: each source once.
 
     Raises:
         ConfigError, StorageError: see there; of a stage's data with the stage's name.
@@ -161,6 +162,7 @@ def check_stages_data(config: RunConfig) -> DataFacts:
         with _of_stage(part):
             told.append(check_data(part.config))
             check_distinct(told[-1].sources)
+            check_document_ends(part.config, told[-1])
             if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
                 raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
     sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}

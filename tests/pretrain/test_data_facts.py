@@ -20,6 +20,7 @@ from tests.wording import Wording
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "run"
 DEMO = CONFIGS / "demo.yaml"
+EOD = 499  # of `write_folder`'s tokenizer
 
 
 def run_on(folder: Path, *overrides: str) -> RunConfig:
@@ -219,6 +220,46 @@ def test_sources_of_one_size_with_other_tokens_are_a_blend(folder: Path) -> None
     write_pair(folder.with_name("other"), [[7] * 600, [9] * 300])
     blend = f"data.train=[{{prefix: {folder / 'train'}}}, {{prefix: {folder.with_name('other')}}}]"
     assert prepare(run_on(folder, blend), None, plan_only=True).facts is not None
+
+
+def documents(ends: dict[int, int], count: int = 1000) -> list[list[int]]:
+    """Documents of 1 to 300 tokens, none of which is EOD but the last, or what ``ends`` has for the document: some blocks of a sample."""
+    return [[*range(number % 300), ends.get(number, EOD)] for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "manifest"),
+    [
+        ("data.documents=separate", True),
+        ("data.documents=separate", False),
+        ("data.reset_positions=true", False),
+        ("data.eod_loss=false", False),
+    ],
+)
+def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
+    tmp_path: Path, wording: Wording, setting: str, manifest: bool
+) -> None:
+    """Without EOD, with another one, in the last document alone; of any source, by a plan too, and however documents are packed."""
+    folder = write_folder(tmp_path / "data", documents=documents({}))
+    other = write_folder(tmp_path / "other", documents=documents({}, 999))
+    settings = [f"data.tokenizer={folder / 'tokenizer'}", f"data.train.1.prefix={other / 'train'}", "data.train.0.weight=1"]
+    for place in () if manifest else (folder, other):
+        (place / MANIFEST).unlink()
+    assert prepare(run_on(folder, *settings, setting), 1).facts is not None
+    for place, count, ends in (
+        (other / "train", 999, dict.fromkeys(range(999), 17)),
+        (folder / "valid", 1000, {number: 17 for number in range(1000) if number % 5}),
+        (folder / "train", 1000, {999: 17}),
+    ):
+        write_pair(place, documents(ends, count))
+        for packing in ("stream", "best_fit"):
+            with pytest.raises(ConfigError) as caught:
+                prepare(run_on(folder, *settings, setting, f"data.packing={packing}"), None, plan_only=True)
+            assert f"= {place}: document " in str(caught.value) and "ends in token 17, but" in str(caught.value)
+        write_pair(place, documents({}, count))
+    wording(str(caught.value))
+    write_pair(folder / "train", documents({299: 17}))
+    assert prepare(run_on(folder, *settings, "data.packing=best_fit"), 1).facts is not None, "nothing depends on the token"
 
 
 def test_a_plan_reads_no_index_through(folder: Path) -> None:

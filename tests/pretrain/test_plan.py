@@ -176,8 +176,8 @@ def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
 
 
 def by_documents(folder: Path, documents: list[list[int]], *words: str) -> Plan:
-    """The plan of the demo on these documents, which are read apart."""
-    write_folder(folder, documents=documents)
+    """The plan of the demo on documents of these lengths, which are read apart."""
+    write_folder(folder, documents=[[*document[:-1], 499] for document in documents])
     words = (f"data.train=[{{prefix: {folder / 'train'}}}]", "data.valid=[]", "data.test=[]", "data.seq_length=16", *words)
     prepared = prepare(run("demo.yaml", "model.vocab_size=500", "data.documents=separate", *words), None, plan_only=True)
     return make_plan(prepared.config, 1, prepared.facts)
