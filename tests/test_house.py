@@ -371,9 +371,8 @@ def test_every_third_party_import_is_declared() -> None:
     used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
-    # The other way: nothing is asked for that nothing needs. One is imported for us, by
-    # torch.utils.tensorboard, which does not declare it; py-spy is a command.
-    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"py-spy", "tensorboard"}
+    # The other way: nothing is asked for that nothing needs; py-spy is a command.
+    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"py-spy"}
 
 
 def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:

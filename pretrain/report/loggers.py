@@ -182,9 +182,7 @@ class Wandb(Callback):
     on_values = on_eval
 
     def on_alert(self, title: str, text: str) -> None:
-        import wandb
-
-        self.run.alert(title, text, wandb.AlertLevel.WARN)
+        self.run.alert(title, text, "WARN")
 
     def on_end(self) -> None:
         self.run.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests.ranks import PATIENCE
 
 def wandb_records(file: Path) -> list[Any]:
     """The records of a file that an offline run writes: LevelDB's log format behind a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record  # a second
-
+    messages: Any = import_module("wandb.proto.wandb_internal_pb2")  # a second; its classes are made as it is imported
     data, at, whole, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -29,7 +29,7 @@ def wandb_records(file: Path) -> list[Any]:
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):  # the whole of a record, or its last part
-            found.append(Record.FromString(whole))
+            found.append(messages.Record.FromString(whole))
             whole = b""
     return found
 
@@ -96,14 +96,14 @@ def test_credentials_of_a_server_of_ones_own_are_found(tmp_path: Path, monkeypat
     import wandb
 
     netrc = tmp_path / "netrc"
-    netrc.write_text(f"machine wandb.example.org:8080 login user password {'0' * 40}\n")
+    netrc.write_text(f"machine localhost:8080 login user password {'0' * 40}\n")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("NETRC", str(netrc))
     found = {}
-    for server, mode in (("http://wandb.example.org:8080", ""), ("https://api.wandb.ai", ""), ("http://wandb.example.org:8080", "offline")):
-        monkeypatch.setenv("WANDB_BASE_URL", server)
+    for server, mode in (("localhost:8080", ""), ("localhost:8081", ""), ("localhost:8080", "offline")):
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://{server}")
         monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv("WANDB_MODE", raising=False)
         wandb.teardown()
         found[server, mode] = _wandb_mode()
