@@ -7,8 +7,6 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterator
 
-import numpy as np
-
 from fem_common.errors import ConfigError
 from fem_common.stores import is_url
 from pretrain.config import RunConfig
@@ -42,9 +40,9 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
     """(document, its last token): in blocks of `sample_ranges`, since of a .bin in a store these alone are here, and the last document."""
-    width = np.dtype(source.dtype).itemsize
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size
+        width = size // source.tokens
 
         def begin(document: int) -> int:
             place: int = struct.unpack("<q", os.pread(index.fileno(), 8, HEADER.size + 4 * count + 8 * document))[0]
