@@ -172,6 +172,9 @@ def _forked(options: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
     if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
         raise ConfigError(f"--fork {new} holds a run that is no fork: choose another folder")
+    mirror, named = config.checkpoint.mirror, any(text.startswith("checkpoint.mirror=") for text in options.overrides)
+    if mirror and "{name}" not in mirror and not named:
+        raise ConfigError(f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or checkpoint.mirror=null")
     name = config.name if any(text.startswith("name=") for text in options.overrides) else new.resolve().name
     return replace(config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent)))
 

@@ -265,7 +265,8 @@ class CheckpointConfig:
     )
     mirror: str | None = setting(
         None,
-        "Where checkpoints are sent besides: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder; a resume takes the newest good one.",
+        "Where checkpoints are sent besides: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder, of this run alone; {name} stands for its "
+        "name. A resume takes the newest good one.",
     )
     mirror_interval: int = setting(1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1)
     mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)

@@ -41,7 +41,7 @@ from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile, read_progress
 from pretrain.report.stragglers import Stragglers
 from pretrain.report.tensor_norms import TensorNorms
-from pretrain.run_directory import claimed, describe, record_fork, run_directory
+from pretrain.run_directory import claimed, describe, identify, record_fork, run_directory
 from pretrain.schedule import Schedule
 from pretrain.signals import Received
 from pretrain.stages import Part, facts_of, parts_of
@@ -167,6 +167,7 @@ class Run:
         checkpoints.sweep()
         checkpoints.fetch()
         start = self._start(checkpoints)
+        checkpoints.run_id = from_rank_0(lambda: identify(self.folder))
         file.tell("starting")
         if self.first:
             describe(config, self.folder, self.world_size, {change.key: (change.old, change.new) for change in start.changed})

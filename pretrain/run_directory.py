@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
 FORK = "fork.json"
+RUN_ID = "run_id.json"  # the run's id, and the run directory's absolute path when it was written
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
 
@@ -31,6 +33,35 @@ def run_directory(config: RunConfig) -> Path:
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,))))
+
+
+def mirror_of(config: RunConfig) -> str | None:
+    """checkpoint.mirror with the run's name filled in."""
+    return config.checkpoint.mirror and config.checkpoint.mirror.replace("{name}", config.name)
+
+
+def run_id(folder: Path) -> str | None:
+    """The id of the run in a folder; None: it has none yet, or the folder is a copy of a run directory that is still there."""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / RUN_ID).read_text())
+        original, found = Path(record["run_dir"]) / RUN_ID, str(record["run"])
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            if not original.samefile(folder / RUN_ID) and json.loads(original.read_text())["run"] == found:
+                return None
+        return found
+    return None
+
+
+def identify(folder: Path) -> str:
+    """The id of the run in a folder, drawn and recorded where it has none."""
+    found = run_id(folder) or uuid.uuid4().hex
+    write_whole(folder / RUN_ID, record_of(found, folder))
+    return found
+
+
+def record_of(run: str, folder: Path) -> str:
+    """What RUN_ID says of a run in a folder."""
+    return json.dumps({"run": run, "run_dir": str(folder.resolve())}) + "\n"
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
@@ -55,8 +86,9 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with its run directory written out, so that a file of any name and place that holds it means the same run."""
-    return replace(config, run_dir=str(run_directory(config)))
+    """The configuration with its run directory and mirror written out: a file of any name and place that holds it means the same run."""
+    checkpoint = replace(config.checkpoint, mirror=mirror_of(config))
+    return replace(config, run_dir=str(run_directory(config)), checkpoint=checkpoint)
 
 
 def check_writable(folder: Path, mirror: str | None = None) -> None:

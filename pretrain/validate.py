@@ -25,7 +25,7 @@ from pretrain.plan.cut import check_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.plan.fp8 import check_fp8
 from pretrain.plan.graphs import check_graphs
-from pretrain.run_directory import check_writable, run_directory
+from pretrain.run_directory import check_writable, mirror_of, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
 from pretrain.stages import check_stages, check_stages_data, parts_of
@@ -56,7 +56,7 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
     if not plan_only and os.environ.get("RANK", "0") == "0" and not _wrong(mistakes, "run_dir name model"):  # rank 0 alone writes there
         with noted(mistakes, "run_dir"):
-            check_writable(run_directory(config), config.checkpoint.mirror)
+            check_writable(run_directory(config), mirror_of(config))
     without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
@@ -354,11 +354,12 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
     """What is said of a mirror must have one, which is elsewhere and may be behind by a checkpoint."""
     given = config.checkpoint
     apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
-    if given.mirror is None:
+    mirror = mirror_of(config)
+    if mirror is None:
         if given.mirror_keep_last is not None:
             keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
             yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
-    elif wrong := refusal(given.mirror, run_directory(config)):
+    elif wrong := refusal(mirror, run_directory(config)):
         yield f"checkpoint.mirror {wrong}"
     elif most is not None and most < apart:
         yield f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are {apart} steps apart; at least {apart}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,20 @@ from typing import Any
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
 from pretrain.checkpoint.folder import MANIFEST, Found, Progress, find
-from pretrain.checkpoint.resume import Change, changes, check, check_model
+from pretrain.checkpoint.resume import FREE, Change, changes, check, check_model
 from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.facts import Contents, DataFacts
 from pretrain.data.order import longest_order, passes_drawn
 from pretrain.data.store_cache import identity
 from pretrain.ranks import from_rank_0
-from pretrain.run_directory import FORK, read_fork
+from pretrain.run_directory import FORK, RUN_ID, mirror_of, read_fork
 from pretrain.schedule import Schedule
 from pretrain.stages import Part, drawn_by, facts_of
 
 _FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")  # what a fork may change although a resume may not
 _ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")  # what decides an order of samples beside its data
+_SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")  # what may change while a run directory is lost
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,12 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
         return fork_start(config, facts, contents, checkpoints.folder.parent), part
     schedule = part.schedule(own.progress if own else None)
     if own is not None:
-        _check_is_wanted(config, own)
         changed = changes(own.manifest["config"], config)
-        _check_stages(own, parts, part, contents)
-        _check_resumable(own, changed, config, facts_of(part, facts), contents_of(parts, part, contents), schedule)
+        with _judged(own, changed, config, checkpoints):
+            _check_is_wanted(config, own)
+            _check_stages(own, parts, part, contents)
+            _check_resumable(own, changed, config, facts_of(part, facts), contents_of(parts, part, contents), schedule)
+        own = checkpoints.accept(own)
         if part.name and own.progress.step >= part.end_step and part is not parts[-1]:
             following = parts[part.number + 1]
             return Start(following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents)), own, True), following
@@ -66,6 +71,31 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
     if found is not None:
         check_model(found.path, found.manifest["config"], config)
     return Start(Progress(0, 0, schedule.total_samples, drawn=_drawn(parts, part, contents)), found), part
+
+
+@contextmanager
+def _judged(own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints) -> Iterator[None]:
+    """Check a checkpoint that may come from another run's mirror more strictly than the run's own; a refused one is removed.
+
+    Raises:
+        ConfigError: the block's own, or a setting differs that makes it another run.
+    """
+    fetched, mirror = own.path.parent == checkpoints.fetching, mirror_of(config)
+    try:
+        yield
+        if not fetched:
+            return
+        recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())  # with the same run directory as here
+        others = [str(it) for it in changed if (it.rule != FREE and not _SAME_RUN.match(it.key)) or (it.key == "run_dir" and not recorded)]
+        if others:
+            raise ConfigError(f"{own.path} is of a run with other settings: {', '.join(others)}")
+    except ConfigError as error:
+        if not fetched:
+            raise
+        what, _, hard = str(error).replace(f"checkpoint {own.path}", own.path.name).replace(str(own.path), own.path.name).partition("; ")
+        way = "" if hard else f", or, if it is this run, take it over: python -m tools.checkpoint fetch {own.path.parent.parent} {mirror}"
+        from_rank_0(lambda: shutil.rmtree(checkpoints.fetching))
+        raise ConfigError(f"checkpoint.mirror = {mirror}: {what}; restore them, or name another place{way}") from None
 
 
 def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Contents:

@@ -49,11 +49,12 @@ from pretrain.checkpoint.folder import (
     rewind,
     set_aside,
 )
-from pretrain.checkpoint.mirroring import Mirroring
+from pretrain.checkpoint.mirroring import FETCHED, Mirroring, take_in
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.ranks import from_rank_0
+from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
 PICKLES = (".metadata", "common.pt")
@@ -75,7 +76,10 @@ class Checkpoints:
         self.saved = self.begun = 0  # steps: of the newest that is complete, of the newest that was to be
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
-        self.mirror = Mirroring(config.checkpoint, folder.parent, say) if config.checkpoint.mirror and self.rank == 0 else None
+        self.run_id: str | None = None
+        self.fetching = folder.parent / FETCHED
+        url = mirror_of(config)
+        self.mirror = Mirroring(config.checkpoint, url, folder.parent, say) if url and self.rank == 0 else None
 
     def enter(self, config: RunConfig) -> None:
         """From here on checkpoints are of a run of this configuration, a stage's; none is being written."""
@@ -86,12 +90,22 @@ class Checkpoints:
         if self.rank == 0:
             for path in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(self.fetching, ignore_errors=True)
             remove_leftovers(self.folder)
 
     def fetch(self) -> None:
         """Bring a newer checkpoint from the mirror, if there is one. Raises ConfigError, StorageError (see `Mirroring`)."""
         if self.config.checkpoint.mirror:
             from_rank_0(lambda: self.mirror.fetch() if self.mirror else None)
+
+    def accept(self, own: Found) -> Found:
+        """The checkpoint, in the run directory also where it was fetched: it is this run's."""
+        if own.path.parent != self.fetching:
+            return own
+        from_rank_0(lambda: take_in(self.folder.parent))
+        self.last = self.folder / own.path.name
+        self.damaged.pop(self.last, None)
+        return replace(own, path=self.last)
 
     def newest(self) -> Found | None:
         """The newest good checkpoint, as rank 0 sees it; None where there are none at all.
@@ -104,7 +118,7 @@ class Checkpoints:
         return found
 
     def _newest(self) -> Found | None:
-        found = newest_good(self.folder, self.damaged, self.say)
+        found = newest_good(self.fetching, {}) or newest_good(self.folder, self.damaged, self.say)
         if found is None and self.damaged:
             path, wrong = next(iter(self.damaged.items()))
             raise StorageError(
@@ -124,6 +138,7 @@ class Checkpoints:
         Raises:
             StorageError: the file system does not take it, told by rank 0, on all ranks; unless it is not ``needed`` and
                 ``checkpoint.max_unsaved_steps`` is not reached. Or the mirror has not taken any for too long.
+            ConfigError: the mirror is another run's (see `Mirroring.check`).
         """
         self.complete(blocking=True)
         self.begun = progress.step
@@ -131,7 +146,7 @@ class Checkpoints:
             self._save(engine, progress, content_keys)
         except StorageError as error:
             self._go_on_without(error, needed=needed)
-        if self.config.checkpoint.max_unsaved_steps is not None:
+        if self.config.checkpoint.mirror:
             from_rank_0(lambda: self.mirror.check(progress.step) if self.mirror else None)
 
     def _save(self, engine: Engine, progress: Progress, content_keys: Mapping[str, str]) -> None:
@@ -154,7 +169,7 @@ class Checkpoints:
             state = {**engine.sharded_state(), **scales, "rng": _rng_tensors(self.config)}
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
             request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
-        manifest = manifest_of(self.config, progress, content_keys, self.inherited)
+        manifest = {**manifest_of(self.config, progress, content_keys, self.inherited), "run": self.run_id}
 
         def finish() -> None:
             with _written(final, temporary):

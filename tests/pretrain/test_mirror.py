@@ -301,7 +301,7 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     manifest = json.loads((other / MANIFEST).read_text())
     (other / MANIFEST).write_text(json.dumps({**manifest, "data": "other"}))
     code, said = store.run("mirror", tmp_path / "two", store.url)
-    assert code == 2 and "holds checkpoints of another run" in said and said.count("\n") == 1
+    assert code == 2 and "belongs to another run" in said and said.count("\n") == 1
     store.flip(f"run/{step.name}/__1_0.distcp")
     code, said = store.run("verify", store.url)
     assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
@@ -323,7 +323,7 @@ def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: 
     code, said = store.run("mirror", tmp_path, store.url)
     assert code == 1 and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not sent" in said
     assert said.splitlines()[-1].endswith(f"{step.name} came to harm there and could not be sent to {store.url}")
-    assert {name.split("/")[1] for name in store.names()} == {good.name, "latest"} and store.run("verify", store.url)[0] == 0
+    assert {name.split("/")[1] for name in store.names()} == {good.name, "latest", "run"} and store.run("verify", store.url)[0] == 0
 
 
 WITH_PEAK = """

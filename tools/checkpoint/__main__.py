@@ -73,10 +73,12 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "fetch",
         help="bring a mirror's newest good checkpoint into a run directory",
-        description="Brings the newest checkpoint there that matches its hashes, where it is newer than all good ones of the run.",
+        description="Brings the newest checkpoint there that matches its hashes, where it is newer than all good ones of the run. A run "
+        "directory without checkpoints takes over the mirror's run: a run with checkpoint.mirror does so by itself only at the same path.",
     )
     _add_places(verb)
     verb.add_argument("--damaged", action="append", default=[], metavar="STEP", help="a step_NNNNNNNN of the run that is no good")
+    verb.add_argument("--aside", action="store_true", help="leave in RUN_DIR/.fetched, for the run to check, what may be another run's")
     verb.set_defaults(run=_fetch)
     return parser
 
@@ -178,7 +180,7 @@ def _mirror(given: argparse.Namespace) -> None:
 def _fetch(given: argparse.Namespace) -> None:
     from tools.checkpoint.mirror import fetch
 
-    fetch(given.run_dir, given.url, patience=given.patience, damaged=given.damaged)
+    fetch(given.run_dir, given.url, patience=given.patience, damaged=given.damaged, aside=given.aside)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
     config, split = source["config"], not plain
     settings = {**plain_values(EngineConfig()), **config.get("engine", {})}
     return {
-        **{key: value for key, value in source.items() if key not in ("files", "sha256")},
+        **{key: value for key, value in source.items() if key not in ("files", "sha256", "run")},
         "layout": {**source["layout"], SPLIT: split},
         "config": {**config, "engine": {**settings, "name": engine}, "parallel": {**config["parallel"], SPLIT: split}},
         "converted": {"engine": settings["name"], SPLIT: config["parallel"].get(SPLIT, True)},

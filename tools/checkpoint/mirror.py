@@ -4,6 +4,7 @@
     URL/step_NNNNNNNN/manifest.json   last of them: it is there where all others were read back and found equal; with every file's XXH3
     URL/latest                        the name of the newest
     URL/run/...                       the run directory's own files: metrics.jsonl, config.yaml and their like
+    URL/run/run_id.json               first of all: the run that the place belongs to
 
 No checkpoint is ever taken from there that does not match the hashes in its manifest. RUN_DIR/mirror.json says how far the mirror is;
 files that are there already are not sent again. While a checkpoint is sent its files are held by links of their own, so that the run may
@@ -28,13 +29,15 @@ from typing import Any
 import xxhash
 
 from fem_common.errors import ConfigError, StorageError, files_told
-from fem_common.files import locked, sync_file, sync_folder, write_whole
+from fem_common.files import locked, sync_file, write_whole
 from fem_common.stores import kind_of, open_store, said, until_it_works
-from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, hashes_of, newest_first, newest_good
+from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, damage, hashes_of, newest_first, newest_good
+from pretrain.checkpoint.mirroring import FETCHED, take_in
+from pretrain.run_directory import RUN_ID
+from tools.checkpoint.records import admit, bring_records, claim, send_records
 
 HOLD = ".mirroring_"
 LATEST = "latest"
-RECORDS = "run"
 _BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
 _PARTS = 9000
 _AT_ONCE = 4  # files
@@ -111,6 +114,7 @@ class _State:
     sent: dict[str, dict[str, str]] = field(default_factory=dict)  # of unfinished ones: checkpoint -> file -> hash
     fault: str | None = None  # why nothing can be sent, at the last attempt
     damaged: list[str] = field(default_factory=list)  # not in the file: checkpoints that came to harm here, which are not sent
+    looked_at: bool = False  # not in the file: the place was not another run's
 
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
@@ -155,7 +159,11 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
         retry = _Retry(state)
 
         def send(last: bool = False) -> None:
-            if step := _next(run_dir, state, wanted, last=last):  # looked for at every attempt: the run may have deleted the last one
+            step = _next(run_dir, state, wanted, last=last)  # looked for at every attempt: the run may have deleted the last one
+            if step or not state.looked_at:
+                claim(place, run_dir, step)
+                state.looked_at = True
+            if step:
                 try:
                     _send(place, state, step, wanted)
                 except _DamagedHere as error:
@@ -164,10 +172,10 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
                     place.remove(step.name)
                     send(last)
             if last or step:
-                _send_records(place, run_dir)
+                send_records(place, run_dir)
 
         while follow:
-            waiting = _next(run_dir, state, wanted, last=False)
+            waiting = not state.looked_at or _next(run_dir, state, wanted, last=False)
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
@@ -177,43 +185,61 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
         raise StorageError(f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}")
 
 
-def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = ()) -> None:
+def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = (), aside: bool = False) -> None:
     """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there but the ``damaged``.
 
+    A run directory without checkpoints takes over the mirror's run. ``aside``: only where it is the one that the mirror records, and what
+    may still be another run's stays in FETCHED.
+
     Raises:
-        ConfigError: the place is none. StorageError: it cannot be read, and the run directory has no good checkpoint.
+        ConfigError: the place is none, or another run's.
+        StorageError: it cannot be read, or all there is damaged, and the run directory has no good checkpoint.
     """
-    place, folder = Mirror(url, run_dir), run_dir / "checkpoints"
+    place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
     with files_told():
         here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), "")) if folder.is_dir() else None
         state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
         newest, retry = here.path.name if here else "", _Retry(state, write=False)
-        failed = retry.until(lambda: _fetch_newest(place, folder, newest), lambda pause: _over(pause, end))
+        failed = retry.until(lambda: _fetch_newest(place, run_dir, newest, wrong, aside=aside), lambda pause: _over(pause, end))
     if failed and here is None:
         raise kind_of(failed)(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
+    if wrong and here is None:
+        told = ", ".join(f"{name}: {what}" for name, what in wrong.items())
+        raise StorageError(
+            f"no checkpoint in {url} is good ({told}), {folder} has none, and the run is not started anew over them; if the place had a "
+            "fault, the same command continues after it; else name another place to start anew"
+        )
     if failed:
         print(f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}", flush=True)
 
 
-def _fetch_newest(place: Mirror, folder: Path, newest_here: str) -> None:
-    for name in place.steps():
+def _fetch_newest(place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool) -> None:
+    """``wrong``: gets what is wrong with those that are passed over, where none is good."""
+    fetched, (adopted, known) = run_dir / FETCHED, admit(place, run_dir, by_run=aside)
+    shutil.rmtree(fetched, ignore_errors=True)
+    fetched.mkdir(parents=True)
+    wrong.clear()
+    steps = place.steps()
+    if not steps and not newest_here and place.fs.exists(f"{place.root}/{LATEST}"):
+        wrong[LATEST] = "what it names is not there"
+    for name in steps:
         if name <= newest_here:
-            return
-        began, temporary = time.monotonic(), folder / f"{WRITING}{name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        wrong = _bring(place, name, temporary)
-        if wrong is None:
-            if (folder / name).exists():  # damaged: else it would be newest here
-                (folder / name).rename(folder / f"damaged_{name}.{time.time_ns()}")
-            os.rename(temporary, folder / name)
-            sync_folder(folder)
-            write_whole(folder / LATEST, name + "\n")
-            _bring_records(place, folder.parent)
+            break
+        began = time.monotonic()
+        (fetched / name).mkdir()
+        damaged = _bring(place, name, fetched / name)
+        if damaged is None:
+            wrong.clear()
+            bring_records(place, fetched)
             print(f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
-            return
-        shutil.rmtree(temporary)
-        print(f"checkpoint {place.url}/{name} is damaged ({wrong}); passing over it", flush=True)
+            break
+        shutil.rmtree(fetched / name)
+        wrong[name] = damaged
+        print(f"checkpoint {place.url}/{name} is damaged ({damaged}); passing over it", flush=True)
+    if adopted and not wrong:
+        write_whole(fetched / RUN_ID, adopted)
+    if not aside or known or not newest_first(fetched):
+        take_in(run_dir)
 
 
 def _bring(place: Mirror, name: str, into: Path) -> str | None:
@@ -277,7 +303,6 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
     began = time.monotonic()
     with _held(step) as folder:
         manifest, hashes = json.loads((folder / MANIFEST).read_text()), hashes_of(folder)
-        _refuse_another_run(place, manifest)
         sent = state.sent.setdefault(step.name, {})
         files = [name for name in manifest["files"] if not _is_there(place, f"{step.name}/{name}", folder / name, name in sent)]
 
@@ -304,37 +329,11 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
     print(f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
 
 
-def _send_records(place: Mirror, run_dir: Path) -> None:
-    for file in sorted(run_dir.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and file.name != MIRROR_STATE:
-            place.put(file, f"{RECORDS}/{file.name}")
-
-
-def _bring_records(place: Mirror, run_dir: Path) -> None:
-    """What a run appends to, where it is lost here: its losses, evaluations and attempts so far."""
-    with suppress(FileNotFoundError):
-        for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
-            file = run_dir / Path(entry["name"]).name
-            if file.suffix == ".jsonl" and not file.exists():
-                write_whole(file, place.fs.cat_file(entry["name"]))
-
-
 def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
     try:
         return was_sent and place.fs.info(place.root + "/" + name)["size"] == local.stat().st_size
     except FileNotFoundError:
         return False
-
-
-def _refuse_another_run(place: Mirror, ours: dict[str, Any]) -> None:
-    """Raises ConfigError where the newest checkpoint there is not of this run: of another model, or of other data."""
-    for name in place.steps()[:1]:
-        theirs = ours
-        with suppress(ValueError):  # damaged
-            theirs = place.manifest(name)
-        key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
-        if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
-            raise ConfigError(f"{place.url} holds checkpoints of another run, of another model or other data: choose another place")
 
 
 def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:

@@ -1,0 +1,104 @@
+"""What a mirror holds beside checkpoints: the run directory's own files, and the record of the run that it belongs to. No torch.
+
+The record is written before anything is sent, and compared before anything is sent or fetched.
+URL/run/run_id.json is the record of the run directory that sends there (`pretrain.run_directory.identify`); manifests have the id too.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fem_common.errors import ConfigError
+from fem_common.files import write_whole
+from pretrain.checkpoint.folder import MANIFEST, MIRROR_STATE, newest_first
+from pretrain.run_directory import RUN_ID, identify, record_of, run_id
+
+if TYPE_CHECKING:
+    from tools.checkpoint.mirror import Mirror
+
+RECORDS = "run"
+_UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)
+_CHOOSE = "choose another place"
+
+
+def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bool]:
+    """Decide whether a run directory may take checkpoints from a place.
+
+    A person may take over the run with a run directory that has no run yet; the run itself (``by_run``) only where its run directory is
+    the recorded one, and lost.
+
+    Returns:
+        The record that the run directory gets (None: it keeps its own), and whether the place is known to be this run's.
+
+    Raises:
+        ConfigError: the place is another run's.
+    """
+    owner, own = _owner(place), run_id(run_dir)
+    if owner is None or own == owner["run"]:
+        return None, owner is not None
+    new = not newest_first(run_dir / "checkpoints")
+    lost = own is None and new and owner["run_dir"] == str(run_dir.resolve())
+    if not (lost if by_run else new or own is None):
+        way = f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir} {place.url}" if new else ""
+        raise _another(place, owner, way)
+    return record_of(owner["run"], run_dir), False
+
+
+def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
+    """Record that a place belongs to the run in ``run_dir``, where it belongs to none.
+
+    A place with checkpoints and without a record, an older one, is claimed with the first ``step`` to send, of the same model and data.
+
+    Raises:
+        ConfigError: it belongs to another run.
+    """
+    run, owner = identify(run_dir), _owner(place)
+    if owner and owner["run"] != run:
+        raise _another(place, owner)
+    for name in [] if owner else place.steps()[:1]:
+        if step is None:
+            return
+        ours = theirs = json.loads((step / MANIFEST).read_text())
+        with suppress(ValueError):  # damaged
+            theirs = place.manifest(name)
+        key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
+        if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
+            raise ConfigError(f"{place.url} holds checkpoints of another run, of another model or other data: {_CHOOSE}")
+    if owner is None or owner["run_dir"] != str(run_dir.resolve()):
+        place.put_text(record_of(run, run_dir), f"{RECORDS}/{RUN_ID}")
+
+
+def send_records(place: Mirror, run_dir: Path) -> None:
+    """Send the run directory's own files."""
+    for file in sorted(run_dir.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.name != MIRROR_STATE:
+            place.put(file, f"{RECORDS}/{file.name}")
+
+
+def bring_records(place: Mirror, folder: Path) -> None:
+    """Bring what a run appends to (losses, evaluations, attempts) into a folder of its run directory, where that lacks it."""
+    with suppress(FileNotFoundError):
+        for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
+            name = Path(entry["name"]).name
+            if name.endswith(".jsonl") and not (folder.parent / name).exists():
+                write_whole(folder / name, place.fs.cat_file(entry["name"]))
+
+
+def _owner(place: Mirror) -> dict[str, str] | None:
+    """The run that a place belongs to, by its newest manifest where the record is lost; None: none is known."""
+    names = place.steps()[:1]  # first: where a store refuses, a listing says why, and reading a file does not
+    with suppress(*_UNREADABLE):
+        record = json.loads(place.fs.cat_file(f"{place.root}/{RECORDS}/{RUN_ID}"))
+        return {key: str(record[key]) for key in ("run", "run_dir")}
+    for name in names:
+        with suppress(*_UNREADABLE):
+            manifest = place.manifest(name)
+            return {"run": manifest["run"], "run_dir": str(manifest["config"]["run_dir"])} if manifest["run"] else None
+    return None
+
+
+def _another(place: Mirror, owner: dict[str, str], way: str = "") -> ConfigError:
+    return ConfigError(f"{place.url} belongs to another run, of run_dir {owner['run_dir']}: {_CHOOSE}{way}")
