@@ -22,7 +22,7 @@ from pathlib import Path
 from fem_common.errors import UserError
 from launch.job.item_state import Standing, counted
 from launch.job.plan import Draft, locked, settle, write
-from launch.job.request import Request, Wanted, absolute, new_job, pretrain, run_item
+from launch.job.request import Request, Wanted, absolute, new_job, pretrain, read_config, run_item
 from launch.job.snapshot import ROOT
 from launch.verbs.local import run_items
 from launch.verbs.submit import add_place_arguments, add_submit_arguments, request_of, submit
@@ -148,9 +148,20 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
                 raise UserError(f"{shlex.join(overrides[index])}: {error}") from None
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
+            configs = dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
+        _check_mirrors(configs)
+        return configs
 
     return Wanted(job, resolved(ROOT), resolved)
+
+
+def _check_mirrors(configs: Mapping[str, str]) -> None:
+    """Raises UserError where two runs, directory -> resolved configuration, have one mirror."""
+    owners = dict[str, str]()
+    for directory, text in configs.items():
+        mirror = read_config(text).get("checkpoint", {}).get("mirror")
+        if mirror and owners.setdefault(mirror, directory) != directory:
+            raise UserError(f"checkpoint.mirror = {mirror} is one place for several runs; write {{name}} in it, which is another for each")
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:

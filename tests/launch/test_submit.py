@@ -221,6 +221,8 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
     assert updated.reopened == updated.ready == (0,)
     with pytest.raises(UserError, match=r"^train\.seed=x: .*whole number"):
         wanted_sweep(run(DEMO, directory="s"), named([("train.seed=x",)]))
+    with pytest.raises(UserError, match=r"^checkpoint\.mirror = m is one place for several runs; write \{name\} in it"):
+        wanted_sweep(run(DEMO, "checkpoint.mirror=m", directory="s"), named(words))
 
 
 def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:

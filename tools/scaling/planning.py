@@ -302,6 +302,9 @@ class Planner:
                 f"{run.tokens * most / run.epochs:.3g} of its {run.tokens:.3g} tokens, or set max_epochs: {_up(run.epochs):g}"
             )
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
+        mirror = config.checkpoint.mirror
+        if mirror and "{name}" not in mirror:
+            raise ConfigError(f"{where}: checkpoint.mirror = {mirror} is one place for all runs; the fix: {mirror}/{{name}}")
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
             raise ConfigError(f"{where} has the same settings as {self._told[told]}; leave one of them out")

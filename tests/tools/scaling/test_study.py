@@ -134,7 +134,7 @@ TOO_SHORT = [2e8, 4e10]
 WRONG: dict[str, list[Any]] = {
     "varients": [{}],
     "variants": [{}, {"a b": []}, *({"x": [word]} for word in ("model.mixr=cem", "model.hidden_size=64", "model.mixer"))],
-    "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"]],
+    "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"], ["checkpoint.mirror=m"]],
     "learning_rates": [[1e-3]],
     "sizes": [
         *([32, 64], [32, 64, 64], [32, 64, 90], [32, 64, {"layers": 2}], [32, 64, {"width": 96, "heads": 7}]),
