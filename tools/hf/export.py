@@ -97,7 +97,7 @@ def export(
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.copy_to(folder, tokens["pad_token_id"])
+            tokenizer.copy_to(folder, tokens["pad_token_id"], config.model_type)
         if training is not None:
             _write_json(folder / TRAINING, training)
         text = model_card(

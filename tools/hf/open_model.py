@@ -28,13 +28,23 @@ from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Found, find
 from pretrain.checkpoint.reader import Weights
 
+from .compare import compare_tokenizers
 from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
 from .recipes import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
-from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
+from .tokenizer import (
+    NAME_A_TOKENIZER,
+    WHOLE,
+    auto_tokenizer,
+    check_tokenizer,
+    first_line,
+    load_tokenizer,
+    special_ids,
+    tokenizers_of_checkpoint,
+)
 
 CACHE_LINE = 64
 
@@ -249,6 +259,19 @@ def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokeniz
     return _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))[0]
 
 
+def misread_by_transformers(path: Path, tokenizer: PreTrainedTokenizerBase | None, texts: list[str]) -> str | None:
+    """How transformers reads these texts unlike ``tokenizer``, the one in a model's folder, and what to do; None: it does not."""
+    if tokenizer is None or not is_folder(path) or not (path / WHOLE).is_file():
+        return None
+    try:
+        theirs = auto_tokenizer(path, trust_remote_code=read_folder(path).ours)
+    except ConfigError as error:
+        return str(error)
+    told = compare_tokenizers(tokenizer, theirs, texts)
+    fix = "export the checkpoint again, or set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+    return told and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {told}; {fix}"
+
+
 def _tokenizer(named: Path | None, usual: list[Path]) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
     """The named tokenizer, else the first that is in the usual folders, and its folder; or why there is none."""
     if named is not None and not has_tokenizer(named):
@@ -300,6 +323,8 @@ def state_of(source: Weights, recipes: Recipes, dtype: torch.dtype, device: torc
 
 # --- fingerprint -----------------------------------------------------------------------------------------------------------------
 
+READING = "2 "  # how files become token ids; to be changed with the code that reads them, so that earlier results are not reused
+
 
 def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
     """64 hex digits that stand for what a model answers: they change with any bit of its weights, its configuration, code or tokenizer.
@@ -335,7 +360,7 @@ def _tensors(source: Tensors) -> Iterable[str]:
 def _tokenizer_digest(*folders: Path) -> str:
     """Of the files that a tokenizer reads, in the first of the folders that has some; config.json and weights' indexes are none."""
     folder = next((folder for folder in folders if has_tokenizer(folder)), None)
-    return "" if folder is None else _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+    return "" if folder is None else READING + _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
 
 
 def _files(files: list[Path]) -> str:

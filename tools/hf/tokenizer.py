@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import shutil
 from collections.abc import Mapping
@@ -10,16 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 
+from . import tokenization_fem
+from .folder import CONFIG, json_object
+
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json")  # of a model's folder that has its tokenizer in it
+# Files of a model's folder that has its tokenizer in it, and the file that transformers prefers to tokenizer.json for Mistral models.
+NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json", "tekken.json")
 ENDINGS_OF_OTHERS = (".index.json",)
 NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+OF_OTHERS = ("auto_map", "fast_tokenizer_files")  # settings that name another class or file
+# Model types whose tokenizers transformers 5 opens as its own class for them, whatever class tokenizer_config.json names.
+REPLACED = ("qwen2",)
 
 
 @dataclass(frozen=True)
@@ -42,20 +52,27 @@ class Tokenizer:
     @property
     def sha256(self) -> str | None:
         """Of tokenizer.json, as the data's manifest records it; None where the tokenizer has no such file."""
-        file = self.folder / "tokenizer.json"
+        file = self.folder / WHOLE
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
-    def copy_to(self, folder: Path, pad: int | None = None) -> None:
-        """The tokenizer's files as they are, told to return nothing that the model does not take.
+    def copy_to(self, folder: Path, pad: int | None = None, model_type: str | None = None) -> None:
+        """Copies the tokenizer's files and rewrites tokenizer_config.json so that transformers 4 and 5 read the same ids from them.
 
         pad: the id that fills up a batch where the tokenizer names none; on the left, as generation needs it, where it names no side.
+        model_type: of the model whose folder this is.
         """
         for file in sorted(self.folder.iterdir()):
             ours = file.is_file() and file.suffix in SUFFIXES and not file.name.endswith(ENDINGS_OF_OTHERS)
             if ours and file.name not in NOT_A_TOKENIZERS and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
-        path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        path = folder / SETTINGS
+        settings = json_object(path)
+        if (folder / WHOLE).is_file():
+            settings = _settings_of_any_class(settings, self.tokenizer)
+            if model_type in REPLACED:
+                settings["auto_map"] = {"AutoTokenizer": [None, tokenization_fem.NAME]}
+                code = Path(tokenization_fem.__file__)
+                shutil.copyfile(code, folder / code.name)
         settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
         if pad is not None:
             settings.setdefault("padding_side", "left")
@@ -86,12 +103,57 @@ def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder. Raises ConfigError where it is damaged or wants to run code."""
+    """The tokenizer in a folder; tokenizer.json, where there is one, as data_prep reads it, whatever class is named beside it.
+
+    transformers 5 takes only vocabulary and merges from tokenizer.json for most classes and builds the rest anew. Raises ConfigError
+    where it is damaged or wants to run code.
+    """
+    whole = folder / WHOLE
+    if not whole.is_file():
+        return auto_tokenizer(folder, trust_remote_code=False)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(whole), local_files_only=True)
+        for name, token in _tokens_of_class(folder).items():
+            if getattr(tokenizer, name) is None and token in tokenizer.get_added_vocab():
+                setattr(tokenizer, name, token)
     except Exception as error:  # the library's parser raises bare Exceptions
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
     return tokenizer
+
+
+def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder as transformers opens it, by the class that it takes. Raises ConfigError where it cannot."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers, the library's parser and the code in the folder raise what they like
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+    return tokenizer
+
+
+def _tokens_of_class(folder: Path) -> dict[str, str]:
+    """Special tokens that tokenizer_config.json leaves to the class that it, or the model beside it, names (GPT-2's leaves all)."""
+    settings, model = (json_object(folder / name) if (folder / name).is_file() else {} for name in (SETTINGS, CONFIG))
+    name = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
+    kind = tokenizer_class_from_name(name) if name else None
+    parameters = inspect.signature(kind.__init__).parameters if kind else {}
+    names = [name for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES if name in parameters and name not in settings]
+    return {name: parameters[name].default for name in names if isinstance(parameters[name].default, str)}
+
+
+def _settings_of_any_class(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """tokenizer_config.json such that transformers 4 and 5 open the tokenizer.json beside it as it is."""
+    found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
+    found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES:
+        if (token := getattr(tokenizer, name)) is not None:
+            found.setdefault(name, token)
+    if isinstance(found.get("extra_special_tokens"), list):  # the name in transformers 4, where the other one is a mapping
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    # transformers 4 puts this setting, or false, over the pre-tokenizer's own.
+    prefix = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", None)
+    return found if prefix is None else found | {"add_prefix_space": prefix}
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path) -> int:

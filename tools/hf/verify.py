@@ -39,7 +39,7 @@ from .compare import (
     trace,
 )
 from .folder import is_folder, read_folder
-from .open_model import check_there, open_model, quiet_transformers, tokenizer_of
+from .open_model import check_there, misread_by_transformers, open_model, quiet_transformers, tokenizer_of
 from .recipes import Tensors
 
 SHOWN = 8  # settings and tensors that are named before "and N more"
@@ -141,6 +141,17 @@ TEXTS = (
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 1 + 1 = 2; 你好。",
 )
 
+# Read by the tokenizers alone, where pre-tokenizers and normalizers differ: digits, case, white space, scripts, composed characters.
+READ = (
+    "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done... (2026-11-27T23:59:01Z)",
+    "  two  spaces,\ta tab,\u00a0no break,\r\n\r\n\n   lines   \n",
+    "#include <vector>\nfor (int i = 0; i < n; ++i) {\n\t\tx[i] += 0x1F00 * y_i; // HTTPServer2go\n}\n",
+    "file:///a_b-c/?q=1%202&lang=de#top @user C:\\temp $x^{2}_{10}$ <p>&amp;</p>",
+    "Été à l’école : « cœur » — ſtraße, İstanbul, Việt; Ελληνικά; Русский язык №5; עִבְרִית; العَرَبِيَّة ١٢٣",
+    "中文没有空格，標點符號；日本語のテキストです。ｶﾀｶﾅ；한국어 문장；हिन्दी १२३ है；ภาษาไทยไม่มีช่องว่าง",
+    "e\u0301 and é, ﬁ and fi, Ａ and A, x² and ½, \u200bzero\u200dwidth, 👩‍👩‍👧 🇩🇪 👍🏽 𝔘𝔫𝔦",
+)
+
 
 @dataclass(frozen=True)
 class Side:
@@ -184,8 +195,8 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     """Compares configuration, tokenizers, weights, activations and logits, prints the findings, and says whether the models are equal.
 
     They are if no logit differs by more than ``tolerance`` x max(1, the largest logit), no weight by more than ``tolerance`` x its
-    tensor's largest, and the tokenizers agree. tolerance None: 1e-4; 2e-2 where one of them is stored in bf16. prompts: a file, one a
-    line, instead of the built-in texts. json_out: the findings for machines.
+    tensor's largest, and the tokenizers agree, a folder's also as transformers opens it. tolerance None: 1e-4; 2e-2 where one of them is
+    stored in bf16. prompts: a file, one a line, instead of the built-in texts. json_out: the findings for machines.
 
     Raises:
         ConfigError: one of the two cannot be opened, or an argument is wrong.
@@ -197,6 +208,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     check_there(b)
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         readers = tokenizer_of(a), tokenizer_of(b)
+        misread = [misread_by_transformers(path, reader, [*READ, *texts]) for path, reader in zip((a, b), readers, strict=True)]
         one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
         two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
     weights = _weights(one, two)
@@ -209,7 +221,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
         sides=(one.path, two.path),
         about=(one.about, two.about),
         settings=settings,
-        tokenizers=compare_tokenizers(*readers, texts),
+        tokenizers="; ".join(filter(None, [compare_tokenizers(*readers, [*READ, *texts]), *misread])) or None,
         lacking_tokenizer=[path for path, reader in zip((a, b), readers, strict=True) if reader is None],
         vocabularies=(one.hf.vocab_size, two.hf.vocab_size),
         weights=weights,

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
+from tests.tools.hf.readers import FAMILIES, TEXTS, write_reader
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, padded_batch, small, write_tokenizer
 from tools.hf.model_card import TESTED
 
@@ -38,8 +41,11 @@ def version(name):
 metadata.version = version
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-ids, mask = torch.load(out)
+ids, mask, sentences, readers = torch.load(out)
 found = {}
+for folder, trust in readers:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    found[folder, trust] = [tokenizer(text)["input_ids"] for text in sentences]
 for folder in folders:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     common = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -60,10 +66,28 @@ print(json.dumps([transformers.__version__, model.config.eos_token_id, model.gen
 """
 
 
+def with_readers(root: Path) -> dict[tuple[str, bool], Path]:
+    """Exported folder, trust_remote_code -> its tokenizer.json; of every family, and of tokenizers of other classes, one saved by 5."""
+    saved = write_reader(root / "saved", "regex", None)
+    PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(saved)
+    assert json.loads((saved / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    given = dict.fromkeys(FAMILIES, saved)
+    named = {"GPT2Tokenizer": "regex", "GPTNeoXTokenizerFast": "prefixed", "CohereTokenizerFast": "regex", "LlamaTokenizer": "pieces"}
+    given |= {name: write_reader(root / f"of-{name}", kind, name) for name, kind in named.items()}
+    found: dict[tuple[str, bool], Path] = {}
+    for name, tokenizer in given.items():
+        folder = export(small(**FAMILIES.get(name, FAMILIES["llama"])), root / name, tokenizer=tokenizer)
+        found |= {(str(folder), trust): folder / "tokenizer.json" for trust in ([True] if name == "fem_lm" else [True, False])}
+    return found
+
+
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("age", ["newest", "oldest"])
 def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]) -> None:
-    """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch."""
+    """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch.
+
+    And the ids of tokenizer.json, of every kind of tokenizer and in every family.
+    """
     if age == "oldest" and not OLDEST.is_dir():
         pytest.skip(f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-transformers.txt")
     folders = [tmp_path / "moved" / name for name in names]
@@ -74,7 +98,8 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
     with_words = [export(small(name), tmp_path / name, tokenizer=tokenizer) for name in ("fem_softmax", "transformer")]
     home, saved = tmp_path / "home", tmp_path / "saved.pt"
     ids, mask = padded_batch()
-    torch.save((ids, mask), saved)
+    readers = with_readers(tmp_path / "readers")
+    torch.save((ids, mask, TEXTS, list(readers)), saved)
     env = os.environ | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
     env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     site = "-" if age == "newest" else str(OLDEST)
@@ -88,6 +113,9 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
     for one_by_one, two_at_a_time in texts:
         assert len(one_by_one) == 3 and one_by_one == two_at_a_time
     found = torch.load(saved)
+    for (reader, trust), tokenizer_json in readers.items():
+        plain = Tokenizer.from_file(str(tokenizer_json))
+        assert found[reader, trust] == [plain.encode(text).ids for text in TEXTS], (reader, trust)
     for name, folder in zip(names, folders, strict=True):
         logits, greedy, uncached, beams, beams_uncached, static = found[str(folder)]
         model = exported(name).model
