@@ -146,7 +146,7 @@ READ = (
     "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done... (2026-11-27T23:59:01Z)",
     "  two  spaces,\ta tab,\u00a0no break,\r\n\r\n\n   lines   \n",
     "#include <vector>\nfor (int i = 0; i < n; ++i) {\n\t\tx[i] += 0x1F00 * y_i; // HTTPServer2go\n}\n",
-    "file:///a_b-c/?q=1%202&lang=de#top @user C:\\temp $x^{2}_{10}$ <p>&amp;</p>",
+    "ftp://host/a_b-c/?q=1%202&lang=de#top @user C:\\temp $x^{2}_{10}$ <p>&amp;</p>",
     "Été à l’école : « cœur » — ſtraße, İstanbul, Việt; Ελληνικά; Русский язык №5; עִבְרִית; العَرَبِيَّة ١٢٣",
     "中文没有空格，標點符號；日本語のテキストです。ｶﾀｶﾅ；한국어 문장；हिन्दी १२३ है；ภาษาไทยไม่มีช่องว่าง",
     "e\u0301 and é, ﬁ and fi, Ａ and A, x² and ½, \u200bzero\u200dwidth, 👩‍👩‍👧 🇩🇪 👍🏽 𝔘𝔫𝔦",
