@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,23 @@ def append_json_line(path: Path, value: Any) -> None:
     """Append ``value`` to a file of JSON lines, on a line of its own.
 
     What a full disk or a power loss left of an earlier line is ended first: that line is damaged, this one is not. Lines of several
-    writers stay whole. Raises OSError.
+    writers stay whole. JSON has no numbers that are not finite: those become null. Raises OSError.
     """
-    line = json.dumps(value).encode() + b"\n"
+    line = json.dumps(_finite(value), allow_nan=False).encode() + b"\n"
     with path.open("ab+", buffering=0) as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line
         while line:
             line = line[file.write(line) :]
+
+
+def _finite(value: Any) -> Any:
+    """The value, null in place of each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_folder(path: Path) -> None:

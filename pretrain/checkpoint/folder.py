@@ -270,7 +270,7 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     manifest[HASHES] = {**known, **taken, **small}
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
     manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     for name in [*names, MANIFEST]:
         sync_file(temporary / name)
     sync_folder(temporary)

@@ -189,7 +189,8 @@ def summed_over_ranks(
     """What a step tells, in one all-reduce and one wait of the host: (mean loss, gradient norm, sums of ``beside``), alike on each rank.
 
     The mean is over the tokens of all ranks, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them. Its
-    tensor-parallel ranks know the same loss: one of them speaks. squares: this rank's part of the gradient's squared norm.
+    tensor-parallel ranks know the same loss: one of them speaks. squares: this rank's part of the gradient's squared norm. Without a token
+    that counts, loss and norm are NaN, so that the step is skipped: a mean over nothing has no gradient.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -199,4 +200,4 @@ def summed_over_ranks(
     summed = torch.cat([total, part, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
     torch.distributed.all_reduce(summed)
     loss, tokens, square, *sums = summed.tolist()
-    return loss / tokens if tokens else math.nan, math.sqrt(square), sums
+    return (loss / tokens, math.sqrt(square), sums) if tokens else (math.nan, math.nan, sums)

@@ -148,7 +148,7 @@ class DeepSpeedEngine:
             with self._updates_looked_at():
                 self.engine.step()
         if known:
-            loss, grad_norm, sums = known[0], self.norm, known[2]
+            loss, grad_norm, sums = known[0], math.nan if math.isnan(known[1]) else self.norm, known[2]
         else:
             squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
             loss, grad_norm, sums = summed_over_ranks(reports, beside(), squares)

@@ -89,7 +89,10 @@ class Console(Callback):
 
 
 class JsonLines(Callback):
-    """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts."""
+    """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts.
+
+    A number that is not finite is null.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "metrics.jsonl"

@@ -252,7 +252,7 @@ def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(p
     """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 4 on" in pretrain.err
+    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: " in pretrain.err
     for _ in range(2):
         assert pretrain(*ruined, "checkpoint.interval=1") == 3
         good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))

@@ -160,6 +160,7 @@ def _look(engine: Any) -> dict[str, Any]:
     skipped = [step(8)]
     before = _tensors(engine)
     skipped.append(step(16, math.nan))
+    skipped.append(step(20, 0.0))
     untouched = _same(before, _tensors(engine))
     # One number of the loss: gradients are finite until this rank makes them otherwise.
     forward = engine._forward
@@ -225,12 +226,12 @@ def looks(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps(
     looks: dict[int, dict[str, Any]], stage: int
 ) -> None:
-    """A NaN in the loss, and one that is infinite while its gradients are not.
+    """A NaN in the loss, no token that counts in it, and one that is infinite while its gradients are not.
 
     DeepSpeed's own loading shares one step tensor among all, which Adam then adds to for each, and copies the first group's settings.
     """
     found = looks[stage]
-    assert found["skipped"] == [False, True, True, False]
+    assert found["skipped"] == [False, True, True, True, False]
     assert found["untouched"] and found["moved"]
     restored, later = found["steps"]
     assert len(restored) >= 2 and set(restored) == {2.0} and set(later) == {3.0}
@@ -250,7 +251,10 @@ GUARDED: dict[str, list[str]] = {
 
 
 def skip_one(settings: list[str]) -> dict[str, dict[str, Any]]:
-    """Case -> the steps of an engine whose second is unwanted and whose third nobody judges, what was asked, whether the state moved."""
+    """Case -> the steps of an engine, what was asked, whether the state moved.
+
+    The second step is unwanted, the third is judged by nobody, and in the fourth no token counts.
+    """
     platform.import_megatron()
     asked: list[tuple[float, float]] = []
 
@@ -263,8 +267,8 @@ def skip_one(settings: list[str]) -> dict[str, dict[str, Any]]:
         asked.clear()
         with engine_of([*settings, *more, "train.on_spike=skip"]) as engine:
             steps, states = [], []
-            for judge in (taken, lambda *pair: not taken(*pair), None):
-                steps.append(engine.train_step(micro_batches(16), 8, unwanted=judge))
+            for judge, weight in ((taken, 1.0), (lambda *pair: not taken(*pair), 1.0), (None, 1.0), (taken, 0.0)):
+                steps.append(engine.train_step(micro_batches(16, weight), 8, unwanted=judge))
                 states.append(_tensors(engine))
             moved = [not _same(*pair) for pair in itertools.pairwise(states)]
             found[name] = {"steps": [(one.loss, one.grad_norm, one.skipped) for one in steps], "asked": [*asked], "moved": moved}
@@ -281,7 +285,24 @@ def skips(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(skips: dict[str, dict[str, Any]], name: str) -> None:
     """All steps see the same samples: after one that changed nothing the next, unjudged, has its loss and its norm to the last bit."""
     found = skips[name]
-    first, skipped, taken = found["steps"]
-    assert [first[2], skipped[2], taken[2]] == [False, True, False] and found["moved"] == [False, True]
+    first, skipped, taken, empty = found["steps"]
+    assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True] and found["moved"] == [False, True, False]
+    assert all(map(math.isnan, empty[:2]))
     assert found["asked"] == [first[:2], skipped[:2]], "once a step, with what the step tells"
     assert skipped[:2] == taken[:2] != first[:2]
+
+
+def half_empty(settings: list[str]) -> list[tuple[float, float]]:
+    """(loss, norm) of a step whose tokens all count, and of one of which rank 0's count nowhere; neither updates anything."""
+    platform.import_megatron()
+    with engine_of([*settings, "train.on_spike=skip"]) as engine:
+        mine = 1.0 if torch.distributed.get_rank() else 0.0
+        steps = [engine.train_step(micro_batches(16, weight), 8, unwanted=lambda *pair: True) for weight in (1.0, mine)]
+    return [(step.loss, step.grad_norm) for step in steps]
+
+
+@pytest.mark.parametrize("engine", [pytest.param([], id="megatron"), pytest.param(deepspeed(1), id="stage 1")])
+def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(engine: list[str], tiny_data: Path, tmp_path: Path) -> None:
+    """Both ranks read the same samples: the mean over one's tokens is that over both's."""
+    whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
+    assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1  # fp32 sums of half as many terms

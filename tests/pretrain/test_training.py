@@ -140,7 +140,7 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str
 
 @pytest.mark.parametrize(("chunk", "fp8"), [(0, []), (7, []), (0, ["train.fp8=delayed", "model.hidden_size=64"])])
 def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int, fp8: list[str]) -> None:
-    """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
+    """One poisoned micro-batch, no token that counts, or a step that is unwanted: weights and optimizer state keep every bit."""
     with engine_of([*settings, f"train.loss_chunk={chunk}", *fp8]) as engine:
 
         def state() -> list[torch.Tensor]:
@@ -153,6 +153,8 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
         before = state()
         poisoned = engine.train_step(micro_batches(32, math.nan), 16)
         assert poisoned.skipped and math.isnan(poisoned.loss)
+        empty = engine.train_step(micro_batches(32, 0.0), 16)  # no token counts
+        assert empty.skipped and math.isnan(empty.loss) and math.isnan(empty.grad_norm)
         seen: list[float] = []
 
         def unwanted(*told: float) -> bool:
@@ -267,6 +269,6 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
     assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 3
     assert pretrain.err.count("\n") == 1
     assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 4 on" in pretrain.err
+    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: " in pretrain.err
     assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [False, True, True, True]
     assert not pretrain.checkpoints.exists()

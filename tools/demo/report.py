@@ -34,9 +34,9 @@ class History:
             except ValueError:
                 continue
             if "valid_loss" in entry:
-                validations[entry["step"]] = entry["valid_loss"]
+                validations[entry["step"]] = _number(entry["valid_loss"])
             elif "loss" in entry:
-                steps[entry["step"]] = entry
+                steps[entry["step"]] = entry | {"loss": _number(entry["loss"])}
         return cls(tuple(steps[step] for step in sorted(steps)), tuple(sorted(validations.items())))
 
     @property
@@ -60,6 +60,11 @@ class History:
     def peak_memory_bytes(self) -> int:
         """Largest over steps and ranks."""
         return max(entry["peak_memory_bytes"] for entry in self.steps)
+
+
+def _number(value: float | None) -> float:
+    """A loss of metrics.jsonl, which has null for one that is not finite."""
+    return math.nan if value is None else value
 
 
 def checkpoint_step(run: Path) -> int:
