@@ -27,6 +27,7 @@ from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO, SMALL, Command, settings, tiny_data
 from tests.pretrain.conftest import pretrain as pretrain_command
 from tests.pretrain.data_folder import write_folder
+from tests.pretrain.test_stages import STAGED
 from tests.tools.refusals import Refused, refused
 from tools.tokens.__main__ import main
 from tools.tokens.steps import Steps, read_run
@@ -173,10 +174,9 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
     assert capsys.readouterr().out.splitlines()[0].split() == ["step", "sample", "seen", "source", "document", "from", "to", "id"]
 
 
-def test_of_a_run_whose_batch_changed(
-    pretrain_command: Command, tiny_data: Path, say: Say, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of all samples that training reads, as they come."""
     read: list[list[int]] = []
 
     def noting(dataset: Any, *rest: Any) -> Iterator[Any]:
@@ -186,6 +186,11 @@ def test_of_a_run_whose_batch_changed(
             yield batch
 
     monkeypatch.setattr("pretrain.trainer.batches", noting)
+    return read
+
+
+def test_of_a_run_whose_batch_changed(pretrain_command: Command, tiny_data: Path, say: Say, read: list[list[int]]) -> None:
+    """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
     assert pretrain_command("train.steps=6") == 0
     assert pretrain_command("train.steps=9", "train.global_batch_size=8") == 0
     steps = [say(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
@@ -198,12 +203,48 @@ def test_of_a_run_whose_batch_changed(
         assert row in say(pretrain_command.run_dir, "--find", row["id"])
 
 
+@pytest.mark.parametrize("packing", ["stream", pytest.param("best_fit", marks=pytest.mark.slow)])
+def test_of_stages_each_with_its_own_order(
+    pretrain_command: Command, say: Say, read: list[list[int]], refused: Refused, packing: str
+) -> None:
+    """Three stages of two lengths; best_fit's last tokens are padding. Without a checkpoint it is the same."""
+    assert pretrain_command(*STAGED, f"data.packing={packing}") == 0, pretrain_command.err
+    run = pretrain_command.run_dir
+    rows = [row for step in range(1, 11) for row in say(run, "--step", step)]
+    samples = list(dict.fromkeys(row["sample"] for row in rows))
+    assert samples == [f"{stage}:{n}" for stage, count in (("ramp", 6), ("main", 16), ("decay", 12)) for n in range(count)]
+    found = list(tokens_of(rows).values())
+    assert all(tokens == text[: len(tokens)] and not any(text[len(tokens) :]) for tokens, text in zip(found, read, strict=True))
+    assert all(row["seen"] for row in rows)
+    for row in rows[:: len(rows) // 6]:
+        assert row in say(run, "--sample", row["sample"]) and row in say(run, "--find", row["id"])
+    for words in (("--step", 11), ("--sample", "main:16"), ("--sample", 3)):
+        refused(main, "tools.tokens", run, *words)
+    shutil.rmtree(run / "checkpoints")
+    assert [row for step in range(1, 11) for row in say(run, "--step", step)] == rows
+
+
+def test_of_a_fork_with_an_order_of_its_own(pretrain_command: Command, say: Say, read: list[list[int]], tmp_path: Path) -> None:
+    """And of its own fork, which goes on in that order."""
+    assert pretrain_command("train.steps=4") == 0
+    child, grandchild, start = tmp_path / "child", tmp_path / "grandchild", len(read)
+    assert pretrain_command("train.steps=7", "data.seq_length=48", "--fork", str(child), config=str(pretrain_command.run_dir)) == 0
+    assert pretrain_command("train.steps=9", "--fork", str(grandchild), config=str(child)) == 0, pretrain_command.err
+    for anew in (False, True):
+        runs = {5: child, 6: child, 7: child, 8: grandchild, 9: grandchild}
+        rows = [row for step, run in runs.items() for row in say(run, "--step", step)]
+        assert list(dict.fromkeys(row["sample"] for row in rows)) == list(range(20))
+        assert list(tokens_of(rows).values()) == read[start:]
+        for run in () if anew else (child, grandchild):
+            shutil.rmtree(run / "checkpoints")
+
+
 def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_command: Command, refused: Refused) -> None:
     run_dir = pretrain_command.run_dir
     run_dir.mkdir()
     config = load_run(DEMO, [*SMALL, "train.steps=30", "train.global_batch_size=4"])
     (run_dir / "config.yaml").write_text(dump_yaml(config))
-    assert read_run(run_dir).steps == Steps([(0, 0), (30, 120)], {4}, 0)
+    assert read_run(run_dir)[0].steps == Steps([(0, 0), (30, 120)], {4}, 0)
 
     def metrics(steps: list[tuple[int, int]]) -> str:
         return "".join(json.dumps({"step": step, "consumed_tokens": LENGTH * samples}) + "\n" for step, samples in steps)
@@ -213,12 +254,12 @@ def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_c
     (run_dir / "metrics.jsonl").write_text(
         metrics([(1, 8), (2, 16), (3, 24)]) + '{"step": 4, "con\n' + metrics([(4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons'
     )
-    steps = read_run(run_dir).steps
+    steps = read_run(run_dir)[0].steps
     assert steps == Steps([(0, 0), (1, 8), (2, 16), (3, 20), (5, 28), (30, 128)], {4, 8}, 5)
     assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(8, 16), range(16, 20), range(24, 28), range(28, 32)]
     assert all(steps.of(sample) == step for step in range(1, 31) for sample in steps.samples(step))
     (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (10, 60)]))
-    assert read_run(run_dir).steps.of(30) is None and read_run(run_dir).steps.of(60) == 11
+    assert read_run(run_dir)[0].steps.of(30) is None and read_run(run_dir)[0].steps.of(60) == 11
     refused(main, "tools.tokens", run_dir, "--step", 5)
 
 

@@ -14,14 +14,14 @@ from fem_common.cli import Parser, run
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import aligned
 from tools.tokens.order import Order, Piece, open_order
-from tools.tokens.steps import Steps, read_run
+from tools.tokens.steps import RunRecord, read_run
 
 COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
 ABOUT = """Prints which documents a step of training saw, or which steps see a document: a line a piece with
 
-  step, sample (position in the training order, from 0), whether it was seen so far, source, number of the document in it (from 0),
-  the tokens [from, to) of the document, EOD included, and its id, where data_prep recorded ids (PREFIX.ids; ? where it did not, or they
-  are in a store).
+  step, sample (position in the training order, from 0; where there are stages, in the stage's, after its name), whether it was seen so
+  far, source, number of the document in it (from 0), the tokens [from, to) of the document, EOD included, and its id, where data_prep
+  recorded ids (PREFIX.ids; ? where it did not, or they are in a store).
 
 Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
 after a sample's last one, which is its label, is not counted, nor is padding. Validation data is not covered."""
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="a step of the run, from 1 on, done or to come")
-    what.add_argument("--sample", type=int, metavar="I", help="a position in the training order, from 0 on")
+    what.add_argument("--sample", metavar="[STAGE:]I", help="a position in the training order, from 0 on; each stage has its own")
     what.add_argument("--find", metavar="ID", help="when the document with this id was seen, and will be until the run's end")
     what.add_argument("--document", type=int, metavar="N", help="as --find, of the document with this number (in each source)")
     parser.add_argument("--json", action="store_true", help="a JSON object a line, null for what is not known")
@@ -56,19 +56,53 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The pieces asked for. Raises ConfigError."""
-    record = read_run(given.run_dir)
-    steps = record.steps
-    samples = steps.samples(given.step) if given.step is not None else [given.sample]
-    if given.sample is not None and not 0 <= given.sample < steps.end:
-        raise ConfigError(f"--sample {given.sample}: the run's samples are 0 to {steps.end - 1}")
-    order = open_order(given.run_dir, record.config, record.order_samples, record.contents_key)
+    records = read_run(given.run_dir)
+    if given.find is None and given.document is None:
+        record, samples = _step(records, given.step) if given.step is not None else _sample(records, given.sample)
+        order = _opened(given.run_dir, record)
+        return _told(record, order, [piece for sample in samples for piece in order.pieces(sample)])
+    rows, faults = list[dict[str, Any]](), list[ConfigError]()
+    for record in records:
+        try:
+            order = _opened(given.run_dir, record)
+            pieces = order.find(_wanted(order, given))
+        except ConfigError as error:  # a stage that has not begun, or that reads other sources
+            faults.append(error)
+            continue
+        rows += _told(record, order, [piece for piece in pieces if piece.sample < record.steps.end])
+    if len(faults) == len(records):
+        raise faults[0]
+    for fault in faults:
+        print(f"tools.tokens: of a stage nothing is printed: {fault}", file=sys.stderr)
+    return rows
+
+
+def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
+    """The order that a step reads, and its samples."""
+    for record in records:
+        if step in record.steps.numbers:
+            return record, record.steps.samples(step)
+    raise ConfigError(f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to {records[-1].steps.numbers[-1]}")
+
+
+def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
+    """The order that ``[STAGE:]I`` names, and the sample."""
+    name, _, number = text.rpartition(":")
+    record = next((record for record in records if record.name == name), None)
+    if record is None:
+        names = ", ".join(record.name for record in records)
+        wanted = f"give STAGE:I, the stage one of {names}" if names else "the run has no stages; give the position alone"
+        raise ConfigError(f"--sample {text}: {wanted}")
+    if not number.isdecimal() or int(number) >= record.steps.end:
+        raise ConfigError(f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to {record.steps.end - 1}")
+    return record, [int(number)]
+
+
+def _opened(run_dir: Path, record: RunRecord) -> Order:
+    order = open_order(run_dir, record.parts, record.order_samples, record.contents_key)
     for fault in dict.fromkeys(source.beside.fault for source in order.sources if source.beside.fault):
         print(f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample", file=sys.stderr)
-    if given.find is None and given.document is None:
-        pieces = [piece for sample in samples for piece in order.pieces(sample)]
-    else:
-        pieces = [piece for piece in order.find(_wanted(order, given)) if piece.sample < steps.end]
-    return _told(order, steps, pieces)
+    return order
 
 
 def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
@@ -90,14 +124,17 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
     return found
 
 
-def _told(order: Order, steps: Steps, pieces: list[Piece]) -> list[dict[str, Any]]:
+def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
+    """The rows; a sample of a stage's order as ``--sample`` takes it."""
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
         ids.append(lines_at(source.beside.ids, documents) if source.beside.ids and documents else {})
-    rows, seen = [], steps.seen
+    rows, steps = [], record.steps
+    seen = steps.seen
     for sample, number, document, start, stop in pieces:
-        row = (steps.of(sample), sample, sample < seen, order.sources[number].prefix, document, start, stop, ids[number].get(document))
+        shown = f"{record.name}:{sample}" if record.name else sample
+        row = (steps.of(sample), shown, sample < seen, order.sources[number].prefix, document, start, stop, ids[number].get(document))
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 

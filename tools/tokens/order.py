@@ -27,6 +27,7 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import Contents, SourceContents, read_manifest
 from pretrain.data.index_cache import COMPLETE, IndexCache, index_cache
 from pretrain.data.store_cache import local_prefix, store_cache
+from pretrain.stages import Part
 
 _SPLIT = "train"
 
@@ -131,19 +132,23 @@ class Order:
         return [piece for sample in sorted(samples) for piece in self.pieces(sample) if piece.document in wanted.get(piece.source, ())]
 
 
-def open_order(run_dir: Path, config: RunConfig, samples: int, contents_key: str | None) -> Order:
-    """The order of so many ``samples`` that a run reads; ``contents_key``: of the data, as its checkpoints have it.
+def open_order(run_dir: Path, parts: Sequence[Part], samples: int, contents_key: str | None) -> Order:
+    """The order of so many ``samples`` that the last of these stages reads; ``contents_key``: of the data, as its checkpoints have it.
 
     Raises:
         ConfigError: there is no such cache, or it is damaged.
     """
+    config, needs = parts[-1].config, [part.needs() for part in parts] if parts[-1].name else []
+    prefixes = [source.prefix for source in config.data.train]
+    if needs:
+        prefixes = list(dict.fromkeys(prefix for need in needs for prefix in need))
     root, megatron = Path(config.data.index_cache or run_dir / "index_cache"), _megatron(run_dir)
     fitting = []
     for complete in sorted(root.glob(f"*/{COMPLETE}")):
         contents = _contents(complete)
-        if contents is None or contents_key not in (None, contents.key) or not _is_of(config, contents):
+        if contents is None or contents_key not in (None, contents.key) or not _is_of(prefixes, contents):
             continue
-        cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron)
+        cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron, needs)
         if cache.folder.name == complete.parent.name:
             fitting.append(cache)
     if not fitting:
@@ -195,12 +200,14 @@ def _contents(complete: Path) -> Contents | None:
         return None
 
 
-def _is_of(config: RunConfig, contents: Contents) -> bool:
-    """Whether the training sources have the run's names; a relative one is compared from its end, wherever the run was started."""
+def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
+    """Whether the training sources have these names; a relative one is compared from its end, wherever the run was started.
+
+    Their order is part of the folder's name.
+    """
     recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
-    prefixes = [source.prefix for source in config.data.train]
     named = [prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}" for prefix in prefixes]
-    return len(recorded) == len(named) and all(map(str.endswith, recorded, named))
+    return len(recorded) == len(named) and all(any(prefix.endswith(name) for prefix in recorded) for name in named)
 
 
 def _megatron(run_dir: Path) -> str:

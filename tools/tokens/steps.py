@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint.folder import newest_good
-from pretrain.config import RunConfig, load_run
+from pretrain.checkpoint.folder import Found, Progress, newest_good
+from pretrain.config import load_run
 from pretrain.report.progress_file import read_progress
 from pretrain.run_directory import read_fork
-from pretrain.schedule import Schedule
+from pretrain.stages import Part, parts_of
 
 
 @dataclass(frozen=True)
 class Steps:
-    """``points``: steps and the samples that were consumed when they were done, ascending, from the beginning (0, 0) to the run's end.
+    """``points``: steps and the samples of an order that were consumed when they were done, ascending, from its beginning to its end.
 
     Where training went back from a spike, a step stands twice, also with the samples that were passed over then.
 
@@ -41,11 +41,13 @@ class Steps:
         """The first sample that the run will not take."""
         return self.points[-1][1]
 
+    @property
+    def numbers(self) -> range:
+        """The steps that read the order."""
+        return range(self.points[0][0] + 1, self.points[-1][0] + 1)
+
     def samples(self, step: int) -> range:
-        """The samples of a step, from 1 on. Raises ConfigError where the run has no such step, or does not say which samples it took."""
-        last = self.points[-1][0]
-        if not 1 <= step <= last:
-            raise ConfigError(f"--step {step}: the run's steps are 1 to {last}")
+        """The samples of a step of the order's. Raises ConfigError where the run does not say which samples it took."""
         at = bisect_left(self.points, (step, 0))
         (before, first), (after, end) = self.points[at - 1 : at + 1]
         batch = self._batch(at)
@@ -71,52 +73,96 @@ class Steps:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says: configuration, steps, samples its order was drawn for, the key of its data (None: no checkpoint)."""
+    """What a run directory says of an order of samples: of a stage's, or of the run's only one.
 
-    config: RunConfig
+    parts: the stages up to its own, or the run. order_samples: what the order was drawn for. contents_key: of the data; None: no
+    checkpoint.
+    """
+
+    parts: list[Part]
     steps: Steps
     order_samples: int
     contents_key: str | None
 
+    @property
+    def name(self) -> str:
+        """The stage's name; empty without stages."""
+        return self.parts[-1].name
 
-def read_run(run_dir: Path) -> RunRecord:
-    """What a run recorded. Raises ConfigError where there is no run, or its configuration cannot be read."""
+
+def read_run(run_dir: Path) -> list[RunRecord]:
+    """What a run recorded, in the order of its stages.
+
+    Raises:
+        ConfigError: there is no run, its configuration cannot be read, or nothing says where its order begins.
+    """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: no run has begun there (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
-    if config.stages:
-        raise ConfigError(f"{run_dir} is a run of stages, whose samples are not told yet")
-    fork = read_fork(run_dir)
-    if fork and fork["order_begin"]:
-        raise ConfigError(f"{run_dir} is a fork with other data than its parent's, whose samples are not told yet")
-    schedule, length = Schedule.of(config), config.data.seq_length
-    points, batches = dict[int, int](), {schedule.batch_samples}
-    order, key = schedule.total_samples, None
     checkpoint = newest_good(run_dir / "checkpoints", {})
+    parts, told = parts_of(config), _steps_told(run_dir)
+    begin = _beginning(run_dir, parts[0], checkpoint, told)
+    records = list[RunRecord]()
+    for number, part in enumerate(parts):
+        if number:
+            before = parts[number - 1]
+            done = replace(begin, step=before.end_step, consumed_samples=begin.order_begin + before.samples)
+            begin = part.entered(done, before.config.data.seq_length, "")
+        own = checkpoint if checkpoint and (not part.name or checkpoint.progress.stage == number) else None
+        records.append(_record(run_dir, parts[: number + 1], begin, own, told))
+    return records
+
+
+def _beginning(run_dir: Path, part: Part, checkpoint: Found | None, told: Sequence[tuple[int, int, int]]) -> Progress:
+    """Where the run's first order of samples begins: of a fork with an order of its own, at its first step."""
+    fork = read_fork(run_dir)
+    if not fork or not fork["order_begin"]:
+        return Progress(0, 0, 0)
     if checkpoint:
-        points[checkpoint.progress.step] = checkpoint.progress.consumed_samples + checkpoint.progress.passed_over
+        consumed = checkpoint.progress.begin_samples
+    elif told:
+        consumed = told[0][1] // part.config.data.seq_length - part.config.train.global_batch_size
+    else:
+        raise ConfigError(f"{run_dir}: the fork has not begun to train")
+    begin = Progress(fork["step"], consumed, 0, begin_step=fork["step"], begin_samples=consumed)
+    return replace(begin, order_begin=fork["order_begin"])
+
+
+def _record(
+    run_dir: Path, parts: list[Part], begin: Progress, checkpoint: Found | None, all_told: Sequence[tuple[int, int, int]]
+) -> RunRecord:
+    """Of the last stage's order. ``checkpoint``: the newest one, where it is in that stage; all_told: see `_steps_told`."""
+    part = parts[-1]
+    schedule = part.schedule(checkpoint.progress if checkpoint else begin)
+    length, last, before = schedule.sample_tokens, schedule.steps, begin.order_begin
+    points, batches = dict[int, int](), {schedule.batch_samples}
+    order, key = schedule.total_samples - before, None
+    if checkpoint:
+        at = checkpoint.progress
+        points[at.step] = at.consumed_samples + at.passed_over - before
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
-        order, key = max(order, checkpoint.progress.order_samples), checkpoint.manifest["data"]
+        order, key = max(order, at.order_samples), checkpoint.manifest["data"]
     progress = read_progress(run_dir)
-    if progress:
-        points[progress["step"]] = progress["consumed_tokens"] // length
-    told, jumps = _steps_told(run_dir), dict[int, int]()
-    points.update((step, tokens // length + passed_over) for step, tokens, passed_over in told)
-    for (step, tokens, before), (_, _, after) in itertools.pairwise(told):
-        if after > before:
-            jumps[step] = tokens // length + after
+    if progress and (not part.name or begin.step < progress["step"] < last):
+        points[progress["step"]] = progress["consumed_tokens"] // length - before
+    told = [line for line in all_told if not part.name or begin.step < line[0] <= last]
+    jumps = dict[int, int]()
+    points.update((step, tokens // length - before + passed_over) for step, tokens, passed_over in told)
+    for (step, tokens, was), (_, _, now) in itertools.pairwise(told):
+        if now > was:
+            jumps[step] = tokens // length - before + now
     for attempt in _lines(run_dir / "attempts.jsonl"):
         batches.update(attempt.get("changed", {}).get("train.global_batch_size", ()))
-    line = [(0, 0)]
+    line = [(begin.step, begin.consumed_samples - before)]
     for point in sorted(points.items()):
         if point[0] > line[-1][0] and point[1] > line[-1][1]:
             line.append(point)
         if point[0] in jumps:
             line.append((point[0], jumps[point[0]]))
     done, consumed = line[-1]
-    if schedule.steps > done:
-        line.append((schedule.steps, consumed + (schedule.steps - done) * schedule.batch_samples))
-    return RunRecord(config, Steps(line, batches, done), order, key)
+    if last > done:
+        line.append((last, consumed + (last - done) * schedule.batch_samples))
+    return RunRecord(parts, Steps(line, batches, done), order, key)
 
 
 def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
