@@ -7,9 +7,12 @@ one never stopped. A step that was not taken is not learned from.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pretrain.checkpoint.folder import Found
+from pretrain.checkpoint.resume import changes
 from pretrain.config import RunConfig, TrainConfig
 
 Recent = tuple[float, ...]
@@ -17,6 +20,13 @@ Recent = tuple[float, ...]
 
 # Deviations are no less: of the loss in nats, of the norm's logarithm. Smaller ones are of no harm, however rare.
 _LEAST = (0.02, 0.2)
+
+# Keys that decide what a step's loss is a mean of, or what its gradient descends: another value gives loss or norm another distribution.
+# Rates, precision and layout are left out: a jump after a change of these is a spike, or rounding.
+_MEANING = re.compile(
+    r"data\.(train\..*weight|seq_length|packing|documents|reset_positions|eod_loss)$"
+    r"|train\.(global_batch_size|z_loss)$|model\.rope_scaling\b"
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,16 @@ class Spikes:
             gap = value - mean
             learned += [mean + weight * gap, (1 - weight) * (variance + weight * gap * gap)]
         return tuple(learned)
+
+
+def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -> Recent:
+    """A checkpoint's state for training that continues from it: () where loss or norm have another distribution under ``config``.
+
+    The guard is then silent for another window.
+    """
+    recent = found.progress.recent
+    changed = any(_MEANING.match(change.key) for change in changes(found.manifest["config"], config))
+    return () if other_data or changed or not all(map(math.isfinite, recent)) else recent
 
 
 def check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:

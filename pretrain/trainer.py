@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from pretrain.report.progress_file import ProgressFile
 from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
 from pretrain.signals import STOP
-from pretrain.spikes import Spikes, rewinds_to
+from pretrain.spikes import Spikes, carried_over, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
@@ -131,13 +132,16 @@ class Trainer:
 
         timed = self.stragglers.due(before.step + 1)
         result = self.engine.train_step(stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None)
+        recent = before.recent if spikes else ()  # outdated by the time a guard is set
+        if spikes and not result.skipped:
+            recent = spikes.learned(recent, result.loss, result.grad_norm)
         self.progress = replace(
             before,
             step=before.step + 1,
             consumed_samples=consumed,
             skipped_steps=before.skipped_steps + result.skipped,
             bad_steps_in_a_row=before.bad_steps_in_a_row + 1 if result.skipped else 0,
-            recent=spikes.learned(before.recent, result.loss, result.grad_norm) if spikes and not result.skipped else before.recent,
+            recent=recent,
         )
         record = StepRecord(
             step=self.progress.step,
@@ -162,24 +166,26 @@ class Trainer:
         """
         at, train = self.progress, self.config.train
         times = at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
-        last = at.consumed_samples + at.passed_over - 1
+        last = at.consumed_samples - at.order_begin + at.passed_over - 1
         told = f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
-        told += f"python -m tools.tokens {self.progress_file.folder}"
+        stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
+        of_sample = told + self._look_up("--sample", f"{stage}{last}")
         target = rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind) if train.on_spike == "rewind" else 0
         if times > train.max_bad_steps:
             self.checkpoints.close()
             back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
-            raise TooManyBadSteps(f"step {at.step}, {told} --sample {last}; {back}")
+            raise TooManyBadSteps(f"step {at.step}, {of_sample}; {back}")
         found = self.checkpoints.rewind(self.engine, target) if target > at.begin_step else None
         if found is None:
-            text = f"step {at.step} skipped, {told} --step {at.step}"
+            text = f"step {at.step} skipped, {told}{self._look_up('--step', at.step)}"
         else:
             kept = found.progress
             passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
-            self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times))
+            recent = carried_over(found, self.config)
+            self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times), recent=recent)
             self._tell_progress()
             self._tell(lambda callback: callback.on_restart(kept.step))
-            text = f"step {at.step}, {told} --sample {last}; back at {found.path}, {passed_over} samples passed over so far"
+            text = f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed over so far"
             text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
         self._alert("spike", text)
@@ -278,15 +284,21 @@ class Trainer:
 
     def _hopeless_message(self, record: StepRecord) -> str:
         bad = self.progress.bad_steps_in_a_row
-        what = "loss was not finite" if not math.isfinite(record.loss) else "gradient norm was not finite"
-        what = "loss or the gradient norm was a spike, or not finite," if math.isfinite(record.grad_norm) else what
+        spike = math.isfinite(record.grad_norm)
+        what = "gradient norm was not finite" if math.isfinite(record.loss) else "loss was over no token, or not finite"
+        what = "loss or the gradient norm was a spike, or not finite," if spike else what
         good, last = self.checkpoints.newest_before_bad_steps(), self.checkpoints.last
         back = f"go back to checkpoint {good}, the newest from before them" if good else "no checkpoint is from before them: start anew"
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
-        first = self.progress.consumed_samples + self.progress.passed_over - self.progress.order_begin - bad * self.schedule.batch_samples
+        first = max(record.step - bad, self.progress.begin_step) + 1
+        level = "; where the loss is to stay at this level, resume once with train.on_spike=none" if spike else ""
         return (
             f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
-            f"look at the data from sample {max(first, 0)} on"
+            f"look at the data from step {first} on: {self._look_up('--step', first)}{level}"
         )
+
+    def _look_up(self, *which: object) -> str:
+        """The command that prints the documents of a step or sample."""
+        return shlex.join(["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)])

@@ -22,6 +22,7 @@ from pretrain.data.store_cache import identity
 from pretrain.ranks import from_rank_0
 from pretrain.run_directory import FORK, RUN_ID, mirror_of, read_fork
 from pretrain.schedule import Schedule
+from pretrain.spikes import carried_over
 from pretrain.stages import Part, drawn_by, facts_of
 
 _FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")  # what a fork may change although a resume may not
@@ -63,9 +64,13 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
         own = checkpoints.accept(own)
         if part.name and own.progress.step >= part.end_step and part is not parts[-1]:
             following = parts[part.number + 1]
-            return Start(following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents)), own, True), following
+            other_data = following.config.data.train != config.data.train
+            recent = carried_over(own, following.config, other_data=other_data)
+            entered = following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents))
+            return Start(replace(entered, recent=recent), own, True), following
         order = max(own.progress.order_samples, schedule.total_samples - own.progress.order_begin)
-        return Start(replace(own.progress, order_samples=order), own, True, changed=changed), part
+        progress = replace(own.progress, order_samples=order, recent=carried_over(own, config))
+        return Start(progress, own, True, changed=changed), part
     load = config.checkpoint.load
     found = from_rank_0(lambda: find(Path(load))) if load else None
     if found is not None:
@@ -146,8 +151,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     if _trained_on(found, contents) and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
         _check_order(found, order, config, facts)
-        return Start(replace(progress, order_samples=order), found, forked=True, changed=changed)
-    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed, passed_over=0)
+        progress = replace(progress, order_samples=order, recent=carried_over(found, config))
+        return Start(progress, found, forked=True, changed=changed)
+    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed, passed_over=0, recent=())
     return Start(progress, found, forked=True, changed=changed)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import random
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +17,18 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from fem_common.config import plain
 from pretrain import trainer
+from pretrain.checkpoint.folder import MANIFEST, Found, find
 from pretrain.checkpoint.reader import load_full_model_state
+from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
-from pretrain.spikes import Recent, Spikes
+from pretrain.spikes import Recent, Spikes, carried_over
 from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.data_folder import write_pair
+from tests.pretrain.data_folder import write_folder, write_pair
 from tests.ranks import answer, losses, records
+from tools.demo.report import History
+from tools.tokens.__main__ import main as tokens
 from tools.tokens.steps import read_run
 
 GUARD = Spikes(deviations=6.0, window=100)
@@ -103,7 +111,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     assert all((wanted[step] == before[step]) == (step < 5) for step in before)
     back = f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run} --sample 27; back at {run}/"
     assert f"step 7, {back}checkpoints/step_00000004, 12 samples passed over so far" in pretrain.out
-    steps = read_run(run).steps
+    steps = read_run(run)[0].steps
     assert [steps.samples(step).start for step in (1, 4, 5, 12)] == [0, 12, 28, 56]
     assert [steps.of(sample) for sample in (15, 16, 27, 28, 59)] == [4, None, None, 5, 12]
     for kept, source in ((6, straight), (4, straight), (6, run)):
@@ -151,6 +159,158 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")
     assert pretrain(*base) == 0 and losses(pretrain.run_dir) == wanted and (again in pretrain.out) is not blended
+
+
+# --- where loss or norm change their meaning ---------------------------------------------------------------------------------------------
+
+ENGINES = ["engine.name=megatron", "engine.name=deepspeed"]
+TINY = ["model.hidden_size=16", "model.ffn_hidden_size=16", "model.num_layers=1", "data.seq_length=16", "train.global_batch_size=2"]
+TINY += ["data.valid=[]", "train.eval_interval=0", "log.diagnostics_interval=0", "optimizer.warmup_steps=1", "checkpoint.keep_last=9"]
+STATE = (100.0, 3.0, 0.1, 0.5, 0.2)
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> dict[str, str]:
+    """Name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents of one token."""
+    dice, found = random.Random(0), {}
+    for name, most in (("low", 8), ("high", 400), ("ends", 0)):
+        documents = [[*(dice.randrange(most) for _ in range(30 if most else 0)), 499] for _ in range(200 if most else 3000)]
+        found[name] = f"[{{prefix: {write_folder(tmp_path / name, documents=documents) / 'train'}}}]"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        (["data.documents=separate"], False),
+        (["data.eod_loss=false"], False),
+        (["data.reset_positions=true"], False),
+        (["data.seq_length=64"], False),
+        (["data.packing=best_fit"], False),
+        (["data.train.0.weight=2"], False),
+        (["train.global_batch_size=8"], False),
+        (["train.z_loss=1e-4"], False),
+        (["model.rope_scaling.factor=2"], False),
+        (["data.train.0.prefix=moved/train", "run_dir=moved"], True),
+        (["optimizer.lr=1", "optimizer.clip_grad=9", "train.micro_batch_size=1", "train.steps=99", "train.spike_deviations=2"], True),
+        (["train.on_spike=rewind", "engine.name=deepspeed", "parallel.sequence_parallel=true", "train.loss_chunk=9"], True),
+    ],
+)
+def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(changed: list[str], kept: bool) -> None:
+    manifest = {"config": plain(load_run(DEMO)), "progress": {"step": 9, "consumed_samples": 9, "order_samples": 99, "recent": STATE}}
+    assert carried_over(Found(Path(), manifest), load_run(DEMO, changed)) == (STATE if kept else ())
+    assert carried_over(Found(Path(), manifest), load_run(DEMO), other_data=True) == ()
+    manifest["progress"]["recent"] = (100.0, math.nan, math.nan, 0.5, 0.2)  # as older versions wrote
+    assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
+    """The loss goes up by 9 nats; the norm of a batch of 1 scatters more than that of 8. In "again" the rate alone is another."""
+    stages = "{name: low, steps: 16}, {name: again, steps: 4, lr: 1e-2, schedule: constant}, "
+    stages += f"{{name: high, steps: 16, data: {ids['high']}}}, "
+    stages += "{name: one, steps: 16, global_batch_size: 1, micro_batch_size: 1}"
+    guard = ["train.on_spike=skip", "train.spike_window=12", "checkpoint.interval=0", "optimizer.lr=1e-2"]
+    base = [*TINY, "train.global_batch_size=8", f"data.train={ids['low']}", "train.steps=null", engine]
+    assert pretrain(*base, *guard, f"stages=[{stages}]") == 0, pretrain.err
+    told = losses(pretrain.run_dir)
+    assert told[21][0] > told[20][0] + 3 and "SPIKE" not in pretrain.out
+    steps = {find(path).progress.step: find(path).progress.recent[0] for path in pretrain.checkpoints.glob("step_*")}
+    assert steps == {16: 12, 20: 12, 36: 12, 52: 12}
+    shutil.rmtree(pretrain.checkpoints / "step_00000052")
+    assert pretrain(*base, *guard, f"stages=[{stages.replace('steps: 16, global', 'steps: 3, global')}]") == 0, pretrain.err
+    assert find(pretrain.run_dir).progress.recent[0] == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measured(
+    engine: str, pretrain: Command, ids: dict[str, str], tmp_path: Path
+) -> None:
+    """After six steps and two more: how many the guard has learned from."""
+    base = [*TINY, f"data.train={ids['low']}", engine, "train.on_spike=skip", "train.spike_deviations=1e6"]
+    assert pretrain(*base, "train.steps=6") == 0, pretrain.err
+    forks = {f"data.train={ids['high']}": 2, "data.seq_length=32": 2, "optimizer.lr=2e-3": 8}
+    resumes = {"data.documents=separate": 2, "data.eod_loss=false": 2, "train.global_batch_size=4": 2, "optimizer.lr=2e-3": 8}
+    resumes["train.on_spike=none"] = 0
+    for number, (change, learned) in enumerate([*forks.items(), *resumes.items()]):
+        run = tmp_path / f"run{number}"
+        if number < len(forks):
+            assert pretrain("train.steps=8", change, "--fork", str(run), config=str(pretrain.run_dir)) == 0, pretrain.err
+        else:
+            shutil.copytree(pretrain.run_dir, run)
+            assert pretrain(*base, f"run_dir={run}", "train.steps=8", change) == 0, pretrain.err
+        progress = find(run).progress
+        assert (progress.step, (*progress.recent, 0)[0]) == (8, learned), (number, change)
+
+
+def test_going_back_past_such_a_change_starts_the_guard_anew(
+    pretrain: Command, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 4 is the first attempt's, with four joined steps in its statistics."""
+    asked = list[float]()
+
+    def found(self: Spikes, recent: Recent, loss: float, grad_norm: float) -> str | None:
+        asked.append(loss)
+        return "loss" if len(asked) == 8 else None
+
+    monkeypatch.setattr(Spikes, "found", found)
+    base = [*TINY, f"data.train={ids['low']}", "train.on_spike=rewind", "train.spike_rewind=4", "checkpoint.interval=2"]
+    assert pretrain(*base, "train.steps=4") == 0, pretrain.err
+    assert pretrain(*base, "train.steps=12", "data.documents=separate") == 0, pretrain.err
+    assert "step_00000004, 8 samples passed over" in pretrain.out and find(pretrain.run_dir).progress.recent[0] == 12 - 4
+
+
+@pytest.mark.parametrize("how", ["staged", "forked", "staged, rewound"])
+def test_the_commands_that_messages_name_print_the_samples_that_they_name(
+    how: str, pretrain: Command, ids: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps that the guard learns from, in an order of samples that begins at step 3, then spikes alone."""
+    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if recent[:1] > (1.0,) else None)
+    base = [*TINY, f"data.train={ids['low']}", "train.max_bad_steps=3", "checkpoint.interval=2", "train.on_spike=skip", "optimizer.lr=1e-2"]
+    run = tmp_path / "a run"
+    if how == "forked":
+        assert pretrain(*base, "train.steps=2") == 0, pretrain.err
+        code = pretrain("train.steps=12", f"data.train={ids['high']}", "--fork", str(run), config=str(pretrain.run_dir))
+    else:
+        stages = f"stages=[{{name: low, steps: 2, seq_length: 8}}, {{name: my data, steps: 8, data: {ids['high']}}}]"
+        more = ["train.on_spike=rewind", "train.spike_rewind=1", "train.max_bad_steps=1"] if "rewound" in how else []
+        code = pretrain(*base, "train.steps=null", stages, f"run_dir={run}", *more)
+    assert code == 3
+    hint = r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m tools.tokens ([^;\n]+)"
+    told = re.findall(hint, pretrain.out + pretrain.err)
+    if "rewound" in how:
+        assert [samples[:2] for samples in told] == [("4", "5"), ("6", "7")]
+        command = shlex.split(told[0][-1])
+        assert command == [str(run), "--sample", "my data:5"]
+        assert tokens(command) == 0 and " my data:5  True" in capsys.readouterr().out
+        return
+    assert [samples[:3] for samples in told] == [("4", "5", ""), ("6", "7", ""), ("8", "9", ""), ("", "", "5")]
+    for first, last, begin, command in told:
+        assert tokens([*shlex.split(command), "--json"]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        place = "my data:" if how == "staged" else ""
+        wanted = [f"{place}{sample}" for sample in range(int(first or 4), int(last or 5) + 1)]
+        assert sorted({str(row["sample"]) for row in rows}) == wanted
+        assert {row["source"] for row in rows} == {str(tmp_path / "high" / "train")}
+        assert {row["step"] for row in rows} == {int(begin or 3 + int(first) // 2)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
+    """Documents that are their end alone. Validation has no token that counts either."""
+    blends = [f"data.train={ids['ends']}", f"data.valid={ids['ends'].replace('/train', '/valid')}"]
+    assert pretrain(*TINY, *blends, "data.eod_loss=false", engine, "train.steps=4", "train.on_spike=skip") == 0, pretrain.err
+
+    def refused(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refused) for line in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"], line["skipped"]) for line in lines if "loss" in line] == [(None, None, True)] * 4
+    assert [line["valid_loss"] for line in lines if "valid_loss" in line] == [None]
+    assert math.isnan(History.read(pretrain.run_dir).validations[0][1])
+    manifest = json.loads((find(pretrain.run_dir).path / MANIFEST).read_text(), parse_constant=refused)
+    assert (manifest["progress"]["skipped_steps"], manifest["progress"]["recent"]) == (4, [])
+    assert all(weight.isfinite().all() for weight in load_full_model_state(pretrain.run_dir)[0].values())
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------------------------
