@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.sources import hub
+from data_prep.sources.names import is_data, kind_by_name, report_left_out
 from data_prep.sources.streams import GZIP, ZSTD, is_skippable
-from fem_common.errors import UserError
+from fem_common.errors import UserError, told
 
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-PACKINGS = (".gz", ".zst")
 TEXT = ".txt"
 KNOWN = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
 BOM = b"\xef\xbb\xbf"
@@ -97,26 +97,54 @@ def _local(name: str) -> list[tuple[Path, Path]]:
     if not glob.has_magic(name):
         raise UserError(f"no such file: {name}")
     matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
-    files = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+    found = {match: _below(match) if match.is_dir() else [match] for match in matches}
+    files = [file for below in found.values() for file in below]
     if not files:
         raise UserError(f"no file matches {name}")
+    report_left_out(name, [f"{folder}/" for folder, below in found.items() if not below])
     plain = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     return [(file, plain) for file in dict.fromkeys(files)]  # dir/** matches a folder and what is in it
 
 
 def _below(folder: Path) -> list[Path]:
-    """The data files below a folder. Its .txt files count only where it has no others: beside data they are notes and licences."""
-    shown = [path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    data = sorted(path for path in shown if kind_by_name(path.name) and path.is_file())
-    return data or sorted(path for path in shown if path.suffix.lower() == TEXT and path.is_file())
+    """The data files below a folder; what else is there is named on stderr.
+
+    Links to folders are followed, unless they lead to a folder that they are below. Its .txt files count only where there is no other data:
+    beside data they are notes and licences. Raises UserError for a link to nothing, ConfigError or StorageError for an unreadable folder.
+    """
+    names, hidden = _walk(folder)
+    gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
+    if gone is not None and gone.is_symlink():  # what it led to may be a folder of data
+        raise UserError(f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link")
+    files = [name for name in names if (folder / name).is_file()]
+    data = [name for name in files if is_data(name)] or [name for name in files if name.lower().endswith(TEXT)]
+    if data:
+        report_left_out(str(folder), [*set(names).difference(data), *hidden])
+    return sorted(folder / name for name in data)
 
 
-def kind_by_name(name: str) -> str | None:
-    """parquet, jsonl, jsonl.gz or jsonl.zst, or None where the name says nothing."""
-    suffixes = Path(name).suffixes
-    packing = suffixes.pop() if suffixes and suffixes[-1] in PACKINGS else ""
-    kind = KINDS.get(suffixes[-1]) if suffixes else None
-    return None if kind is None or (packing and kind == "parquet") else f"{kind}{packing}"
+def _walk(folder: Path) -> tuple[list[str], list[str]]:
+    """The files below a folder, links to nothing among them, and the hidden files and folders, which are not entered; paths from there."""
+    names, hidden = list[str](), list[str]()
+
+    def failed(error: OSError) -> None:
+        raise told(error)
+
+    for place, folders, files in os.walk(folder, onerror=failed, followlinks=True):
+        here = Path(place)
+        relative = here.relative_to(folder)
+        hidden += [(relative / name).as_posix() + "/" for name in folders if name.startswith(".")]
+        hidden += [(relative / name).as_posix() for name in files if name.startswith(".")]
+        above = [each.stat() for each in (here, *list(here.parents)[: len(relative.parts)])]
+        folders[:] = [name for name in folders if not name.startswith(".") and not _is_any(here / name, above)]
+        names += [(relative / name).as_posix() for name in files if not name.startswith(".")]
+    return names, hidden
+
+
+def _is_any(folder: Path, others: list[os.stat_result]) -> bool:
+    """Whether a folder, or what a link leads to, is one of the others."""
+    found = folder.stat()
+    return any(os.path.samestat(found, other) for other in others)
 
 
 def kind_of(path: str, file: BinaryIO) -> str:

@@ -18,11 +18,11 @@ from urllib.parse import unquote
 import yaml
 
 from data_prep.sources.hub_client import LONG_WAITS, SHORT_WAITS, Repository, patiently
+from data_prep.sources.names import is_data, report_left_out
 from fem_common.errors import UserError
 from fem_common.text import one_line
 
 SCHEME = "hf://"
-ENDINGS = (".parquet", *(lines + packing for lines in (".jsonl", ".ndjson") for packing in ("", ".gz", ".zst")))
 
 _ADDRESS = re.compile(
     r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
@@ -69,6 +69,7 @@ class HubFile(io.RawIOBase):
 
     def __init__(self, repository: Repository, path: str, *, ahead: bool = False) -> None:
         super().__init__()
+        self.name = f"{repository}/{path}"
         self._repository, self._path, self._ahead = repository, path, ahead
         self._place, self._file = 0, None
         self._size: int = self._patiently(lambda file: file.size)
@@ -202,9 +203,12 @@ def _listed(repository: Repository, folder: str) -> Files:
     return patiently(ask, repository, SHORT_WAITS)
 
 
-def _readable(files: Files) -> Files:
-    """Those that a folder is read for: the others are cards, licences, pictures."""
-    return {path: file for path, file in files.items() if path.endswith(ENDINGS) and not any(part.startswith(".") for part in _parts(path))}
+def _readable(repository: Repository, files: Files) -> Files:
+    """Those that a folder is read for; the others, such as cards, licences and pictures, are named on stderr."""
+    found = {path: file for path, file in files.items() if is_data(path)}
+    if found:
+        report_left_out(str(repository), [path for path in files if path not in found])
+    return found
 
 
 def _at_path(repository: Repository, path: str) -> Files:
@@ -217,7 +221,7 @@ def _at_path(repository: Repository, path: str) -> Files:
     file = _entry(repository, path)
     if file is None:
         raise UserError(f"{name} has no {path!r}; {_near_paths(repository, path)}")
-    if not (found := file or _readable(_listed(repository, path))):
+    if not (found := file or _readable(repository, _listed(repository, path))):
         raise UserError(f"{name} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file in {path!r}")
     return found
 
@@ -265,16 +269,16 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
     if not configs:
         if subset is not None:
             raise UserError(f"{name} names no subsets in its card; give a folder instead: hf://datasets/{repository.id}/FOLDER")
-        found = _training(_readable(_listed(repository, "")))
+        found = _training(repository, _readable(repository, _listed(repository, "")))
     else:
         config = configs[_chosen(name, configs, subset)]
         folder = str(config.get("data_dir") or "").strip("/")
         patterns = [f"{folder}/{pattern}" if folder else pattern for pattern in _patterns(config.get("data_files"))]
         if patterns:
             matching = _matching(repository, patterns)
-            found = _readable(matching) or matching  # of other names: the content tells what they are
+            found = _readable(repository, matching) or matching  # of other names: the content tells what they are
         else:
-            found = _training(_readable(_listed(repository, folder)))
+            found = _training(repository, _readable(repository, _listed(repository, folder)))
     if not found:
         raise UserError(f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file")
     return found
@@ -325,7 +329,9 @@ def _patterns(data_files: Any) -> list[str]:
     return [str(path).strip("/") for some in paths for path in ([some] if isinstance(some, str) else some)]
 
 
-def _training(files: Files) -> Files:
+def _training(repository: Repository, files: Files) -> Files:
     """Those whose path has the word train (train/chunk1/…, data/train-00000-of-00010.parquet), where there are any; otherwise all."""
     training = {path: file for path, file in files.items() if re.search(r"(?:^|[^a-z])train(?:[^a-z]|$)", path, re.IGNORECASE)}
+    if training:
+        report_left_out(str(repository), [path for path in files if path not in training], ", as other paths have the word train")
     return training or files

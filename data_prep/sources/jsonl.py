@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -45,8 +46,10 @@ class MalformedLine(ValueError):
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
     """Bytes of text about, and whether there is the id, of a file whose first lines have the other columns. Raises UserError."""
     head = _head(file, kind)
-    if not head.objects:
-        raise UserError(f"{path} is no JSONL: {head.fault}" if head.fault else f"{path} holds no line")
+    document = head.fault.startswith("line 1: ") and ".json" in [suffix.lower() for suffix in PurePath(path).suffixes]
+    if not head.objects or document:
+        advice = "; a .json file must have one object a line: convert it (jq -c), or select the other files with a glob" if document else ""
+        raise UserError(f"{path} is no JSONL: {head.fault}{advice}" if head.fault else f"{path} holds no line")
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
     has_id = columns.id != ID or any(ID in item for item in head.objects)
     for name in columns.all if has_id else replace(columns, id=columns.text).all:

@@ -110,6 +110,7 @@ def parquet_footer(file: BinaryIO) -> str:
 CHUNK_BYTES = 1 << 20  # unpacked by zlib at once, at most
 PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
 READ_BYTES = 1 << 12  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
+_WIDE = "requires too much memory"  # zstd's words for a frame whose window is above its limit, 128 MiB
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -150,13 +151,17 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames. Raises DamagedStream after what could be unpacked."""
+    """The content of all frames. Raises DamagedStream after what could be unpacked, UserError for a window that Arrow does not allow."""
     with pa.CompressedInputStream(_Unclosed(file), "zstd") as stream:
         while True:
             try:
                 chunk = stream.read(READ_BYTES)
             except OSError as error:
                 raise_if_memory(error)
+                if _WIDE in str(error):
+                    name = getattr(file, "name", "it")
+                    advice = "unpack it first: zstd -d --long=31 FILE.zst"
+                    raise UserError(f"{name} was packed by zstd with a window above 128 MiB (--long=28 or more); {advice}") from None
                 raise DamagedStream(one_line(error)) from None
             if not chunk:
                 return

@@ -165,7 +165,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
         files = list(group)
         if not is_hub(name):
             listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
-            files = [file for file in files if not (listed and _lies_at(file.path, own))]
+            files = [file for file in files if not (listed and _lies_at(file.path, [*own, *folders]))]
             if not files:
                 raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
             for file in files:

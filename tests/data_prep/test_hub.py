@@ -61,6 +61,8 @@ def server(served: Hub, monkeypatch: pytest.MonkeyPatch, tokenizer: Path, tmp_pa
     served.gated.add("datasets/some/gated")
     served.push("models/org/tok", {path.name: path.read_bytes() for path in tokenizer.iterdir()} | {"model.safetensors": b"weights"})
     served.push("models/org/none", {"README.md": b""})
+    mixed = (".gitattributes", "a.json.gz", "b.JSONL", "c.jsonl.zstd", "d.csv", "dataset_infos.json")
+    served.push("datasets/some/mixed", dict.fromkeys(mixed, b"{}"))
     monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -87,10 +89,19 @@ def paths(address: str, subset: str | None = None) -> list[str]:
         (f"{EDU}/{TEN[0]}", None, TEN[:1]),
         (f"{EDU}/empty/notes.txt", None, ["empty/notes.txt"]),  # the reader says what is wrong with it
         ("hf://datasets/some/bare", None, ["d-1/train.parquet", "train/x.parquet"]),
+        ("hf://datasets/some/mixed", None, ["a.json.gz", "b.JSONL", "c.jsonl.zstd"]),
     ],
 )
 def test_an_address_means_these_files(server: Hub, address: str, subset: str | None, expected: list[str]) -> None:
     assert paths(address, subset) == expected
+
+
+def test_what_a_listing_leaves_out_is_named(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mixed", "bare"):
+        paths(f"hf://datasets/some/{name}")
+    mixed, bare = capsys.readouterr().err.splitlines()
+    assert mixed.endswith(": 3 names left out: d.csv, dataset_infos.json, .gitattributes")
+    assert bare.endswith(": 1 name left out, as other paths have the word train: test/x.parquet")
 
 
 def test_revisions_and_identities(server: Hub) -> None:

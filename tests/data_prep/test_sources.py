@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import replace
@@ -17,13 +18,13 @@ from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, 
 from data_prep.sources.finding import find_files
 from data_prep.store.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
 from fem_common.errors import UserError
-from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, read_all, row, written
+from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, packed, read_all, row, written
 
 
 def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
     """Folders: every data file below, sorted, without hidden names; globs: sorted; links are followed."""
     kept = ["a/1.parquet", "a/10.parquet", "a/2.jsonl", "b.jsonl.gz", "c/d/e.jsonl.zst", "f.ndjson", "g.ndjson.gz", "link.parquet"]
-    others = ["a/.3.parquet", ".hidden/4.parquet", "README.md", "x.json", "y.parquet.gz", "z.csv", "parquet", "LICENSE.txt"]
+    others = ["a/.3.parquet", ".hidden/4.parquet", "README.md", "state.json", "y.parquet.gz", "z.csv", "parquet", "LICENSE.txt"]
     for name in (*kept[:-1], *others, "folder.parquet/x.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -34,6 +35,47 @@ def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
 
     assert means(".") == kept and means("f.ndjson", "a", "z.csv") == ["f.ndjson", *kept[:3], "z.csv"]
     assert means("a/*.parquet") == kept[:2] and means("c/**") == kept[4:5] and means("LICENSE.txt") == ["LICENSE.txt"]
+
+
+def test_a_folder_follows_links_and_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every spelling of JSON lines counts; a link to a folder is entered, one to a folder above is not entered again."""
+    kept = ["a.json.gz", "b.JSONL", "c.json", "d.json.zst", "e.jsonl.zstd", "linked/f.jsonl", "linked/up/g.Parquet"]
+    for name in ("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd", "there/f.jsonl", "up/g.Parquet",
+                 "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2", "here/dataset_info.json", "here/.git/k.jsonl"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for link, target in (("here/linked", "../there"), ("there/up", "../up"), ("up/loop", "../there"), ("here/self", ".")):
+        (tmp_path / link).symlink_to(target)
+    here = str(tmp_path / "here")
+    assert [found.name for found in find_files([here])] == kept
+    left = "dataset_info.json, i.csv, j.jsonl.bz2, .git/, .h.jsonl"
+    assert capsys.readouterr().err == f"data_prep: {here}: 5 names left out: {left}\n"
+    (tmp_path / "here" / "gone").symlink_to("../absent")
+    with pytest.raises(UserError, match="gone is a link to ../absent, which does not exist"):
+        find_files([here])
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.json.gz", "x.JSON.zst"])
+@pytest.mark.parametrize(
+    "content", [b'{\n "a": 1,\n "rows": [\n{"text": "b"}\n]}', b'[\n{"text": "a"},\n{"text": "b"}\n]', b'[{"text": "a"}]']
+)
+def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(packed(name.lower(), content))
+    with pytest.raises(UserError, match=r"one object a line"):
+        open_files([str(tmp_path)], COLUMNS)
+    rows = [{"text": "a", "id": "1"}, {"text": "b", "id": "2"}]
+    file = opened(tmp_path / name, packed(name.lower(), b"".join(json.dumps(item).encode() + b"\n" for item in rows)))
+    assert [(text, key) for text, key, _ in read_all(file)] == [(b"a", b"1"), (b"b", b"2")]
+
+
+def test_a_zstd_window_that_arrow_does_not_allow_is_named(tmp_path: Path) -> None:
+    """A window of 256 MiB (zstd --long=28) around one line."""
+    line, window = b'{"text": "a", "id": "1"}\n', (28 - 10) << 3
+    block = (len(line) << 3 | 1).to_bytes(3, "little") + line
+    path = tmp_path / "x.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
+    with pytest.raises(UserError, match=f"{path} was packed by zstd with a window above 128 MiB .*: zstd -d --long=31 "):
+        open_files([str(path)], COLUMNS)
 
 
 def test_a_plan_may_hold_names_that_are_not_utf8(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""data_prep: what the names of files say of their kind, and the message about files of a folder that are not read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from fem_common.text import counted
+
+KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
+# Descriptions of a dataset that lie beside its data; the library `datasets` ignores them, too.
+DESCRIPTIONS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
+SHOWN = 5
+
+
+def kind_by_name(name: str) -> str | None:
+    """parquet, jsonl, jsonl.gz or jsonl.zst, or None where the name says nothing; upper case counts as lower case."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    packing = PACKINGS.get(suffixes[-1], "") if suffixes else ""
+    if packing:
+        suffixes.pop()
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    return None if kind is None or (packing and kind == "parquet") else f"{kind}{packing}"
+
+
+def is_data(path: str) -> bool:
+    """Whether a file below a folder is read, by its path: hidden names and descriptions of datasets are not."""
+    parts = PurePath(path).parts
+    return kind_by_name(path) is not None and parts[-1].lower() not in DESCRIPTIONS and not any(part.startswith(".") for part in parts)
+
+
+def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
+    """Print one line on stderr that names files of the input ``given`` that are not read, those without a hidden name first."""
+    if paths:
+        named = sorted(paths, key=lambda path: (path.startswith("."), path))
+        more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
+        print(f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: {', '.join(named[:SHOWN])}{more}", file=sys.stderr)
