@@ -1,4 +1,4 @@
-"""``python -m pretrain CONFIG.yaml [section.key=value ...]``: check everything, then train, then say how it ended.
+"""``python -m pretrain CONFIG.yaml|RUN_DIR [section.key=value ...]``: check everything, then train, then say how it ended.
 
 ``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
 whether its data is there and fits, build its index cache.
@@ -24,11 +24,11 @@ from pretrain import signals
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
-from pretrain.run_directory import newest_run, read_fork, resolved, run_directory
+from pretrain.run_directory import load_given, newest_run, read_fork, resolved, run_directory
 from pretrain.stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
-USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan | --rehearse] [--check] [--resolve | --index]
+USAGE = """pretrain CONFIG.yaml|RUN_DIR [section.key=value ...] [--fork NEW_RUN] [--plan | --rehearse] [--check] [--resolve | --index]
        pretrain --help [SECTION] | --list-mixers"""
 EXAMPLES = """examples:
   pretrain configs/run/demo.yaml --plan                   what the run needs; nothing is started
@@ -87,7 +87,9 @@ def _parser() -> Parser:
         epilog=EXAMPLES,
         add_help=False,
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml, or a run directory, to continue it"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument(
         "--fork",
@@ -133,7 +135,7 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
         options.overrides = [*options.overrides, f"parallel.world_size={options.gpus}"]
     stops = options.plan or options.resolve or options.check or options.index or options.rehearse  # whatever was launched
     try:
-        config = load_run(options.config, options.overrides) if options.fork is None else _forked(options)
+        config = load_given(options.config, options.overrides) if options.fork is None else _forked(options)
     except ConfigErrors as error:
         if error.config is not None:
             prepare(
@@ -161,7 +163,7 @@ def _forked(options: argparse.Namespace) -> RunConfig:
     """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
     given, new = Path(options.config), Path(options.fork)
     folder = given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given  # a step's: its run's
-    config = load_run(folder / "config.yaml" if given.is_dir() else given, options.overrides)
+    config = load_run(folder / "config.yaml", options.overrides) if given.is_dir() else load_given(given, options.overrides)
     parent = given if given.is_dir() else run_directory(config)
     chosen = given.is_dir() or any(text.startswith("run_dir=") for text in options.overrides)
     if not chosen and not any(parent.glob("checkpoints/step_*")) and (other := newest_run(config, new)):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
@@ -62,6 +62,39 @@ def identify(folder: Path) -> str:
 def record_of(run: str, folder: Path) -> str:
     """What RUN_ID says of a run in a folder."""
     return json.dumps({"run": run, "run_dir": str(folder.resolve())}) + "\n"
+
+
+def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run of a configuration, or the one that a run directory holds: its config.yaml, with that folder as run_dir.
+
+    Raises:
+        ConfigError: see `load_run`; or a run's own config.yaml has another run_dir than its folder, as after a move.
+        ConfigErrors, StorageError: see `load_run`.
+    """
+    given = Path(given)
+    named = any(text.partition("=")[0].strip() == "run_dir" for text in overrides)
+    if given.is_dir():
+        if not (given / "config.yaml").is_file():
+            raise ConfigError(f"{given} is not a run directory: it has no config.yaml")
+        config = load_run(given / "config.yaml", overrides)
+        if _same_folder(run_directory(config), given):
+            return config
+        if named:
+            raise ConfigError(f"{given} and run_dir = {config.run_dir} are two run directories: give one, or --fork {config.run_dir}")
+        return replace(config, run_dir=str(given))
+    config = load_run(given, overrides)
+    here = given.parent.parent if given.parent.name == "launch" else given.parent  # launch/ has the launcher's copy
+    place = run_directory(config)
+    if given.name == "config.yaml" and (here / "checkpoints").is_dir() and not named and not _same_folder(place, here):
+        raise ConfigError(
+            f"{given} is in the run directory {here.absolute()}, but its run_dir is {place.absolute()}, where training would start from "
+            f"other checkpoints or none; to continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
+        )
+    return config
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
