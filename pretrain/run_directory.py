@@ -192,9 +192,17 @@ def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: 
 
 
 def read_fork(folder: Path) -> dict[str, Any] | None:
-    """What fork.json says; None where there is none."""
+    """What fork.json says; None where there is none. Raises ConfigError where it is not what `record_fork` wrote."""
     file = folder / FORK
-    return dict(json.loads(file.read_text())) if file.is_file() else None
+    if not file.is_file():
+        return None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(file.read_text())
+        texts, numbers = ("parent", "checkpoint", "manifest_sha256"), ("step", "order_begin")
+        whole = isinstance(record, dict) and all(isinstance(record.get(key), str) for key in texts)
+        if whole and all(type(record.get(key)) is int and 0 <= record[key] < 2**63 for key in numbers):
+            return dict(record)
+    raise ConfigError(f"{file} is damaged: restore it, or choose another run_dir for a new fork")
 
 
 def relaunch_command(world_size: int) -> str:

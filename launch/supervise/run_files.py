@@ -36,7 +36,8 @@ class Sight:
 def look(directory: Path) -> Sight:
     """How the run in a directory stands, by its own files."""
     progress = read(directory / "progress.json") or {}
-    metrics, size, said = directory / "metrics.jsonl", 0, progress.get("step")
+    metrics, size = directory / "metrics.jsonl", 0
+    said = step if isinstance(step := progress.get("step"), int) else None
     with suppress(OSError):
         size = metrics.stat().st_size
     last = next((line["step"] for line in last_json_lines(metrics) if isinstance(line.get("step"), int)), None)

@@ -18,6 +18,7 @@ import xxhash
 
 from fem_common.errors import MISTAKES, ConfigError
 from fem_common.files import sha256, sync_file, sync_folder, write_whole
+from pretrain.checkpoint.manifest import NewerVersion, fault
 
 MANIFEST = "manifest.json"
 HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
@@ -86,26 +87,26 @@ class Found:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder, or None. Sizes of all files, hashes of the pickles.
+    """What is wrong with the checkpoint folder (see `manifest.fault`), or None. Sizes of all files, hashes of the pickles.
 
     Raises:
         OSError: a file system fails, which says nothing about the checkpoint.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files, hashes = manifest["files"], manifest["sha256"]
-        manifest["config"]["model"], manifest["progress"]["step"]
-    except (*MISTAKES, ValueError) as error:
+    except (*MISTAKES, ValueError, RecursionError) as error:
         return f"{MANIFEST} is missing" if isinstance(error, FileNotFoundError) else f"{MANIFEST} cannot be read ({type(error).__name__})"
-    except (KeyError, TypeError) as error:
-        return f"{MANIFEST} has no {error.args[0]}" if isinstance(error, KeyError) else f"{MANIFEST} is no checkpoint's"
+    named = _STEP.search(path.name)
+    if wrong := fault(manifest, Progress, Inherited, int(named[1]) if named else None):
+        return type(wrong)(f"{MANIFEST} {wrong}")
     try:
-        for name, size in files.items():
-            if not (path / name).is_file():
+        there = {file.name for file in path.iterdir()}
+        for name, size in manifest["files"].items():
+            if name not in there or not (path / name).is_file():
                 return f"{name} is missing"
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
-        for name, expected in hashes.items():
+        for name, expected in manifest["sha256"].items():
             if sha256(path / name) != expected:
                 return f"{name} does not match the hash recorded when it was saved"
     except FileNotFoundError:  # its run deletes it at this moment
@@ -191,7 +192,7 @@ def find(path: Path) -> Found:
         OSError: a file system fails.
     """
     if _STEP.search(path.name):
-        wrong = damage(path)
+        wrong = flaw(path)
         if wrong:
             raise ConfigError(f"checkpoint {path}: {wrong}")
         return Found(path, json.loads((path / MANIFEST).read_text()))
@@ -212,17 +213,34 @@ def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: 
     damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
 
     Raises:
+        ConfigError: a newer version of this code wrote the newest one: an older one in its place would be trained over it.
         OSError: a file system fails.
     """
     for path in newest_first(folder):
         if path in damaged:
             continue
-        wrong = damage(path)
+        wrong = flaw(path)
         if wrong is None:
             return Found(path, json.loads((path / MANIFEST).read_text()))
         damaged[path] = wrong
         say(f"checkpoint {path} is damaged ({wrong}); passing over it")
     return None
+
+
+def flaw(path: Path) -> str | None:
+    """As `damage`. Raises ConfigError where a newer version of this code wrote the checkpoint."""
+    wrong = damage(path)
+    if isinstance(wrong, NewerVersion):
+        raise newer_version(path, wrong)
+    return wrong
+
+
+def newer_version(path: object, wrong: NewerVersion) -> ConfigError:
+    """The refusal of a checkpoint by a newer version of this code."""
+    return ConfigError(
+        f"checkpoint {path} was written by a newer version of this code ({wrong}): use that version, or move the checkpoint to another "
+        "folder to continue from an older one"
+    )
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -280,7 +298,9 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     spared = newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
     for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
         if old != spared and old not in in_use:
-            _remove(old) if damage(old) is None else set_aside(old)
+            wrong = damage(old)
+            if not isinstance(wrong, NewerVersion):
+                _remove(old) if wrong is None else set_aside(old)
 
 
 def _remove(step: Path) -> None:

@@ -111,8 +111,8 @@ class Mirroring:
 
     def _state(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            said: dict[str, Any] = json.loads((self.run_dir / MIRROR_STATE).read_text())
-            return said
+            said = json.loads((self.run_dir / MIRROR_STATE).read_text())
+            return said if isinstance(said, dict) else {}
         return {}
 
 

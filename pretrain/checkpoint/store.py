@@ -49,6 +49,7 @@ from pretrain.checkpoint.folder import (
     rewind,
     set_aside,
 )
+from pretrain.checkpoint.manifest import FORMAT
 from pretrain.checkpoint.mirroring import FETCHED, Mirroring, take_in
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
@@ -57,7 +58,6 @@ from pretrain.ranks import from_rank_0
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
-PICKLES = (".metadata", "common.pt")
 _NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
 
@@ -358,7 +358,7 @@ def manifest_of(
 ) -> dict[str, Any]:
     """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
     return {
-        "format": 1,
+        "format": FORMAT,
         "progress": asdict(progress),
         **content_keys,
         "inherited": asdict(inherited or Inherited(config.data.seq_length)),

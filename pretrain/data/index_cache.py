@@ -56,12 +56,12 @@ class IndexCache:
             sizes = {name: entry["bytes"] for name, entry in raw["files"].items()}
         except FileNotFoundError:
             return f"{COMPLETE} is missing" if self.folder.exists() else NOT_THERE
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"{COMPLETE} cannot be read ({type(error).__name__})"
         for name, size in sizes.items():
             try:
                 found = (self.folder / name).stat().st_size  # asked once: another process may be replacing the folder
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
                 return f"{name} is missing"
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"

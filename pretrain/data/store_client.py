@@ -236,8 +236,8 @@ class Source:
     def _known(self) -> dict[str, str]:
         """File -> its mark when it was brought; of a .bin the digest of its sample too."""
         with suppress(OSError, ValueError):
-            known: dict[str, str] = json.loads((self.folder / _KNOWN).read_text())
-            return known
+            known = json.loads((self.folder / _KNOWN).read_text())
+            return known if isinstance(known, dict) else {}
         return {}
 
     def _is_here(self, name: str, info: Mapping[str, Any]) -> bool:

@@ -84,6 +84,8 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
     """What ``progress.json`` in a run directory says; None where there is none that can be read."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("state") not in STATES:
+        return None
+    return content if all(type(content.get(key)) is int and content[key] >= 0 for key in ("step", "consumed_tokens")) else None

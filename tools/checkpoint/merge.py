@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fem_common.errors import ConfigError, files_told
-from pretrain.checkpoint.folder import HASHES, MANIFEST, Found, damage, find, hash_of, newest_first
+from pretrain.checkpoint.folder import HASHES, MANIFEST, Found, find, flaw, hash_of, newest_first
 from pretrain.checkpoint.reader import Weights
 from pretrain.checkpoint.resume import FREE, TOLD, changes, shown
 from pretrain.checkpoint.writer import write_weights
@@ -38,7 +38,7 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
                 break
             if last is not None and path.name > last.name:
                 continue
-            if wrong := damage(path):
+            if wrong := flaw(path):
                 print(f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it", file=sys.stderr)
             else:
                 good.insert(0, path)

@@ -28,6 +28,7 @@ from pretrain.checkpoint.folder import (
     damaged_beside,
     damaged_files,
     find,
+    flaw,
     hashes_of,
     newest_first,
 )
@@ -54,15 +55,10 @@ def _found(checkpoint: Path) -> tuple[Found, str | None]:
     try:
         return find(checkpoint), None
     except ConfigError:
-        try:
-            manifest = json.loads((checkpoint / MANIFEST).read_text())
-            manifest["config"]["model"], manifest["progress"]["step"], manifest["files"], manifest["config"]["train"], manifest["layout"]
-        except (OSError, ValueError, KeyError, TypeError):
-            manifest = None
         wrong = damage(checkpoint)
-        if manifest is None or wrong is None:
+        if wrong is None or wrong.startswith(MANIFEST):
             raise
-        return Found(checkpoint, manifest), wrong
+        return Found(checkpoint, json.loads((checkpoint / MANIFEST).read_text())), wrong
 
 
 def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
@@ -177,7 +173,7 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
 
 def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
     """What is wrong with a checkpoint: its tensors by name where one of theirs is, else the files."""
-    wrong = damage(step)
+    wrong = flaw(step)
     if wrong:
         return [wrong]
     hashed, files = hashes_of(step), dict(damaged_files(step, advance))

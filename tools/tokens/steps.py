@@ -152,7 +152,9 @@ def _record(
         if now > was:
             jumps[step] = tokens // length - before + now
     for attempt in _lines(run_dir / "attempts.jsonl"):
-        batches.update(attempt.get("changed", {}).get("train.global_batch_size", ()))
+        changed = attempt.get("changed")
+        values = changed.get("train.global_batch_size") if isinstance(changed, dict) else None
+        batches.update(value for value in (values if isinstance(values, list) else ()) if type(value) is int and value > 0)
     line = [(begin.step, begin.consumed_samples - before)]
     for point in sorted(points.items()):
         if point[0] > line[-1][0] and point[1] > line[-1][1]:
@@ -169,7 +171,7 @@ def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
     """(step, tokens consumed, samples passed over) of metrics.jsonl; what began at an earlier checkpoint takes back what came after it."""
     told: list[tuple[int, int, int]] = []
     for record in _lines(run_dir / "metrics.jsonl"):
-        if "consumed_tokens" in record:
+        if all(type(record.get(key)) is int for key in ("step", "consumed_tokens")):
             while told and told[-1][0] >= record["step"]:
                 told.pop()
             told.append((record["step"], record["consumed_tokens"], record.get("passed_over", 0)))
@@ -184,7 +186,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record

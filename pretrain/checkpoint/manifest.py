@@ -1,0 +1,123 @@
+"""What a checkpoint's manifest must look like before anything of it is used: keys, types, ranges. No torch.
+
+A manifest that is valid JSON may still be odd: edited by hand, damaged, or written by a newer version of this code.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from pretrain.config import RunConfig
+
+FORMAT = 1
+PICKLES = (".metadata", "common.pt")
+_KEYS = {"progress": dict, "data": str, "layout": dict, "config": dict, "files": dict, "sha256": dict}
+_OPTIONAL = {"inherited": dict, "xxh3": dict, "contents": str}
+
+
+class NewerVersion(str):
+    """Why a checkpoint is not one of this version's but a newer one's: it may be good, so nobody uses, renames or deletes it."""
+
+
+def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> str | None:
+    """What is wrong with a manifest, a `NewerVersion` where a newer version wrote it, or None.
+
+    progress, inherited: the dataclasses that it holds. step: the one in its folder's name; None: the folder has another name.
+    """
+    if not isinstance(manifest, dict):
+        return "is no mapping"
+    form, records = manifest.get("format"), {"progress": progress, "inherited": inherited}
+    if type(form) is int and form > FORMAT:
+        return NewerVersion(f"has format {form}, this version reads {FORMAT}")
+    for key, kind in (_KEYS | _OPTIONAL).items():
+        if key not in manifest and key in _KEYS:
+            return f"has no {key}"
+        if key in manifest and not isinstance(manifest[key], kind):
+            return f"has a wrong {key}"
+    for name, cls in records.items():
+        if unknown := sorted(manifest.get(name, {}).keys() - {item.name for item in fields(cls)}):
+            return NewerVersion(f"has the unknown key {name}.{unknown[0]}")
+    if type(form) is not int or form != FORMAT:
+        return f"has format {form!r}, not {FORMAT}"
+    if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(manifest["config"]):
+        return wrong
+    if "inherited" in manifest and (wrong := record_fault(inherited, manifest["inherited"], "inherited", partial=True)):
+        return wrong
+    if step is not None and manifest["progress"]["step"] != step:
+        return f"is of step {manifest['progress']['step']}, its folder of step {step}"
+    return _files_fault(manifest)
+
+
+def record_fault(cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False) -> str | None:
+    """What is wrong with the plain values of a dataclass whose whole numbers are 0 or more; ``partial``: none of its keys is required."""
+    hints = _hints(cls)
+    for item in fields(cls):
+        if item.name in values:
+            if not _fits(values[item.name], hints[item.name]):
+                return f"has a wrong {name}.{item.name}"
+        elif not partial and item.default is MISSING and item.default_factory is MISSING:
+            return f"has no {name}.{item.name}"
+    return None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a type; a tuple is a list there."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, each) for each in arguments)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin in (tuple, list):
+        return isinstance(value, list) and all(_fits(entry, arguments[0]) for entry in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(entry, arguments[1]) for entry in value.values())
+    if kind is int:
+        return type(value) is int and 0 <= value < 2**63
+    return type(value) in (int, float) if kind is float else isinstance(value, kind)
+
+
+def _config_fault(config: Mapping[str, Any]) -> str | None:
+    """What is wrong with a configuration's sections, or with what is read of it by name."""
+    if missing := [key for key in ("model", "data", "train") if key not in config]:
+        return f"has no config.{missing[0]}"
+    if wrong := _section_fault(RunConfig, config, "config"):
+        return wrong
+    if not _fits(length := config["data"].get("seq_length"), int) or length == 0:
+        return "has a wrong config.data.seq_length"
+    return None if isinstance(config.get("name", ""), str) else "has a wrong config.name"
+
+
+def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | None:
+    """Where a section of today is not a mapping, or a single value is one; older and newer keys may be anything."""
+    hints = _hints(cls)
+    for key, value in values.items():
+        kind = hints.get(key, Any)
+        mapping = is_dataclass(kind) or typing.get_origin(kind) is dict
+        if kind is not Any and isinstance(value, dict) is not mapping:
+            return f"has a wrong {name}.{key}"
+        if is_dataclass(kind) and (wrong := _section_fault(typing.cast(type, kind), value, f"{name}.{key}")):
+            return wrong
+    return None
+
+
+def _files_fault(manifest: Mapping[str, Any]) -> str | None:
+    files = manifest["files"]
+    if not all(_fits(size, int) for size in files.values()):
+        return "has a wrong size in files"
+    if missing := [name for name in PICKLES if name not in files or name not in manifest["sha256"]]:
+        return f"does not name {missing[0]}"
+    for key in ("sha256", "xxh3"):
+        hashes = manifest.get(key, {})
+        if not all(isinstance(value, str) for value in hashes.values()) or not hashes.keys() <= files.keys():
+            return f"has a wrong {key}"
+    return None
