@@ -17,11 +17,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from fem_common.errors import CommandError, Fault, end
+from fem_common.errors import CommandError, ConfigError, Fault, end
 from fem_common.exits import Exit
+from fem_common.files import expand_home
 from fem_common.signals import taken
 from fem_common.text import nearest
 
@@ -54,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         given.setdefault("allow_abbrev", False)
         given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
         super().__init__(**given)
+        self.register("type", Path, _path)  # of every type=Path
 
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
@@ -77,6 +80,14 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 found += [option for verb in action.choices.values() for option in verb._option_string_actions]
         return found
+
+
+def _path(text: str) -> Path:
+    """An argument that is a path; a shell leaves ``--out=~/x`` as it is."""
+    try:
+        return Path(expand_home(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Verb(NamedTuple):

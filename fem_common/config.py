@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fem_common.errors import ConfigError, told
+from fem_common.files import expand_home
 from fem_common.settings import Spec, spec
 from fem_common.text import did_you_mean, nearest
 
@@ -78,7 +79,7 @@ def load(
         ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
         StorageError: a file system failed.
     """
-    path = Path(path)
+    path = Path(expand_home(str(path)))
     return _Reader(cls, path, parts, shipped, absent or {}).read(_file(path), overrides)
 
 
@@ -442,7 +443,7 @@ class _Reader:
         own = replace(node, value={name: entry for name, entry in node.value.items() if name != "base"})
         if not isinstance(base.value, str) or base.tag == "null" or (base.tag != "str" and not base.quoted):
             raise ConfigError(f"{base.where}: {key} = {base}: expected {what}")
-        name = base.value
+        name = expand_home(base.value)
         by_path = "/" in name or name.endswith((".yaml", ".yml"))
         folders = [self.path.parent.parent / section] if section else [here, *([self.shipped] if self.shipped else [])]
         places = [Path(os.path.normpath(here / name))] if by_path else [folder / f"{name}.yaml" for folder in folders]
@@ -505,6 +506,11 @@ class _Reader:
         if value is None:
             hint = ", in quotes" if inner is str and node.tag == "bool" else ""
             raise ConfigError(f"{node.where}: {name} = {node}: expected {describe(kind)}{hint}")
+        if said.path:
+            try:
+                value = expand_home(value)
+            except ConfigError as error:
+                raise ConfigError(f"{node.where}: {name}: {error}") from None
         if said.choices and not any(value == choice or _matches(value, choice) for choice in said.choices):
             choices = [str(choice) for choice in said.choices]
             raise ConfigError(f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}")

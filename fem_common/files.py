@@ -15,9 +15,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import InUse, told
+from fem_common.errors import ConfigError, InUse, told
 
 ABANDONED_SECONDS = 24 * 3600
+
+
+def expand_home(text: str) -> str:
+    """A path with a leading ``~`` or ``~user`` expanded, as a shell does; any other text, such as a URL, as it is.
+
+    Raises ConfigError where there is no such user, or where the working directory has a file or folder of that name.
+    """
+    name = text.partition("/")[0]
+    if not name.startswith("~"):
+        return text
+    if os.path.lexists(name):
+        raise ConfigError(f"{text} may be below the home directory or {name} in the working directory: write ./{text}, or the whole path")
+    if (path := os.path.expanduser(text)) == text:
+        raise ConfigError(f"{text}: there is no user {name[1:]!r}; write ./{text} for a name that begins with ~")
+    return path
 
 
 def sha256(path: Path) -> str:

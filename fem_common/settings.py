@@ -18,6 +18,7 @@ class Spec:
     above: float | None = None
     below: float | None = None
     expand: Callable[[Any], Any] | None = None  # a short way to write the value: `config.Node` -> the node of the whole way
+    path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
         """What is wrong with a number or a text by its range or ``check``, or None."""
@@ -47,9 +48,10 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     expand: Callable[[Any], Any] | None = None,
+    path: bool = False,
 ) -> Any:
     """A documented dataclass field; see `Spec`. ``default`` may be a class, which is then called for each instance."""
-    metadata = {"spec": Spec(doc, choices, check, least, above, below, expand)}
+    metadata = {"spec": Spec(doc, choices, check, least, above, below, expand, path)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fem_common import secrets
 from fem_common.errors import MISTAKES, ConfigError, StorageError
+from fem_common.files import expand_home
 from fem_common.text import nearest
 
 Say = Callable[[str], None]
@@ -48,8 +49,6 @@ def refusal(place: str, folder: Path | None) -> str | None:
         return "has a password in it, which would stand in files; give credentials in the environment"
     if re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place) or not place.strip() or (mark and not rest.strip("/")):
         return f"= {place or repr(place)} names no bucket and folder; as in s3://BUCKET/FOLDER"
-    if place.startswith("~"):
-        return f"= {place}: only a shell knows {place.partition('/')[0]}; write the folder out"
     if folder is None:
         return None
     if (local := folder_of(place)) is None:
@@ -81,6 +80,7 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
     """
     import fsspec
 
+    place = expand_home(place)
     if wrong := refusal(place, folder):
         raise ConfigError(f"URL {wrong}")
     url = place if is_url(place) else Path(place).absolute().as_uri()

@@ -19,6 +19,7 @@ from typing import Any
 from fem_common.cli import Parser, run
 from fem_common.config import ConfigErrors, dump_yaml
 from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
+from fem_common.files import expand_home
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig, load_run
@@ -93,6 +94,7 @@ def _parser() -> Parser:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument(
         "--fork",
+        type=Path,
         metavar="NEW_RUN",
         help="a run directory to go on in from the newest checkpoint of CONFIG.yaml's run, wherever near its run_dir that was trained (a "
         "run directory or a step_NNNNNNNN may stand in its place): weights, moments, step; settings may be others, such as data, batch and "
@@ -161,7 +163,7 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
 
 def _forked(options: argparse.Namespace) -> RunConfig:
     """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
-    given, new = Path(options.config), Path(options.fork)
+    given, new = Path(expand_home(options.config)), options.fork
     folder = given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given  # a step's: its run's
     config = load_run(folder / "config.yaml", options.overrides) if given.is_dir() else load_given(given, options.overrides)
     parent = given if given.is_dir() else run_directory(config)

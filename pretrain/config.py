@@ -33,6 +33,7 @@ class Source:
         MISSING,
         "Path or URL (s3://...) of the pair, without .bin/.idx.",
         check=lambda text: None if text else "give the path of a .bin/.idx pair without its ending",
+        path=True,
     )
     weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.", above=0)
 
@@ -57,9 +58,13 @@ class DataConfig:
     )
     reset_positions: bool | None = setting(None, "Positions begin anew with a document; null: where documents are separate.")
     eod_loss: bool = setting(True, "What follows a document's end counts in the loss.")
-    tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
-    index_cache: str | None = setting(None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.")
-    store_cache: str | None = setting(None, "Folder of URLs' files; null: tokens/ in run_dir.")
+    tokenizer: str | None = setting(
+        None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.", path=True
+    )
+    index_cache: str | None = setting(
+        None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.", path=True
+    )
+    store_cache: str | None = setting(None, "Folder of URLs' files; null: tokens/ in run_dir.", path=True)
     store_cache_gb: float = setting(50.0, "10^9 bytes kept of their .bin at most.", least=0)
 
 
@@ -130,7 +135,9 @@ class DeepSpeedConfig:
     communication_data_type: str | None = setting(None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16"))
     wall_clock_breakdown: bool = setting(False, "DeepSpeed's own timers on the console.")
     file: str | None = setting(
-        None, "A DeepSpeed configuration (JSON) for keys that are not here; where it contradicts the run, the run wins and says so."
+        None,
+        "A DeepSpeed configuration (JSON) for keys that are not here; where it contradicts the run, the run wins and says so.",
+        path=True,
     )
 
 
@@ -267,6 +274,7 @@ class CheckpointConfig:
         None,
         "Where checkpoints are sent besides: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder, of this run alone; {name} stands for its "
         "name. A resume takes the newest good one.",
+        path=True,
     )
     mirror_interval: int = setting(1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1)
     mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)
@@ -281,11 +289,14 @@ class CheckpointConfig:
         "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.",
         ("auto", "none"),
     )
-    load: str | None = setting(None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.")
+    load: str | None = setting(
+        None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.", path=True
+    )
     fork: str | None = setting(
         None,
         "Start where this checkpoint is, with its weights, moments and step, when the run has none of its own: a step_NNNNNNNN, or a run "
         "directory (its newest). Data, batch, length and schedule may be others.",
+        path=True,
     )
 
 
@@ -350,7 +361,7 @@ class EvaluateConfig:
         False,
         "Evaluate the last checkpoint too; the job keeps its machines until that is done (a job of its own after it costs less: launch).",
     )
-    suite: str = setting("quick", "Name of a suite, or the path of its YAML.")
+    suite: str = setting("quick", "Name of a suite, or the path of its YAML.", path=True)
     limit: int | None = setting(None, "The first so many examples of each task alone; null: all.", least=1)
     device: str = setting(
         "cpu",
@@ -400,6 +411,7 @@ class RunConfig:
         None,
         "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for the mixer's name or the pattern's; "
         "null: runs/<name>.",
+        path=True,
     )
     model: ModelConfig = setting(ModelConfig, "The model.")
     data: DataConfig = setting(DataConfig, "The data.")

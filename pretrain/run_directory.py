@@ -19,7 +19,7 @@ from typing import Any
 
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
-from fem_common.files import append_json_line, locked, write_whole
+from fem_common.files import append_json_line, expand_home, locked, write_whole
 from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
@@ -71,7 +71,7 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: see `load_run`; or a run's own config.yaml has another run_dir than its folder, as after a move.
         ConfigErrors, StorageError: see `load_run`.
     """
-    given = Path(given)
+    given = Path(expand_home(str(given)))
     named = any(text.partition("=")[0].strip() == "run_dir" for text in overrides)
     if given.is_dir():
         if not (given / "config.yaml").is_file():

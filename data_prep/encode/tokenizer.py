@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
 from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
-from fem_common.files import sha256
+from fem_common.files import expand_home, sha256
 from fem_common.text import nearest, one_line
 
 TOKENIZER_FILES = (
@@ -93,7 +93,7 @@ def find_tokenizer(name_or_path: str) -> Path:
     A name whose first part is a folder here is a path; with ``hf://`` before it, it is the Hub's in any case. What the cache holds is found
     without network too. Raises UserError where there is no such folder or repository, no access, or no tokenizer.json in it.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(expand_home(name_or_path))
     name = next((name_or_path.removeprefix(prefix) for prefix in _HUB if name_or_path.startswith(prefix)), name_or_path)
     match = _NAME.fullmatch(name)
     if match is not None and (name != name_or_path or not (path.exists() or path.parent.is_dir())):

@@ -14,6 +14,7 @@ from data_prep.sources import hub
 from data_prep.sources.names import is_data, kind_by_name, report_left_out
 from data_prep.sources.streams import GZIP, ZSTD, is_skippable
 from fem_common.errors import UserError, told
+from fem_common.files import expand_home
 
 TEXT = ".txt"
 KNOWN = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
@@ -58,7 +59,7 @@ def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
 
     Hidden names are left out. Raises UserError for a name without files, one that is not UTF-8, or a file twice.
     """
-    inputs = list(inputs)
+    inputs = list(map(expand_home, inputs))
     if subset is not None and not any(map(hub.is_hub, inputs)):
         raise UserError(f"--subset {subset} goes with an hf:// input")
     found: list[Found] = []

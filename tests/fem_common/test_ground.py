@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fem_common import text
+from fem_common.cli import Parser
 from fem_common.errors import InUse, told
 from fem_common.exits import Exit
 from fem_common.files import append_json_line, locked, remove_leftovers, temporary, write_whole
@@ -52,6 +53,16 @@ def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
         append_json_line(path, {"step": step})
     first, half, *rest = path.read_text().splitlines()
     assert (json.loads(first), half, [json.loads(line) for line in rest]) == ({"step": 1}, '{"step', [{"step": 3}, {"step": 4}])
+
+
+def test_arguments_that_are_paths_expand_a_leading_tilde(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    parser = Parser(prog="x")
+    parser.add_argument("--out", type=Path)
+    assert parser.parse_args(["--out=~/x"]).out == Path("/home/of/mine/x")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out=~nobody_here/x"])
+    assert "x: error: argument --out: ~nobody_here/x: there is no user 'nobody_here'" in capsys.readouterr().err
 
 
 def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import getpass
+import pwd
 import re
 import subprocess
 import sys
@@ -103,6 +105,37 @@ def test_a_section_may_be_a_file_named_by_its_path(tmp_path: Path, monkeypatch: 
     assert load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512  # the whole section replaces the file's
     monkeypatch.chdir(tmp_path)
     assert load_run(path, ["model={base: blends/wide.yaml, num_layers: 7}"]).model.num_layers == 7
+
+
+PATHS = {
+    "run_dir", "data.train.N.prefix", "data.valid.N.prefix", "data.test.N.prefix", "data.tokenizer", "data.index_cache", "data.store_cache",
+    "engine.deepspeed.file", "checkpoint.mirror", "checkpoint.load", "checkpoint.fork", "stages.N.data.N.prefix", "evaluate.suite",
+}  # fmt: skip
+
+
+def test_a_leading_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In YAML, quoted or not, in overrides, and in the path of a section's file; URLs and other texts stay as they are."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert {key for key, item, _ in walk(RunConfig) if spec(item).path} == PATHS
+    keys = sorted(PATHS - {"stages.N.data.N.prefix"})
+    words = [f"{key.replace('.N', '.0')}={value}" for key, value in zip(keys, ("~/x", '"~/x"') * len(keys), strict=False)]
+    path = write_tree(tmp_path, {"home/model.yaml": "hidden_size: 512\n", "run/mine.yaml": "data: {tokenizer: ~/x}\nmodel: ~/model.yaml\n"})
+    stage = "stages=[{name: a, steps: 1, data: [{prefix: ~/x}]}]"
+    for config in (load_run(path, [*words, stage]), load_run("~/../run/mine.yaml", [*words, "model=~/model.yaml", stage])):
+        text = str(plain(config))
+        assert config.run_dir == f"{home}/x" and config.model.hidden_size == 512 and text.count(f"'{home}/x'") == len(PATHS)
+        assert "~" not in text
+    config = load_run(path, ["checkpoint.mirror=s3://~/x", "name='~x'", "run_dir=./~/x", f"data.index_cache=~{getpass.getuser()}/x"])
+    assert (config.checkpoint.mirror, config.name, config.run_dir) == ("s3://~/x", "~x", "./~/x")
+    assert config.data.index_cache == f"{pwd.getpwnam(getpass.getuser()).pw_dir}/x"
+    with pytest.raises(ConfigError, match="command line: run_dir: ~nobody_here/x: there is no user 'nobody_here'"):
+        load_run(path, ["run_dir=~nobody_here/x"])
+    Path("~").mkdir()  # as older versions made it
+    with pytest.raises(ConfigError, match="may be below the home directory or ~ in the working directory"):
+        load_run(path, ["run_dir=~/x"])
 
 
 NUMBERS: dict[str, object] = {  # as people write them; 1e-4 is text to YAML 1.1

@@ -54,7 +54,9 @@ class SuiteTask:
     subtask_chance: dict[str, float] = setting(
         dict, "What guessing scores in each sub-task of a group, by the harness's names.", least=0, below=1
     )
-    data: str | None = setting(None, "Held-out data: path of the .bin/.idx pair without its suffix; null: the run's own validation data.")
+    data: str | None = setting(
+        None, "Held-out data: path of the .bin/.idx pair without its suffix; null: the run's own validation data.", path=True
+    )
     context_lengths: tuple[int, ...] = setting((), "Held-out data: tokens a window; empty: the training's context length.", least=2)
     stride: int | None = setting(None, "Held-out data: tokens a window moves on; null: a whole window, as in training.", least=1)
     max_tokens: int | None = setting(None, "Held-out data: read the first so many tokens; null: all.", least=2)
@@ -66,7 +68,9 @@ class Suite:
 
     name: str = setting("", "Name of the suite; empty: the file's.")
     title: str = setting("", "One line above the table.")
-    task_paths: tuple[str, ...] = setting((), "Folders of own task YAMLs of the harness; relative ones start at this file's folder.")
+    task_paths: tuple[str, ...] = setting(
+        (), "Folders of own task YAMLs of the harness; relative ones start at this file's folder.", path=True
+    )
     tasks: tuple[SuiteTask, ...] = setting((), "The columns.")
 
 

@@ -125,10 +125,14 @@ class Study:
     """A scaling-law study. ``path`` is where it was read from; ``base``, ``directory`` and ``results`` can be opened as they stand."""
 
     name: str = setting("", "Name of the study; empty: the file's.")
-    base: str = setting("", "The run configuration that all runs share; relative to the study's folder.")
-    directory: str = setting("", "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.")
-    results: str = setting("", "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.")
-    published: str = setting("", "Folder of a table and fit that are read while results has no table. Relative to the working directory.")
+    base: str = setting("", "The run configuration that all runs share; relative to the study's folder.", path=True)
+    directory: str = setting("", "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.", path=True)
+    results: str = setting(
+        "", "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.", path=True
+    )
+    published: str = setting(
+        "", "Folder of a table and fit that are read while results has no table. Relative to the working directory.", path=True
+    )
     settings: tuple[str, ...] = setting((), "section.key=value words of all runs.")
     variants: dict[str, tuple[str, ...]] = setting(dict, "What is compared: name -> its settings. The first is the baseline.")
     shape: ShapeRule = setting(ShapeRule, "The rule from a width to a shape.")
