@@ -229,18 +229,17 @@ def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: 
 
 def flaw(path: Path) -> str | None:
     """As `damage`. Raises ConfigError where a newer version of this code wrote the checkpoint."""
-    wrong = damage(path)
+    return refuse_newer(path, damage(path))
+
+
+def refuse_newer(path: object, wrong: str | None) -> str | None:
+    """What `damage` found at ``path``. Raises ConfigError where that is a newer version's checkpoint."""
     if isinstance(wrong, NewerVersion):
-        raise newer_version(path, wrong)
+        raise ConfigError(
+            f"checkpoint {path} was written by a newer version of this code ({wrong}): use that version, or move the checkpoint to another "
+            "folder to continue from an older one"
+        )
     return wrong
-
-
-def newer_version(path: object, wrong: NewerVersion) -> ConfigError:
-    """The refusal of a checkpoint by a newer version of this code."""
-    return ConfigError(
-        f"checkpoint {path} was written by a newer version of this code ({wrong}): use that version, or move the checkpoint to another "
-        "folder to continue from an older one"
-    )
 
 
 def newest_first(folder: Path) -> list[Path]:

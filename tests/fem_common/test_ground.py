@@ -56,10 +56,10 @@ def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
 
 
 def test_arguments_that_are_paths_expand_a_leading_tilde(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("HOME", "/home/of/mine")
+    monkeypatch.setenv("HOME", "/folder/of/mine")
     parser = Parser(prog="x")
     parser.add_argument("--out", type=Path)
-    assert parser.parse_args(["--out=~/x"]).out == Path("/home/of/mine/x")
+    assert parser.parse_args(["--out=~/x"]).out == Path("/folder/of/mine/x")
     with pytest.raises(SystemExit):
         parser.parse_args(["--out=~nobody_here/x"])
     assert "x: error: argument --out: ~nobody_here/x: there is no user 'nobody_here'" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[s
         for key in place:
             holder = holder[key]
         for key in [*holder, "added"]:
-            few = ODD[:1] if key == "added" else ("deleted", *ODD) if len(place) < 2 else ("deleted", -1, {"x": {}})
+            few: tuple[Any, ...] = ODD[:1] if key == "added" else ("deleted", *ODD) if len(place) < 2 else ("deleted", -1, {"x": {}})
             for value in few:
                 copy = deepcopy(record)
                 inner = copy

@@ -31,8 +31,7 @@ import xxhash
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, write_whole
 from fem_common.stores import kind_of, open_store, said, until_it_works
-from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, damage, hashes_of, newer_version, newest_first, newest_good
-from pretrain.checkpoint.manifest import NewerVersion
+from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, damage, hashes_of, newest_first, newest_good, refuse_newer
 from pretrain.checkpoint.mirroring import FETCHED, take_in
 from pretrain.run_directory import RUN_ID
 from tools.checkpoint.records import admit, bring_records, claim, send_records
@@ -119,11 +118,10 @@ class _State:
 
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             written = json.loads((run_dir / MIRROR_STATE).read_text())
-            if not isinstance(written, dict) or not isinstance(written.get("newest"), int | None):
-                return cls(run_dir / MIRROR_STATE, url)
-            if isinstance(written.get("sent", {}), dict) and written.pop("url", None) == url:
+            typed = isinstance(written.get("newest"), int | None) and isinstance(written.get("sent", {}), dict)
+            if typed and written.pop("url") == url:
                 return cls(run_dir / MIRROR_STATE, url, **written)
         return cls(run_dir / MIRROR_STATE, url)
 
@@ -230,15 +228,13 @@ def _fetch_newest(place: Mirror, run_dir: Path, newest_here: str, wrong: dict[st
             break
         began = time.monotonic()
         (fetched / name).mkdir()
-        damaged = _bring(place, name, fetched / name)
+        damaged = refuse_newer(f"{place.url}/{name}", _bring(place, name, fetched / name))
         if damaged is None:
             wrong.clear()
             bring_records(place, fetched)
             print(f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
             break
         shutil.rmtree(fetched / name)
-        if isinstance(damaged, NewerVersion):
-            raise newer_version(f"{place.url}/{name}", damaged)
         wrong[name] = damaged
         print(f"checkpoint {place.url}/{name} is damaged ({damaged}); passing over it", flush=True)
     if adopted and not wrong:
