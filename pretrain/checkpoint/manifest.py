@@ -16,8 +16,8 @@ from pretrain.config import RunConfig
 
 FORMAT = 1
 PICKLES = (".metadata", "common.pt")
-_KEYS = {"progress": dict, "data": str, "layout": dict, "config": dict, "files": dict, "sha256": dict}
-_OPTIONAL = {"inherited": dict, "xxh3": dict, "contents": str}
+_KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
+_OPTIONAL = {"layout": dict, "inherited": dict, "xxh3": dict, "contents": str, "training_data": str, "run": str}
 
 
 class NewerVersion(str):
@@ -31,11 +31,12 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     """
     if not isinstance(manifest, dict):
         return "is no mapping"
-    form, records = manifest.get("format"), {"progress": progress, "inherited": inherited}
+    form, records = manifest.get("format", FORMAT), {"progress": progress, "inherited": inherited}
     if type(form) is int and form > FORMAT:
         return NewerVersion(f"has format {form}, this version reads {FORMAT}")
+    whole = "format" in manifest  # a run writes it, with the layout and all sections
     for key, kind in (_KEYS | _OPTIONAL).items():
-        if key not in manifest and key in _KEYS:
+        if key not in manifest and (key in _KEYS or (whole and key == "layout")):
             return f"has no {key}"
         if key in manifest and not isinstance(manifest[key], kind):
             return f"has a wrong {key}"
@@ -44,7 +45,7 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
             return NewerVersion(f"has the unknown key {name}.{unknown[0]}")
     if type(form) is not int or form != FORMAT:
         return f"has format {form!r}, not {FORMAT}"
-    if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(manifest["config"]):
+    if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(manifest["config"], whole=whole):
         return wrong
     if "inherited" in manifest and (wrong := record_fault(inherited, manifest["inherited"], "inherited", partial=True)):
         return wrong
@@ -86,9 +87,9 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
 
 
-def _config_fault(config: Mapping[str, Any]) -> str | None:
+def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
     """What is wrong with a configuration's sections, or with what is read of it by name."""
-    if missing := [key for key in ("model", "data", "train") if key not in config]:
+    if missing := [key for key in ("model", "data", *(("train", "parallel") if whole else ())) if key not in config]:
         return f"has no config.{missing[0]}"
     if wrong := _section_fault(RunConfig, config, "config"):
         return wrong
@@ -114,8 +115,8 @@ def _files_fault(manifest: Mapping[str, Any]) -> str | None:
     files = manifest["files"]
     if not all(_fits(size, int) for size in files.values()):
         return "has a wrong size in files"
-    if missing := [name for name in PICKLES if name not in files or name not in manifest["sha256"]]:
-        return f"does not name {missing[0]}"
+    if unhashed := [name for name in PICKLES if name in files and name not in manifest["sha256"]]:
+        return f"has no hash of {unhashed[0]}"
     for key in ("sha256", "xxh3"):
         hashes = manifest.get(key, {})
         if not all(isinstance(value, str) for value in hashes.values()) or not hashes.keys() <= files.keys():

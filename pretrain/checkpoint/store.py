@@ -257,7 +257,7 @@ class Checkpoints:
             written = found.manifest["config"].get("train", {})
             kept = written.get("fp8") == "delayed" and not model_only
             engine.scales.restore(lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None)
-        if found.manifest["layout"] == _layout(self.config) and not model_only:
+        if found.manifest.get("layout") == _layout(self.config) and not model_only:
             _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
         if found.path.parent == self.folder:
             from_rank_0(lambda: [set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])

@@ -88,4 +88,5 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("state") not in STATES:
         return None
-    return content if all(type(content.get(key)) is int and content[key] >= 0 for key in ("step", "consumed_tokens")) else None
+    numbers = content.get("step"), content.get("consumed_tokens", 0)
+    return content if all(type(number) is int and number >= 0 for number in numbers) else None

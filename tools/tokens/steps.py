@@ -143,7 +143,7 @@ def _record(
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
         order, key = max(order, at.order_samples), checkpoint.manifest["data"]
     progress = read_progress(run_dir)
-    if progress and (not part.name or begin.step < progress["step"] < last):
+    if progress and "consumed_tokens" in progress and (not part.name or begin.step < progress["step"] < last):
         points[progress["step"]] = progress["consumed_tokens"] // length - before
     told = [line for line in all_told if not part.name or begin.step < line[0] <= last]
     jumps = dict[int, int]()
