@@ -106,8 +106,9 @@ def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
     assert newer == {f"format {2**70}", *added}
     for key in ("progress", "data", "layout", "config", "files", "sha256", "config.model", "config.data", "config.train"):
         assert wrong[f"{key} 'deleted'"] and wrong[f"{key} -1"], key
+    never: tuple[Any, ...] = (None, -1, 2**70, 1.5, True, {})
     for key in good["progress"]:
-        assert all(wrong[f"progress.{key} {value!r}"] for value in (None, -1, 2**70, 1.5, True, {})), key
+        assert all(wrong[f"progress.{key} {value!r}"] for value in never), key
     assert wrong["progress.step 'deleted'"] and wrong["progress.passed_over 'deleted'"] is None  # which older ones lack
     for key in ("files", "sha256"):
         assert wrong[f"{key}..metadata 'deleted'"] and wrong[f"{key}.common.pt 'deleted'"]
