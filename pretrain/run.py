@@ -93,7 +93,7 @@ def build_index(prepared: Prepared) -> None:
         last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.say))
         for part in run.parts:
             run.enter(part)
-            data = run.data(run.samples_to_order(last.progress if last else None))
+            data = run.data(run.samples_to_order(part.resumed(last.progress) if last else None))
             valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
             run.say(
                 f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
@@ -282,9 +282,10 @@ class Run:
         config, layout = self.config, self.config.parallel
         plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
         data = self.data(start.progress.order_samples)
+        steps = self.part.own.steps if self.part.name else self.schedule.steps
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
-            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.part.own.steps} steps of {self.schedule.step_tokens} "
+            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {steps} steps of {self.schedule.step_tokens} "
             f"tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
             f"PP {layout.pipeline_model_parallel_size}, {cut}DP {plan.data_parallel}, {config.train.precision})"
         )

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 
 from pretrain.config import RunConfig
+
+Samples = int | Fraction  # a fraction where earlier steps are counted in samples of another length
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lengths of a run in optimizer steps and in samples (sequences)."""
+    """Lengths of a run in optimizer steps and in samples (sequences).
+
+    The learning rate follows positions in its schedule: warm-up first, up to ``rate_end``. A position is the number of samples since
+    ``rate_samples``. After a change of the batch size, the schedule keeps the lengths of the batch size with which it began, and
+    ``knots`` map consumed samples to its positions.
+    """
 
     steps: int
     batch_samples: int
     sample_tokens: int
-    warmup_samples: int
-    decay_samples: int  # of WSD's final decay
-    rate_samples: int = 0  # consumed where the learning rate's schedule begins
-    begin_step: int = 0  # where steps and batches begin to be these: a fork's first step
+    warmup_samples: Samples
+    decay_samples: Samples  # of WSD's final decay; otherwise 0
+    rate_samples: Samples = 0  # consumed where the learning rate's schedule begins
+    begin_step: int = 0  # where steps and batches begin to be these: the last change of the batch size, or a fork's first step
     begin_samples: int = 0  # consumed until then
-    rate_end: int = 0  # consumed where the learning rate's schedule ends; 0: at the end
+    rate_end: Samples = 0  # consumed where the learning rate's schedule ends
     run_steps: int = 0  # of all stages, where there are some
     run_tokens: int = 0
+    knots: tuple[tuple[Samples, Samples], ...] = ()  # (consumed samples, position), linear between them
 
     @property
     def total_samples(self) -> int:
@@ -48,22 +60,64 @@ class Schedule:
         return self.batch_samples * self.sample_tokens
 
     @classmethod
-    def of(cls, config: RunConfig, begin_step: int = 0, begin_samples: int = 0) -> Schedule:
-        """The schedule of a validated configuration; of a fork, with the step at which it begins and what was consumed until then."""
-        batch, length, train = config.train.global_batch_size, config.data.seq_length, config.train
-        tokens = None if train.tokens is None else max(0, train.tokens - begin_samples * length)
-        steps = (begin_step if train.steps is None else 0) + _samples(train.steps, tokens, batch, length) // batch
-        optimizer = config.optimizer
-        span = steps - optimizer.from_step
+    def of(cls, config: RunConfig, changes: Iterable[tuple[int, int]] = ()) -> Schedule:
+        """The schedule of a validated configuration.
+
+        changes: the steps after which another batch size came into force, or a fork began, each with the samples consumed until then.
+        A length stated in steps is converted with the batch size of the steps that it covers; of a phase under way, what remains of it
+        is planned anew from the change on.
+        """
+        points = sorted({0: 0, **dict(changes)}.items())
+        made: Schedule | None = None
+        for (step, samples), (later, then) in pairwise(points):
+            made = cls._planned(config, Fraction(then - samples, later - step), step, samples, made)
+        return cls._planned(config, config.train.global_batch_size, *points[-1], made)
+
+    @classmethod
+    def _planned(cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None) -> Schedule:
+        """The schedule from a step on with one batch size to the end; ``before``: the schedule until then."""
+        length, train, optimizer = config.data.seq_length, config.train, config.optimizer
+        tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
+        steps = int((step if train.steps is None else 0) + _samples(train.steps, tokens, batch, length) // batch)
+        span, end = steps - optimizer.from_step, samples + (steps - step) * batch
         warmup = _samples(optimizer.warmup_steps, optimizer.warmup_tokens, batch, length)
         if optimizer.warmup_fraction and optimizer.warmup_steps is None and optimizer.warmup_tokens is None:
             warmup = min(max(1, round(optimizer.warmup_fraction * span)), span - 1) * batch
-        decay = _samples(optimizer.decay_steps, optimizer.decay_tokens, batch, length) or max(1, span // 10) * batch
-        made = cls(steps, batch, length, warmup, decay, begin_step=begin_step, begin_samples=begin_samples)
-        return replace(made, rate_samples=made.samples_at(optimizer.from_step)) if optimizer.from_step else made
+        decay: Samples = 0
+        if optimizer.schedule == "wsd":
+            decay = _samples(optimizer.decay_steps, optimizer.decay_tokens, batch, length) or max(1, span // 10) * batch
+        made = cls(steps, train.global_batch_size, length, warmup, decay, begin_step=step, begin_samples=samples)
+        if before is None or optimizer.from_step >= step:
+            begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
+            return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
+        at, whole = before._position(samples), before.rate_end - before.rate_samples
+        peak = min(before.warmup_samples, Fraction(whole, 2)) if before.warmup_samples >= whole else before.warmup_samples
+        knots = [(samples, at)]
+        for there, position in (
+            (samples + warmup * (1 - Fraction(at) / peak) if at < peak else samples, peak),
+            (end - decay, whole - before.decay_samples),
+            (end, whole),
+        ):
+            if position > knots[-1][1]:
+                knots.append((min(max(there, knots[-1][0]), end), position))
+        rates = {"rate_samples": before.rate_samples, "rate_end": before.rate_end, "warmup_samples": peak}
+        return replace(made, decay_samples=before.decay_samples, knots=tuple(knots), **rates)
+
+    def rate_position(self, samples: int) -> float:
+        """The position in the learning rate's schedule after ``samples`` sequences."""
+        return float(self._position(samples))
+
+    def _position(self, samples: int) -> Samples:
+        if not self.knots:
+            return max(0, samples - self.rate_samples)
+        after = bisect_right(self.knots, samples, key=lambda knot: knot[0])
+        if after == len(self.knots):
+            return self.knots[-1][1]
+        (left, low), (right, high) = self.knots[after - 1 : after + 1]
+        return low + Fraction(samples - left) * (high - low) / (right - left)
 
 
-def _samples(steps: int | None, tokens: int | None, batch: int, length: int) -> int:
+def _samples(steps: int | None, tokens: int | None, batch: Samples, length: int) -> Samples:
     """Whole steps' worth of samples; tokens are rounded up."""
     if steps is None:
         steps = -(-(tokens or 0) // (batch * length))

@@ -65,23 +65,30 @@ class Part:
     def schedule(self, progress: Progress | None) -> Schedule:
         """Of the run while it is in this stage; ``progress``: somewhere in it (None: the run begins)."""
         if not self.name:
-            return Schedule.of(self.config, progress.begin_step, progress.begin_samples) if progress else Schedule.of(self.config)
+            return Schedule.of(self.config, progress.batch_changes if progress else ())
         own, (steps, tokens) = self.own, self.run
         begin = progress.begin_samples if progress else 0
         made = replace(own, steps=self.end_step, begin_step=self.begin_step, begin_samples=begin, run_steps=steps, run_tokens=tokens)
         if self.own_rates:
-            return replace(made, rate_samples=begin)
+            return replace(made, rate_samples=begin, rate_end=begin + own.rate_end)
         assert self.first is not None and self.last is not None
         length = own.sample_tokens
         warmup = math.ceil(self.first.warmup_samples * self.first.sample_tokens / length)
         decay = math.ceil(self.last.decay_samples * self.last.sample_tokens / length)
         return replace(made, warmup_samples=warmup, decay_samples=decay, rate_end=math.ceil(tokens / length))
 
+    def resumed(self, progress: Progress) -> Progress:
+        """A checkpoint's progress; where its steps were of another batch size than the configuration's, with the change recorded."""
+        if self.schedule(progress).samples_at(progress.step) == progress.consumed_samples:
+            return progress
+        changes = dict(progress.batch_changes) | {progress.step: progress.consumed_samples}
+        return replace(progress, batch_changes=tuple(changes.items()))
+
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
         """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
-        consumed = -(-progress.consumed_samples * length // self.config.data.seq_length)
-        begin: dict[str, Any] = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed, "passed_over": 0}
-        return replace(progress, consumed_samples=consumed, order_samples=self.samples, stage=self.number, drawn=drawn, **begin)
+        begun = progress.begun(length, self.config.data.seq_length)
+        order: dict[str, Any] = {"order_begin": begun.consumed_samples, "order_samples": self.samples, "passed_over": 0}
+        return replace(begun, stage=self.number, drawn=drawn, **order)
 
     def needs(self) -> dict[str, int]:
         """Source of training -> tokens that are set apart for the stage; of a blend a few samples more than its share."""

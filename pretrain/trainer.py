@@ -175,14 +175,21 @@ class Trainer:
             self.checkpoints.close()
             back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
             raise TooManyBadSteps(f"step {at.step}, {of_sample}; {back}")
-        found = self.checkpoints.rewind(self.engine, target) if target > at.begin_step else None
+        batch_began = max((step for step, _ in at.batch_changes), default=0)
+        found = self.checkpoints.rewind(self.engine, target) if target > at.begin_step and target >= batch_began else None
         if found is None:
             text = f"step {at.step} skipped, {told}{self._look_up('--step', at.step)}"
         else:
             kept = found.progress
             passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
-            recent = carried_over(found, self.config)
-            self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times), recent=recent)
+            self.progress = replace(
+                kept,
+                order_samples=at.order_samples,
+                passed_over=passed_over,
+                rewound=(at.step, times),
+                recent=carried_over(found, self.config),
+                batch_changes=at.batch_changes,
+            )
             self._tell_progress()
             self._tell(lambda callback: callback.on_restart(kept.step))
             text = f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed over so far"

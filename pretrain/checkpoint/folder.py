@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class Progress:
     """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change.
 
     recent: of ``pretrain.spikes``, how the steps before went. rewound: () or the step of the last spike that training went back from,
-    and how often it went back from thereabouts.
+    and how often it went back from thereabouts. batch_changes: of `Schedule.of`, the steps after which the batch size became another
+    one, a fork or a stage began, and the samples consumed until then.
     A fork of other data, sequence length or batch size counts in samples of its own length from where it begins.
     """
 
@@ -53,6 +54,13 @@ class Progress:
     order_begin: int = 0  # consumed before the first sample of the order
     stage: int = 0  # from 0 on
     drawn: str = ""  # a hash of what decides the stage's samples; empty: no stages
+    batch_changes: tuple[tuple[int, int], ...] = ()
+
+    def begun(self, before: int, length: int) -> Progress:
+        """The start of a fork or a stage here, which counts in samples of ``length`` tokens after those of ``before`` tokens."""
+        consumed, *earlier = (-(-n * before // length) for n in (self.consumed_samples, *(n for _, n in self.batch_changes)))
+        changes = *zip((step for step, _ in self.batch_changes), earlier, strict=True), (self.step, consumed)
+        return replace(self, consumed_samples=consumed, begin_step=self.step, begin_samples=consumed, batch_changes=changes)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,9 @@ class Found:
     def progress(self) -> Progress:
         """The trainer's memory."""
         told = self.manifest["progress"]
-        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")})
+        begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []  # all that an older checkpoint knows
+        changes = tuple((step, samples) for step, samples in told.get("batch_changes", begin))
+        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")} | {"batch_changes": changes})
 
     @property
     def inherited(self) -> Inherited:

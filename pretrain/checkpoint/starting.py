@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
@@ -54,8 +53,9 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
     config = part.config
     if own is None and config.checkpoint.fork is not None:
         return fork_start(config, facts, contents, checkpoints.folder.parent), part
-    schedule = part.schedule(own.progress if own else None)
-    if own is not None:
+    progress = part.resumed(own.progress) if own else None
+    schedule = part.schedule(progress)
+    if own is not None and progress is not None:
         changed = changes(own.manifest["config"], config)
         with _judged(own, changed, config, checkpoints):
             _check_is_wanted(config, own)
@@ -68,8 +68,8 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
             recent = carried_over(own, following.config, other_data=other_data)
             entered = following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents))
             return Start(replace(entered, recent=recent), own, True), following
-        order = max(own.progress.order_samples, schedule.total_samples - own.progress.order_begin)
-        progress = replace(own.progress, order_samples=order, recent=carried_over(own, config))
+        order = max(progress.order_samples, schedule.total_samples - progress.order_begin)
+        progress = replace(progress, order_samples=order, recent=carried_over(own, config))
         return Start(progress, own, True, changed=changed), part
     load = config.checkpoint.load
     found = from_rank_0(lambda: find(Path(load))) if load else None
@@ -119,7 +119,8 @@ def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
     """Raises ConfigError where stages up to the checkpoint's own, which decide what it has read, are others now."""
-    if own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents):
+    same = own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents)
+    if same and (not part.name or part.resumed(own.progress) == own.progress):
         return
     raise ConfigError(
         f"checkpoint {own.path} is in stage {own.progress.stage} of a run whose stages up to it had other lengths, batches or data; "
@@ -139,15 +140,13 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     changed = changes(found.manifest["config"], config)
     check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
     parent, before, length = found.progress, found.manifest["config"]["data"]["seq_length"], config.data.seq_length
-    consumed = -(-parent.consumed_samples * before // length)
-    schedule = Schedule.of(config, parent.step, consumed)
+    progress = replace(parent.begun(before, length), stage=0, drawn="", rewound=())
+    consumed, schedule = progress.consumed_samples, Schedule.of(config, progress.batch_changes)
     if schedule.steps <= parent.step:
         raise ConfigError(
             f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
             f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
         )
-    begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": "", "rewound": ()}
-    progress = replace(parent, consumed_samples=consumed, **begin)
     if _trained_on(found, contents) and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
         _check_order(found, order, config, facts)

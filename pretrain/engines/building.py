@@ -148,14 +148,14 @@ class LearningRates:
 
     def __init__(self, config: RunConfig, schedule: Schedule, optimizer: Any) -> None:
         ours = config.optimizer
-        self.optimizer, self.begin = optimizer, schedule.rate_samples
+        self.optimizer, self.schedule = optimizer, schedule
         self.scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,
             max_lr=ours.lr,
             min_lr=ours.min_lr,
             lr_warmup_steps=schedule.warmup_samples,
-            lr_decay_steps=(schedule.rate_end or schedule.total_samples) - schedule.rate_samples,
+            lr_decay_steps=schedule.rate_end - schedule.rate_samples,
             lr_decay_style="WSD" if ours.schedule == "wsd" else ours.schedule,
             wsd_decay_steps=schedule.decay_samples,
             lr_wsd_decay_style="linear",
@@ -167,7 +167,7 @@ class LearningRates:
 
     def set(self, samples: int) -> float:
         """Give every group its rate after ``samples`` sequences; returns the schedule's own: muP's groups have others beside it."""
-        self.scheduler.num_steps = max(0, samples - self.begin)
+        self.scheduler.num_steps = self.schedule.rate_position(samples)
         self.scheduler.step(0)
         return max(group["lr"] for group in self.optimizer.param_groups if group["lr_mult"] == 1.0)
 

@@ -125,7 +125,7 @@ def _beginning(run_dir: Path, part: Part, checkpoint: Found | None, told: Sequen
     else:
         raise ConfigError(f"{run_dir}: the fork has not begun to train")
     begin = Progress(fork["step"], consumed, 0, begin_step=fork["step"], begin_samples=consumed)
-    return replace(begin, order_begin=fork["order_begin"])
+    return replace(begin, order_begin=fork["order_begin"], batch_changes=((fork["step"], consumed),))
 
 
 def _record(
@@ -133,7 +133,7 @@ def _record(
 ) -> RunRecord:
     """Of the last stage's order. ``checkpoint``: the newest one, where it is in that stage; all_told: see `_steps_told`."""
     part = parts[-1]
-    schedule = part.schedule(checkpoint.progress if checkpoint else begin)
+    schedule = part.schedule(part.resumed(checkpoint.progress) if checkpoint else begin)
     length, last, before = schedule.sample_tokens, schedule.steps, begin.order_begin
     points, batches = dict[int, int](), {schedule.batch_samples}
     order, key = schedule.total_samples - before, None
