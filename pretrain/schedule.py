@@ -92,7 +92,7 @@ class Schedule:
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
         at, whole = before._position(samples), before.rate_end - before.rate_samples
         peak = min(before.warmup_samples, Fraction(whole, 2)) if before.warmup_samples >= whole else before.warmup_samples
-        knots = [(samples, at)]
+        knots: list[tuple[Samples, Samples]] = [(samples, at)]
         for there, position in (
             (samples + warmup * (1 - Fraction(at) / peak) if at < peak else samples, peak),
             (end - decay, whole - before.decay_samples),
@@ -100,8 +100,8 @@ class Schedule:
         ):
             if position > knots[-1][1]:
                 knots.append((min(max(there, knots[-1][0]), end), position))
-        rates = {"rate_samples": before.rate_samples, "rate_end": before.rate_end, "warmup_samples": peak}
-        return replace(made, decay_samples=before.decay_samples, knots=tuple(knots), **rates)
+        made = replace(made, warmup_samples=peak, decay_samples=before.decay_samples, knots=tuple(knots))
+        return replace(made, rate_samples=before.rate_samples, rate_end=before.rate_end)
 
     def rate_position(self, samples: int) -> float:
         """The position in the learning rate's schedule after ``samples`` sequences."""
@@ -110,7 +110,7 @@ class Schedule:
     def _position(self, samples: int) -> Samples:
         if not self.knots:
             return max(0, samples - self.rate_samples)
-        after = bisect_right(self.knots, samples, key=lambda knot: knot[0])
+        after = bisect_right([there for there, _ in self.knots], samples)
         if after == len(self.knots):
             return self.knots[-1][1]
         (left, low), (right, high) = self.knots[after - 1 : after + 1]

@@ -20,6 +20,7 @@ from pretrain.checkpoint.folder import MANIFEST, Progress, find
 from pretrain.config import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.engines.building import LearningRates
 from pretrain.schedule import Schedule
+from pretrain.spikes import Spikes
 from pretrain.stages import Part
 from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.test_fork import fork, lines, step_of
@@ -143,6 +144,22 @@ def test_a_fork_with_another_batch_size(
         assert fork(pretrain, pretrain.run_dir, new, *BASE, *STEPS, *more, "train.global_batch_size=8") == 0, pretrain.err
         assert list(learning_rates(new).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert find(new).progress.consumed_samples == 120
+
+
+def test_training_goes_back_from_a_spike_up_to_the_change(
+    pretrain: Command, ten_steps: Callable[[str, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 11 the checkpoint that far back is from before the change: the step is skipped. At step 12 it is that of the change."""
+    spikes = iter(["loss", "loss"])
+    monkeypatch.setattr(Spikes, "found", lambda *given: next(spikes, None))
+    ten_steps("megatron", pretrain.run_dir)
+    shutil.copytree(step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8))  # there to go back to
+    guard = ("train.on_spike=rewind", "train.spike_rewind=2", "checkpoint.interval=2", "train.global_batch_size=8")
+    assert pretrain(*BASE, *STEPS, *guard) == 0, pretrain.err
+    assert "step 11 skipped" in pretrain.out and "back at" in pretrain.out and "step_00000010, 16 samples passed over" in pretrain.out
+    last = find(pretrain.run_dir).progress
+    assert (last.consumed_samples, last.passed_over, last.batch_changes) == (120, 16, ((10, 40),))
+    assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(CASES["steps, 4 to 8"][2], rel=1e-9, abs=1e-15)
 
 
 def test_a_change_that_was_not_recorded_counts_from_the_checkpoint_on() -> None:

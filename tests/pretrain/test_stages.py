@@ -65,7 +65,7 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
     ramp, main, decay = (part.schedule(None) for part in parts)
     # Warm-up is eight steps of the first stage: 256 tokens, in each stage's own sequences; the end is the whole run's, 992 tokens.
     assert (ramp.warmup_samples, ramp.rate_end, main.warmup_samples, main.rate_end) == (16, 62, 8, 31)
-    assert (decay.warmup_samples, decay.rate_end, decay.steps, decay.last_step, decay.total_tokens) == (0, 0, 10, 10, 992)
+    assert (decay.warmup_samples, decay.rate_end, decay.steps, decay.last_step, decay.total_tokens) == (0, 12, 10, 10, 992)
 
 
 def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(pretrain: Command, tmp_path: Path) -> None:
@@ -170,6 +170,12 @@ def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
     ):
         assert pretrain(*wrong) == 2
         wording(pretrain.err)
-    assert pretrain(*STAGED[:1], "stages=[{name: one, steps: 2}, {name: two, steps: 2}]", "optimizer.warmup_steps=1") == 0
-    assert pretrain(*STAGED[:1], "stages=[{name: one, steps: 3}, {name: two, steps: 2}]", "optimizer.warmup_steps=1") == 2
+    base = (*STAGED[:1], "optimizer.warmup_steps=1", "checkpoint.interval=1", "checkpoint.keep_last=9")
+    assert pretrain(*base, "stages=[{name: one, tokens: 256}, {name: two, steps: 2}]") == 0
+    assert pretrain(*base, "stages=[{name: one, steps: 3}, {name: two, steps: 2}]") == 2
+    wording(pretrain.err)
+    for step in (2, 3, 4):
+        shutil.rmtree(step_of(pretrain.run_dir, step))
+    # Within the stage: the documents set apart for it are the same, what is left of its steps is not.
+    assert pretrain(*base, "stages=[{name: one, tokens: 256, global_batch_size: 2}, {name: two, steps: 2}]") == 2
     wording(pretrain.err)

@@ -239,6 +239,17 @@ def test_of_a_fork_with_an_order_of_its_own(pretrain_command: Command, say: Say,
             shutil.rmtree(run / "checkpoints")
 
 
+def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> None:
+    """12 steps of 4 samples' tokens, of which six are done, continue in steps of 8: 3 more. The checkpoint alone has the change."""
+    tokens = ("train.steps=null", f"train.tokens={48 * LENGTH}")
+    assert pretrain_command("train.steps=6") == 0 and pretrain_command(*tokens, "train.global_batch_size=8") == 0
+    shutil.rmtree(pretrain_command.run_dir / "checkpoints" / "step_00000009")
+    (pretrain_command.run_dir / "metrics.jsonl").unlink()
+    (pretrain_command.run_dir / "progress.json").unlink()
+    (record,) = read_run(pretrain_command.run_dir)
+    assert record.steps.points == [(0, 0), (6, 24), (8, 40), (9, 48)] and record.order_samples == 48
+
+
 def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_command: Command, refused: Refused) -> None:
     run_dir = pretrain_command.run_dir
     run_dir.mkdir()

@@ -139,6 +139,7 @@ def _record(
     order, key = schedule.total_samples - before, None
     if checkpoint:
         at = checkpoint.progress
+        points.update(() if at.passed_over else ((step, samples - before) for step, samples in at.batch_changes))
         points[at.step] = at.consumed_samples + at.passed_over - before
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
         order, key = max(order, at.order_samples), checkpoint.manifest["data"]
