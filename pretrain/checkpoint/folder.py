@@ -87,8 +87,8 @@ class Found:
         """The trainer's memory."""
         told = self.manifest["progress"]
         begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []  # all that an older checkpoint knows
-        changes = tuple((step, samples) for step, samples in told.get("batch_changes", begin))
-        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")} | {"batch_changes": changes})
+        told = told | {"batch_changes": tuple((step, samples) for step, samples in told.get("batch_changes", begin))}
+        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")})
 
     @property
     def inherited(self) -> Inherited:

@@ -122,8 +122,8 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (("optimizer.warmup_steps=8",), cosine(*(n / 12 for n in range(3, 13)))),
-        (("optimizer.from_step=4", "optimizer.schedule=linear"), [1 - n / 16 for n in range(7, 17)]),
+        ((*STEPS, "optimizer.warmup_steps=8"), cosine(*(n / 12 for n in range(3, 13)))),
+        ((*TOKENS, "optimizer.from_step=4", "optimizer.schedule=linear"), [0.5, 0.375, 0.25, 0.125, 0]),
     ],
     ids=["warm-up done", "from_step"],
 )
@@ -141,9 +141,9 @@ def test_a_fork_with_another_batch_size(
             old = json.loads(manifest.read_text())
             assert old["progress"].pop("batch_changes") == [[10, 40]]
             manifest.write_text(json.dumps(old))
-        assert fork(pretrain, pretrain.run_dir, new, *BASE, *STEPS, *more, "train.global_batch_size=8") == 0, pretrain.err
+        assert fork(pretrain, pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8") == 0, pretrain.err
         assert list(learning_rates(new).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
-    assert find(new).progress.consumed_samples == 120
+    assert find(new).progress.consumed_samples == 40 + 8 * len(wanted)
 
 
 def test_training_goes_back_from_a_spike_up_to_the_change(
