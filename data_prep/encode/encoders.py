@@ -34,6 +34,7 @@ MAX_DOCUMENT_BYTES = 5 * 2**20
 CACHE_BYTES = 300 * 10**6  # of a process's growth since gigatoken was loaded, looked at
 CACHE_EVERY = 32 * 10**6  # bytes of text
 BATCH_BYTES = 2**19  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
+NO_TEXT = "\uffff" * 4  # what no text has: U+FFFF is no character
 WINDOW = 2**18  # characters of a long document that tokenizers sees at once, where its pieces allow
 MARGIN = 16  # characters, past the last that is not white space, that no piece of PIECES needs to see to end where it does
 PIECES = (  # GPT-2's, GPT-4's and Qwen's: each match depends on what follows its start alone, and looks no further than MARGIN
@@ -97,8 +98,25 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
     spec: dict[str, Any] = json.loads(
         Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
     )  # with all that a file may leave out
-    added = [token for token in spec["added_tokens"] if not token["special"] and token["id"] != folder.eod_id]
-    return spec | {"added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
+    special = {token["content"] for token in spec["added_tokens"] if token["special"] or token["id"] == folder.eod_id} | {folder.eod_token}
+    added = [token for token in spec["added_tokens"] if token["content"] not in special]
+    model = _hidden(spec["model"], special)
+    return spec | {"added_tokens": added, "model": model, "truncation": None, "padding": None, "post_processor": None}
+
+
+def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
+    """A tokenizer's model with other names for its special entries, which no text has, and the same ids.
+
+    Unigram, WordPiece, WordLevel and a BPE that ignores merges look a text up in their vocabulary, in which a special token is an entry as
+    any other: its literal text would be its id. Other BPEs come to entries by merges alone, of which a special token has none.
+    """
+    if model["type"] == "BPE" and not model["ignore_merges"]:
+        return model
+    names = {name: NO_TEXT + name for name in special - {left + right for left, right in model.get("merges", ())}}
+    if model["type"] == "Unigram":
+        return model | {"vocab": [[names.get(piece, piece), score] for piece, score in model["vocab"]]}
+    vocabulary = {names.get(token, token): number for token, number in model["vocab"].items()}
+    return model | {"vocab": vocabulary, "unk_token": names.get(model["unk_token"], model["unk_token"])}
 
 
 class Gigatoken:

@@ -8,12 +8,13 @@ import random
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from data_prep.encode import encoders, selfcheck
@@ -119,6 +120,36 @@ def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) ->
             ids = lists(encoder.encode(arrow([text])))[0]
             assert ids and tokenizer.token_to_id(content) not in ids
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the first three
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (models.Unigram([(entry, -1.0) for entry in LOOKED_UP], 0), [[3, 6, 4, 5, 7, 6, 5, 7], [6, 4, 5, 7], [6, 0, 7]]),
+        (
+            models.WordPiece(
+                {f"{'##' * part}{entry}": 8 * part + i for part in (0, 1) for i, entry in enumerate(LOOKED_UP)}, unk_token="<unk>"
+            ),
+            [[3, 6, 12, 13, 15, 6, 13, 15], [6, 12, 13, 15], [0]],
+        ),
+        (models.WordLevel({entry: i for i, entry in enumerate(LOOKED_UP)}, unk_token="<unk>"), [[3, 0, 0], [0], [0]]),
+        (
+            models.BPE({entry: i for i, entry in enumerate(LOOKED_UP)}, [], unk_token="<unk>", ignore_merges=True),
+            [[3, 6, 4, 5, 7, 6, 5, 7], [6, 4, 5, 7], [6, 0, 0, 0, 7]],
+        ),
+    ],
+    ids=["Unigram", "WordPiece", "WordLevel", "BPE that ignores merges"],
+)
+def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(tmp_path: Path, model: Any, expected: list[list[int]]) -> None:
+    """No document is dropped for the literal EOD in it; of the special ids that of an unknown word alone is in the data."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(LOOKED_UP[:3]))
+    encoder = HuggingFace(write(tmp_path / "tokenizer", tokenizer))
+    assert lists(encoder.encode(arrow(["a </s> <s>", "</s>", "<unk>"]))) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "qwen"])
