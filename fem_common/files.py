@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, InUse, told
+from fem_common.errors import ConfigError, InUse, files_told, told
 
 ABANDONED_SECONDS = 24 * 3600
 
@@ -39,6 +39,22 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file's content, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file in UTF-8, without a byte order mark; only LF and CRLF end a line.
+
+    ``str.splitlines`` would also split at U+2028, U+0085, form feeds and more, which occur within a prompt or a JSON string.
+
+    Raises:
+        ConfigError: the file is missing or not UTF-8. StorageError: the file system failed.
+    """
+    try:
+        with files_told():
+            text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
 def json_bytes(value: Any) -> bytes:

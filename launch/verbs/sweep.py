@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fem_common.errors import UserError
+from fem_common.files import read_lines
 from launch.job.item_state import Standing, counted
 from launch.job.plan import Draft, locked, settle, write
 from launch.job.request import Request, Wanted, absolute, new_job, pretrain, read_config, run_item
@@ -55,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
     """Name -> overrides of each line of a list. Raises UserError."""
     runs: dict[str, tuple[str, ...]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:

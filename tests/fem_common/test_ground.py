@@ -16,9 +16,9 @@ import pytest
 
 from fem_common import text
 from fem_common.cli import Parser
-from fem_common.errors import InUse, told
+from fem_common.errors import ConfigError, InUse, told
 from fem_common.exits import Exit
-from fem_common.files import append_json_line, locked, remove_leftovers, temporary, write_whole
+from fem_common.files import append_json_line, locked, read_lines, remove_leftovers, temporary, write_whole
 from fem_common.progress import Progress
 
 
@@ -63,6 +63,17 @@ def test_arguments_that_are_paths_expand_a_leading_tilde(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         parser.parse_args(["--out=~nobody_here/x"])
     assert "x: error: argument --out: ~nobody_here/x: there is no user 'nobody_here'" in capsys.readouterr().err
+
+
+def test_lines_end_at_lf_and_crlf_alone(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffa\u2028b\u0085c\x0bd\x0ce\rf\r\n\n second\n".encode())
+    assert read_lines(file) == ["a\u2028b\x85c\x0bd\x0ce\rf", "", " second"]
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match=r"prompts.txt: not a text file in UTF-8$"):
+        read_lines(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_lines(tmp_path / "none")
 
 
 def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:

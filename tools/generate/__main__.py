@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import cli
-from fem_common.errors import ConfigError, files_told
+from fem_common.errors import ConfigError
+from fem_common.files import read_lines
 
 DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
@@ -58,7 +59,7 @@ def parser() -> cli.Parser:
     )
     found.add_argument("model", type=Path, metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
     found.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are one left-padded batch; -: the whole of stdin")
-    found.add_argument("--file", type=Path, metavar="PROMPTS", help="more prompts, one a line")
+    found.add_argument("--file", type=Path, metavar="PROMPTS", help="more prompts, one a line (LF or CRLF)")
     found.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="default: 40")
     found.add_argument("--temperature", type=float, metavar="T", help="divides the logits; default: 0.7")
     found.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0: from all; default: 40")
@@ -95,8 +96,7 @@ def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
     """The prompts of the arguments, then those of the file. Raises ConfigError where there is none, or one is empty."""
     prompts = [sys.stdin.read().removesuffix("\n") if argument == "-" else argument for argument in arguments]
     if file is not None:
-        with files_told():
-            prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts += [line for line in read_lines(file) if line.strip()]
     if not prompts:
         raise ConfigError("no prompt: give one as an argument, - for stdin, or --file PROMPTS")
     for index, prompt in enumerate(prompts, 1):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.files import read_lines
 from fem_common.text import aligned
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.reader import Weights as Stored
@@ -242,8 +243,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
 
 def lines_of(prompts: Path) -> list[str]:
     """A file's lines that are not empty. Raises ConfigError where there are none."""
-    with files_told():
-        lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in read_lines(prompts) if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts {prompts} has no line with a prompt")
     return lines

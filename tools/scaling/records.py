@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
+from fem_common.files import read_lines
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.plan.run_plan import flops_per_token
@@ -265,12 +266,7 @@ def read_export(path: Path) -> dict[str, Record]:
     ConfigError (a line is no such object, lacks a key, or a run is there twice), StorageError.
     """
     records: dict[str, Record] = {}
-    try:
-        with files_told():
-            lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file in UTF-8; docs/scaling.md shows how the export is made") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             record = _exported(f"{path}: line {number}", line)
             if record.config.name in records:

@@ -93,7 +93,7 @@ def test_what_is_streamed_is_the_text(
 
 
 def test_a_batch_is_each_prompt_alone(generate: Generate, answer: Answer, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text(f"{TEXTS[1]}\n\n{TEXTS[2]}\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_bytes(f"\N{BYTE ORDER MARK}{TEXTS[1]}\r\n\n{TEXTS[2]}\n".encode())
     batch = answer("fem_softmax", TEXTS[0], "--file", str(tmp_path / "prompts.txt"), "--greedy", new=6)
     assert [result["prompt"] for result in batch["results"]] == list(TEXTS)
     assert batch["results"] == [answer("fem_softmax", text, "--greedy", new=6)["results"][0] for text in TEXTS]
