@@ -68,11 +68,13 @@ class Inherited:
     """What is known of weights and computed with by nobody here; it goes along with them, by ``checkpoint.load`` too.
 
     context_length: the longest sequences that they were trained on, in tokens. special_ids: bos_token_id, eos_token_id (one or several)
-    and pad_token_id, as far as the Hugging Face folder names them that the weights come from.
+    and pad_token_id, as far as the Hugging Face folder names them that the weights come from. foreign: another project's model, which has
+    not been trained here.
     """
 
     context_length: int
     special_ids: dict[str, int | list[int]] = field(default_factory=dict)
+    foreign: bool = False
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class Checkpoints:
             StorageError: a file system failed.
         """
         longest = max(found.inherited.context_length, self.config.data.seq_length)
-        self.inherited = replace(found.inherited, context_length=longest)
+        self.inherited = replace(found.inherited, context_length=longest, foreign=False)
         platform.read_checkpoints_with(CheckedReader)
         # What several data-parallel ranks need is read by one of them, which sends it to the others.
         strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(found.path)), _data_parallel())

@@ -26,6 +26,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from torch.nn.utils.rnn import pad_sequence
 
 from fem_common.errors import ConfigError
 from fem_common.files import locked
@@ -126,9 +127,9 @@ SEED = 1234  # the harness's own, but of the order of choices, which is 0
 class Adaptor(HFLM):
     """An OpenModel for the harness.
 
-    Texts of a model that was trained here are encoded as its data was: without BOS, and what has no text before it follows the token that
-    ends documents. A foreign model's tokenizer decides for itself. Prompts are cut at their beginning to ``max_length`` tokens, generations
-    at half of it; the requests whose prompts were cut are counted.
+    Texts of a model that was trained here are encoded as its data was (``tools.hf.encoding``), and what has no text before it follows the
+    token that ends documents. A foreign model's tokenizer decides for itself, imported or not. Prompts are cut at their beginning to
+    ``max_length`` tokens, generations at half of it; the requests whose prompts were cut are counted.
 
     Raises ConfigError: no tokenizer; a model that sees all tokens at once, or takes less than ``max_length``.
     """
@@ -141,7 +142,8 @@ class Adaptor(HFLM):
                 raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
             if max_length is not None and opened.max_length is not None and max_length > opened.max_length:
                 raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most")
-        ours = bool(opened.manifest)
+        ours = opened.trained_here
+        self._encode = opened.encode if ours else None
         with quiet():
             super().__init__(
                 pretrained=opened.model,
@@ -154,6 +156,27 @@ class Adaptor(HFLM):
                 prefix_token_id=opened.tokenizer.eos_token_id if ours else None,
             )
         self.answers: Answers
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **options: Any
+    ) -> list[int]:
+        """The ids of a text, its last ``left_truncate_len`` alone."""
+        if self._encode is None:
+            foreign: list[int] = super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
+            return foreign
+        return self._encode(string)[-(left_truncate_len or 0) :]
+
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and mask [b, t] of several texts."""
+        if self._encode is None:
+            foreign: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            return foreign
+        ids = [self.tok_encode(string, left_truncate_len=left_truncate_len) or [self.prefix_token_id] for string in strings]
+        rows = [torch.tensor(row) for row in ids]
+        masks = [torch.ones_like(row) for row in rows]
+        return pad_sequence(rows, True, self.tokenizer.pad_token_id, padding_side), pad_sequence(masks, True, 0, padding_side)
 
     def keep_in(self, answers: Answers) -> None:
         """From now on answers are kept there."""

@@ -84,7 +84,7 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(f"{opened.source} is an encoder (model.causal=false): it sees all tokens at once and continues nothing")
-    rows = [list(opened.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    rows = [opened.encode(prompt) for prompt in prompts]
     for index, row in enumerate(rows, 1):
         if not row:
             raise ConfigError(f"prompt {index} has no tokens: a continuation needs something to continue")

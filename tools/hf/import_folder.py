@@ -34,6 +34,7 @@ from pretrain.config import RunConfig, run_of
 from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
+from .encoding import trained_here
 from .export import beside, refuse_occupied
 from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
@@ -74,7 +75,8 @@ class Source:
         path, entries = self.folder.path / GENERATION, range(self.model.vocab_size or 0)
         generation = json_object(path) if path.is_file() else {}
         told = {name: getattr(read, name) if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
-        return Inherited(read.max_position_embeddings, {name: ids for name, ids in told.items() if _all_in(ids, entries)})
+        known = {name: ids for name, ids in told.items() if _all_in(ids, entries)}
+        return Inherited(read.max_position_embeddings, known, foreign=not trained_here(self.training))
 
 
 def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | None, settings: list[str], overwrite: bool) -> None:

@@ -24,6 +24,8 @@ from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
 from pretrain.plan.run_plan import flops_per_token
 
+from .encoding import trained_here
+
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
 TEMPLATE, PAPERS_FILE = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_card.md.j2", "papers.yaml"))
 PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # by the catalogue's name: BibTeX, or a line
@@ -141,6 +143,7 @@ def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dic
         "config": manifest["config"],
         "progress": manifest["progress"],
         "data": manifest.get("data", ""),
+        "inherited": {"foreign": not trained_here(manifest)},
         "heldout_loss": heldout_loss,
     }
 

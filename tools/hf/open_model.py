@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from pretrain.checkpoint.reader import Weights
 
 from .compare import compare_tokenizers
 from .configuration_fem import FemLMConfig
+from .encoding import Encode, encoder, trained_here
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
@@ -77,6 +79,16 @@ class OpenModel:
             return min((limit for limit in limits if limit is not None), default=None)
         longest: int | None = getattr(self.model.config, "max_position_embeddings", None)
         return longest
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether its training data are those of ``data_prep`` (see ``encoding``)."""
+        return trained_here(self.manifest)
+
+    @cached_property
+    def encode(self) -> Encode:
+        """Text to the ids that the model reads, the one way in which every tool encodes a prompt. Raises ConfigError (see ``encoder``)."""
+        return encoder(self.tokenizer, self.tokenizer_folder, as_data=self.trained_here)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,22 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_attention_head
 byte_tokenizer = functools.cache(bytes_read)
 
 
+@functools.cache
+def tokenizer_folder() -> Path:
+    """The byte tokenizer's files, for the life of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="byte_tokenizer_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def opened(mixer: str = "fem_softmax", **changes: Any) -> OpenModel:
     """A model as if trained here with windows of CONTEXT tokens; weights large enough that the context matters; float64."""
     config = ModelConfig(**{**SIZES, "mixer": mixer, "vocab_size": VOCAB, "init_std": 0.3, **changes})
     torch.manual_seed(0)
     model = FemLMForCausalLM(FemLMConfig(architecture=asdict(config))).double().eval()
     manifest = {"config": {"data": {"seq_length": CONTEXT, "valid": []}}}
-    return OpenModel(mixer, Path(), model, byte_tokenizer(), config, manifest)
+    return OpenModel(mixer, Path(), model, byte_tokenizer(), config, manifest, tokenizer_folder=tokenizer_folder())
 
 
 def llama_folder(folder: Path, seed: int = 0) -> Path:

@@ -65,6 +65,7 @@ def test_what_is_told_of_the_training(runs: dict[str, Path], exports: dict[str, 
         "config": json.loads((step_of(runs["fem_softmax"]) / "manifest.json").read_text())["config"],
         "progress": json.loads(json.dumps(asdict(Progress(step=STEP, consumed_samples=SAMPLES, order_samples=2 * SAMPLES)))),
         "data": "data-key",
+        "inherited": {"foreign": False},
         "heldout_loss": 3.0,
     }
     card, tokens = (exports["fem_softmax"] / "README.md").read_text(), SAMPLES * LENGTH

@@ -103,6 +103,7 @@ def test_one_process(imported: tuple[Path, float], data: Path, tmp_path: Path) -
     assert main(arguments(imported[0], data, tmp_path / "learns")) == 0
     found = losses(tmp_path / "learns")
     assert found[1][0] == pytest.approx(imported[1], rel=1e-6) and found[2][0] < found[1][0]
+    assert [find(place).inherited.foreign for place in (imported[0], tmp_path / "learns")] == [True, False]
 
 
 def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path) -> None:

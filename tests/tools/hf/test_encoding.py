@@ -1,0 +1,64 @@
+"""Text to ids: those of the data for a model that was trained here, those of its own tokenizer for another project's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from tests.tools.evaluate.tiny import llama_folder
+from tests.tools.hf.checkpoints import hf
+from tests.tools.hf.texts import save, text_model
+from tools.evaluate.harness import Adaptor
+from tools.generate import generation
+from tools.hf.open_model import OpenModel, open_model
+
+END = 256
+
+
+def with_template(folder: Path) -> None:
+    """A tokenizer's folder whose template puts <eod> before and behind a text."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<eod>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eod> $A <eod>", special_tokens=[("<eod>", END)])
+    tokenizer.save_pretrained(folder)
+
+
+def read(opened: OpenModel, text: str) -> list[int]:
+    """The ids of a prompt, which generation and the harness read alike."""
+    (generated,) = generation.encode(opened, [text], SimpleNamespace(max_new_tokens=1))
+    asked = Adaptor(opened, 1)
+    assert asked.tok_encode(text) == asked.tok_batch_encode([text])[0][0].tolist() == generated
+    return generated
+
+
+def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
+    """Of a checkpoint and of its export: nothing is added, and a special token's literal text is text."""
+    checkpoint, folder = save(text_model("transformer"), tmp_path / "model"), tmp_path / "export"
+    with_template(checkpoint / "tokenizer")
+    assert hf("export", checkpoint, folder) == 0
+    assert open_model(folder).tokenizer("ab")["input_ids"] == [END, 64, 65, END]
+    for place in (checkpoint, folder):
+        opened = open_model(place)
+        assert opened.trained_here and read(opened, "ab") == [64, 65] and read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
+        ids, mask = Adaptor(opened, 2).tok_batch_encode(["abcd", "b", ""], left_truncate_len=3)
+        assert ids[mask.bool()].tolist() == [65, 66, 67, 65, END] and mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
+
+
+def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) -> None:
+    """Of its folder, its import (also one that is older than the record of it), the export of that, and the import of that."""
+    places = [llama_folder(tmp_path / "llama")]
+    with_template(places[0])
+    for verb, name in (("import", "imported"), ("export", "exported"), ("import", "again")):
+        places.append(tmp_path / name)
+        assert hf(verb, *places[-2:]) == 0
+    for place in places:
+        opened = open_model(place)
+        assert not opened.trained_here and read(opened, "ab") == [END, 64, 65, END] and read(opened, "a<eod>b") == [END, 64, END, 65, END]
+    file = places[1] / "step_00000000" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["inherited"].pop("foreign") is True
+    file.write_text(json.dumps(manifest))
+    assert not open_model(places[1]).trained_here

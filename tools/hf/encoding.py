@@ -1,0 +1,45 @@
+"""Text to token ids: as ``data_prep`` writes them for a model that was trained here, as its tokenizer says for any other model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.encode.encoders import HuggingFace
+from data_prep.encode.tokenizer import TokenizerFolder
+from fem_common.errors import ConfigError
+
+Encode = Callable[[str], list[int]]
+
+
+def trained_here(manifest: Mapping[str, Any]) -> bool:
+    """Whether a model has been trained on data of ``data_prep``, by its checkpoint's manifest or its export's training.json ({}: no).
+
+    Not so for the import of another project's model, until it has been trained here. An import without such a record has neither steps
+    nor training data.
+    """
+    foreign = manifest.get("inherited", {}).get("foreign")
+    if foreign is None:
+        foreign = manifest.get("progress", {}).get("step") == 0 and not manifest.get("config", {}).get("data", {}).get("train")
+    return bool(manifest) and not foreign
+
+
+def encoder(tokenizer: Any, folder: Path | None, *, as_data: bool) -> Encode:
+    """The function that turns a text into the ids that a model reads.
+
+    as_data: the ids that ``data_prep`` writes for the text with the tokenizer in ``folder``, without the EOD: nothing is added, and the
+    literal text of a special token is text. Else what ``tokenizer``, transformers' own, makes of it, with what its template adds.
+
+    Raises:
+        ConfigError: ``folder`` has no tokenizer.json.
+    """
+    if not as_data:
+        return lambda text: list(tokenizer(text)["input_ids"])
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder}: no tokenizer.json, from which the training data's ids come; name its folder with --tokenizer DIR")
+    eod = tokenizer.eos_token_id
+    data = HuggingFace(TokenizerFolder(folder, tokenizer.eos_token or "", -1 if eod is None else eod, len(tokenizer), ""))
+    return lambda text: data.encode(pa.array([text], pa.large_string())).ids.tolist()
