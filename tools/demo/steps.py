@@ -103,7 +103,7 @@ class Demo:
         self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
         vocabulary = ("--vocab-size", str(VOCABULARY))
         self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
-        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "2", "--overwrite")
+        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "10", "--overwrite")
         python = [self.shell.python, *prepare]
         stats = [*python, "stats", data, "--picture", self.path("lengths.png")]
         self._together({"checking the data": [*python, "verify", data], "counting": stats})

@@ -24,6 +24,7 @@ from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import DataFacts, check_data
 
 FORMAT = 1  # of what is kept of a measurement
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,18 @@ class Text:
         """How many there are."""
         return len(self.starts) - 1
 
-    def first(self, tokens: int | None) -> Text:
-        """Its first so many tokens, all where None."""
+    def sample(self, tokens: int | None) -> Text:
+        """So many of its tokens, all where None: whole documents spread evenly over the text, the last one cut.
+
+        Documents come in the order of the fractions of their numbers' golden multiples: any first few of these lie far from each other.
+        """
         if tokens is None or tokens >= len(self.ids):
             return self
-        starts = np.append(self.starts[self.starts < tokens], tokens)
-        return replace(self, ids=self.ids[:tokens], starts=starts, whole_bytes=None)
+        order = np.argsort(np.arange(self.documents) * GOLDEN % 1.0)
+        ends = np.minimum(np.cumsum(np.diff(self.starts)[order]), tokens)
+        starts = np.concatenate([[0], ends[: np.searchsorted(ends, tokens) + 1]])
+        taken = [self.ids[first : first + size] for first, size in zip(self.starts[order].tolist(), np.diff(starts).tolist(), strict=False)]
+        return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
         """UTF-8 bytes of its documents: what data_prep counted, else of what the tokenizer decodes, a document at a time.

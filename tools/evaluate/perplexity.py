@@ -161,7 +161,7 @@ def heldout_result(
     for one in settings:
         _check(opened, one)
     prefixes = [Path(task.data)] if task.data else heldout_data(opened.manifest, opened.name)
-    texts = [open_text(prefix).first(task.max_tokens) for prefix in prefixes]
+    texts = [open_text(prefix).sample(task.max_tokens) for prefix in prefixes]
     for text in texts:
         check_vocabulary(text, vocabulary(opened), opened.tokenizer)
     kept = Kept(None if out is None else out / f".{task.name or task.task}.partial.json")
@@ -288,7 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="+", default=[], metavar="TOKENS", help="window lengths; default: the training's")
     parser.add_argument("--stride", type=int, metavar="TOKENS", help="tokens a window moves on; default: a whole window, as in training")
     parser.add_argument("--per-document", action="store_true", help="no window sees a document before its own")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="read the first N tokens; default: all")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="read a sample of N tokens, documents spread over the data; default: all"
+    )
     parser.add_argument("--batch-size", type=int, metavar="N", help="windows a call; default: as memory allows. Changes no number")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")

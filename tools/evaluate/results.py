@@ -96,7 +96,8 @@ class Settings:
         """As a result says it. digest: of the harness's task, or of the tokens that a held-out loss is of."""
         if column.kind == "heldout":
             windows = {"context_lengths": list(column.context_lengths), "stride": column.stride, "max_tokens": column.max_tokens}
-            return {"kind": "heldout", "dtype": self.dtype, "data": column.data, "data_digest": digest, **windows}
+            sample = {"sample": "spread"} if column.max_tokens else {}  # earlier results are of the first tokens
+            return {"kind": "heldout", "dtype": self.dtype, "data": column.data, "data_digest": digest, **windows, **sample}
         general = {"limit": self.limit, "seed": self.seed, "dtype": self.dtype, "max_length": self.max_length, "lm_eval": self.harness}
         return {"task": column.task, "fewshot": column.fewshot, "task_digest": digest, **general}
 

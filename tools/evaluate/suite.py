@@ -59,7 +59,7 @@ class SuiteTask:
     )
     context_lengths: tuple[int, ...] = setting((), "Held-out data: tokens a window; empty: the training's context length.", least=2)
     stride: int | None = setting(None, "Held-out data: tokens a window moves on; null: a whole window, as in training.", least=1)
-    max_tokens: int | None = setting(None, "Held-out data: read the first so many tokens; null: all.", least=2)
+    max_tokens: int | None = setting(None, "Held-out data: tokens of a sample of its documents; null: all.", least=2)
 
 
 @dataclass(frozen=True)

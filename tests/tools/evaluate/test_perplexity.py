@@ -172,10 +172,27 @@ def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel,
     assert raw["bits_per_byte"] == pytest.approx(raw["nats"] / math.log(2) / size, rel=1e-15)
     assert raw["nats"] == pytest.approx(raw["nats_per_token"] * raw["tokens"], rel=1e-12)
     cut = heldout_result(model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2), None, "key")
-    assert cut["raw"]["bytes"] == len((texts[0] + texts[1]).encode()), "the first two documents"
+    assert cut["raw"]["bytes"] == len((texts[0] + texts[2][:2]).encode()), "the first document, and of the last two letters"
     assert heldout_result(fem, one(prefix, 16), None, "key")["raw"]["bits_per_byte"] is None
     folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 10, 49], [11, 12, 49]])
     assert heldout_result(fem, one(folder / "valid", 16), None, "key")["raw"]["bytes"] == 4 * 7, "what the manifest records"
+
+
+def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> None:
+    """Whole documents from everywhere, the last one cut; one long document leaves its beginning."""
+    writer = IndexedWriter(tmp_path / "text", "uint16")
+    writer.add(np.repeat(np.arange(8, 48, dtype=np.uint16), 10), np.full(40, 10))
+    writer.finish()
+    text = open_text(tmp_path / "text")
+    assert text.sample(400) is text.sample(None) is text
+    for documents, gap in ((3, 21), (5, 13), (10, 5), (20, 3), (39, 2)):
+        found = text.sample(10 * documents + 5)
+        numbers = sorted(set(found.ids[: 10 * documents].tolist()))
+        assert found.starts.tolist() == [*range(0, 10 * documents + 1, 10), 10 * documents + 5] and len(found.ids) == found.starts[-1]
+        assert len(numbers) == documents and max(np.diff([*numbers, numbers[0] + 40])) <= gap
+    raw = heldout_result(fem, one(tmp_path / "text", 16, max_tokens=105), None, "key")["raw"]
+    assert (raw["documents"], raw["tokens"]) == (11, 104)
+    assert open_text(write_text(tmp_path / "one", (90,))).sample(20).starts.tolist() == [0, 20]
 
 
 # --- training's own validation, and the command ----------------------------------------------------------------------------------
