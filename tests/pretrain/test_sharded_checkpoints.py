@@ -143,7 +143,7 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
         def save() -> None:
             opened.clear()
             written = _bytes_moved("wchar")
-            checkpoints.save(engine, Progress(1, 4, 100), "")
+            checkpoints.save(engine, Progress(1, 4, 100), {"data": ""})
             told["stall"] = time.monotonic() - clock
             files = sum(name.endswith(TENSORS) for name in opened)
             told["written"], told["files"] = sum_over_ranks([_bytes_moved("wchar") - written, files])

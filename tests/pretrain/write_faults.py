@@ -133,10 +133,10 @@ class Saves:
         """A save of the step's number. Where it is asynchronous the tensors change before its end, which is waited for in one of 3 ways."""
         progress = Progress(step, step, 100)
         self._fill(step)
-        self.checkpoints.save(self.engine, progress, "")
+        self.checkpoints.save(self.engine, progress, {"data": ""})
         self._fill(0.5)
         if wait == 1:
-            self.checkpoints.save(self.engine, progress, "")
+            self.checkpoints.save(self.engine, progress, {"data": ""})
         elif wait == 2:
             self.checkpoints.close()
         self.checkpoints.complete(blocking=True)

@@ -156,7 +156,7 @@ def test_generation_is_greedy_decoding_at_any_batch_size(mixer: str, adaptor: Ca
 def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Adaptor]) -> None:
     """ "o" and "s" are one token in "os": the harness would find no token to score."""
     ours = adaptor(opened())
-    ours.tok_encode = lambda text, **_: [1] if text in ("o", "os") else [2]
+    ours.tok_encode = lambda text, **_: [1] if text in ("o", "os") else [2]  # type: ignore[method-assign]
     assert ours._encode_pair("o", "s") == ([1], [2])
     assert ours._encode_pair("x", "s") == ([2], [2])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -28,7 +28,7 @@ def with_template(folder: Path) -> None:
 
 def read(opened: OpenModel, text: str) -> list[int]:
     """The ids of a prompt, which generation and the harness read alike."""
-    (generated,) = generation.encode(opened, [text], SimpleNamespace(max_new_tokens=1))
+    (generated,) = generation.encode(opened, [text], Namespace(max_new_tokens=1))
     asked = Adaptor(opened, 1)
     assert asked.tok_encode(text) == asked.tok_batch_encode([text])[0][0].tolist() == generated
     return generated
@@ -39,7 +39,8 @@ def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
     checkpoint, folder = save(text_model("transformer"), tmp_path / "model"), tmp_path / "export"
     with_template(checkpoint / "tokenizer")
     assert hf("export", checkpoint, folder) == 0
-    assert open_model(folder).tokenizer("ab")["input_ids"] == [END, 64, 65, END]
+    template = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert template("ab")["input_ids"] == [END, 64, 65, END]
     for place in (checkpoint, folder):
         opened = open_model(place)
         assert opened.trained_here and read(opened, "ab") == [64, 65] and read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
