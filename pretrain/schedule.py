@@ -91,7 +91,8 @@ class Schedule:
             begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
         at, whole = before._position(samples), before.rate_end - before.rate_samples
-        peak = min(before.warmup_samples, Fraction(whole, 2)) if before.warmup_samples >= whole else before.warmup_samples
+        # A warm-up that is longer than the run was planned with the earlier batch size ends in the middle of that plan.
+        peak = Fraction(whole, 2) if before.warmup_samples >= whole else before.warmup_samples
         knots: list[tuple[Samples, Samples]] = [(samples, at)]
         for there, position in (
             (samples + warmup * (1 - Fraction(at) / peak) if at < peak else samples, peak),

@@ -154,8 +154,7 @@ class Checkpoints:
         if from_rank_0(lambda: final.exists() and damage(final) is None):
             self.last, self.saved = final, progress.step
             return
-        started = time.monotonic()
-        temporary = final.with_name(f"{WRITING}{final.name}")
+        started, temporary = time.monotonic(), final.with_name(f"{WRITING}{final.name}")
 
         def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -176,8 +175,8 @@ class Checkpoints:
                 for step in request.finalize_fns:
                     step()
                 given = self.config.checkpoint
-                kept = {*self.in_use, *self._to_go_back_to(progress.step)}
-                kept |= {self.folder / f"step_{step:08d}" for step in given.keep}
+                named = (self.folder / f"step_{step:08d}" for step in given.keep)
+                kept = {*self.in_use, *self._to_go_back_to(progress.step), *named}
                 from_rank_0(lambda: publish_step(temporary, final, manifest, given.keep_last, kept))
             self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last, self.saved = final, progress.step
@@ -214,9 +213,8 @@ class Checkpoints:
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
             raise error from None
-        text = f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})"
-        self.say(text)
-        self.alert(text)
+        for report in (self.say, self.alert):
+            report(f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})")
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""
@@ -353,14 +351,12 @@ def _told_to_all(finish: Callable[[], None]) -> None:
     from_rank_0(tell)
 
 
-def manifest_of(
-    config: RunConfig, progress: Progress, content_keys: Mapping[str, str], inherited: Inherited | None = None
-) -> dict[str, Any]:
+def manifest_of(config: RunConfig, progress: Progress, keys: Mapping[str, str], inherited: Inherited | None = None) -> dict[str, Any]:
     """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
     return {
         "format": FORMAT,
         "progress": asdict(progress),
-        **content_keys,
+        **keys,
         "inherited": asdict(inherited or Inherited(config.data.seq_length)),
         "layout": _layout(config),
         "config": plain(config),
