@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -34,7 +35,7 @@ from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import make_plan
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
-from pretrain.report.loggers import Callback, Console, Say, Watch, kernels_told, make_callbacks
+from pretrain.report.loggers import Callback, Console, Say, Watch, alert, kernels_told, make_callbacks
 from pretrain.report.metrics import Meter
 from pretrain.report.observer import Observer, together
 from pretrain.report.profile import Profiler
@@ -206,12 +207,12 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
+            checkpoints.alert = partial(alert, callbacks, "checkpoint not written")  # not the trainer's method: it holds the engine
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
             return trainer.run()
         except (CommandError, OSError) as error:
-            for callback in callbacks:
-                callback.on_alert("training failed", str(error))
+            alert(callbacks, "training failed", str(error))
             raise
         finally:
             engine.close()
@@ -282,11 +283,10 @@ class Run:
         config, layout = self.config, self.config.parallel
         plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
         data = self.data(start.progress.order_samples)
-        steps = self.part.own.steps if self.part.name else self.schedule.steps
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
-            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {steps} steps of {self.schedule.step_tokens} "
-            f"tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
+            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.schedule.steps - self.part.begin_step} steps of "
+            f"{self.schedule.step_tokens} tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
             f"PP {layout.pipeline_model_parallel_size}, {cut}DP {plan.data_parallel}, {config.train.precision})"
         )
         if plan.pieces is not None:

@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pretrain.data.datasets import Datasets, batches
 from pretrain.data.staging import Staged
 from pretrain.engines import Engine, StepTimes
 from pretrain.ranks import sum_over_ranks
-from pretrain.report.loggers import Callback, Watch
+from pretrain.report.loggers import Callback, Watch, alert
 from pretrain.report.metrics import Meter, StepRecord
 from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile
@@ -77,7 +76,6 @@ class Trainer:
         if self.progress.passed_over and (short := self._reach_the_end()):
             self._tell(lambda callback: callback.on_message(short))
         stream = self._training()
-        self.checkpoints.alert = partial(self._alert, "checkpoint not written")
         self._tell(lambda callback: callback.on_restart(self.progress.step))
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
@@ -195,7 +193,7 @@ class Trainer:
             text = f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed over so far"
             text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
-        self._alert("spike", text)
+        alert(self.callbacks, "spike", text)
         self.meter.restart()
         return found is not None
 
@@ -281,9 +279,6 @@ class Trainer:
                 callback.on_message(text)
         if seen or traced:
             self.meter.restart()
-
-    def _alert(self, title: str, text: str) -> None:
-        self._tell(lambda callback: callback.on_alert(title, text))
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

@@ -76,7 +76,7 @@ class Checkpoints:
         self.saved = self.begun = 0  # steps: of the newest that is complete, of the newest that was to be
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
-        self.run_id: str | None = None
+        self.run_id = ""  # see `pretrain.run_directory.identify`
         self.fetching = folder.parent / FETCHED
         url = mirror_of(config)
         self.mirror = Mirroring(config.checkpoint, url, folder.parent, say) if url and self.rank == 0 else None

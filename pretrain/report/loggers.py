@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,12 @@ class Callback:
 
 Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
 """What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
+
+
+def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
+    """Call every callback's `Callback.on_alert`."""
+    for callback in callbacks:
+        callback.on_alert(title, text)
 
 
 class Console(Callback):

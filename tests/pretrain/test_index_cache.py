@@ -22,7 +22,7 @@ from pretrain.__main__ import main
 from pretrain.data.facts import Contents, SourceContents
 from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, SMALL, Command
-from tests.pretrain.data_folder import write_folder
+from tests.pretrain.data_folder import write_folder, write_pair
 from tests.pretrain.test_checkpoint_faults import largest_file
 from tests.ranks import PATIENCE, answer, finished, forked, wait_until
 
@@ -289,7 +289,8 @@ def test_a_rank_that_reads_late_finds_the_files_where_they_were_built(run: Run) 
 
 
 def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    second = [f"data.train.1.prefix={run.data / 'valid'}"]
+    write_pair(run.folder / "more", [[*range(400), 499]] * 9)
+    second = [f"data.train.1.prefix={run.folder / 'more'}"]
     weighted = [*second, "data.train.1.weight=2"]
     changes = [[], ["train.seed=43"], ["data.seq_length=16"], ["train.steps=13"], second, weighted, [*weighted, "data.valid=[]"]]
     for number, change in enumerate(changes, 1):
