@@ -6,12 +6,16 @@ under both. Nothing of ours is patched.
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+import kernels
 
 
 def interpret() -> None:
@@ -22,6 +26,10 @@ def interpret() -> None:
 
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
+    # Now, because a kernel whose module is imported while `fem_megatron.trace` looks at a GPU's choices would be compiled.
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        if ".triton" in module.name:
+            importlib.import_module(module.name)
     mend_bfloat16()
     mend_fma()
     mend_calls()

@@ -90,7 +90,7 @@ def step_of(run: Path) -> Path:
 
 def edit_manifest(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """The checkpoint's manifest as ``change`` leaves it."""
-    file = step_of(run) / "manifest.json"
+    (file,) = run.glob("checkpoints/step_*/manifest.json")
     manifest = json.loads(file.read_text())
     change(manifest)
     file.write_text(json.dumps(manifest))

@@ -95,6 +95,7 @@ def test_little_is_known(copy: Path, runs: dict[str, Path], tmp_path: Path, caps
         copy, lambda told: told["config"]["data"].update(train=[], valid=[{"prefix": str(tmp_path / "data" / "v")}], tokenizer=None)
     )
     edit_manifest(copy, lambda told: told["progress"].update(step=0, consumed_samples=0))
+    step_of(copy).rename(copy / "checkpoints" / "step_00000000")
     (copy / "metrics.jsonl").unlink()
     assert hf("export", copy, tmp_path / "out") == 0
     wording(capsys.readouterr().err)
