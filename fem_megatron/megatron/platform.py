@@ -318,8 +318,16 @@ class Copies:
                     tensor.record_stream(reader)
 
 
+def seed_rng(seed: int) -> None:
+    """Seed every random state that a step could draw from; after Megatron's process groups exist."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
-    """Every random state that a step could draw from, as tensors and plain values."""
+    """Every random state that a step could draw from, as CPU tensors of bytes; ``cuda`` on a GPU alone."""
     from megatron.core import tensor_parallel
 
     state = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
@@ -329,7 +337,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned."""
+    """Restore what :func:`rng_state` returned on the same kind of device."""
     from megatron.core import tensor_parallel
 
     torch.set_rng_state(state["torch"])

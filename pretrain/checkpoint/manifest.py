@@ -15,9 +15,10 @@ from typing import Any
 from pretrain.config import RunConfig
 
 FORMAT = 1
+RNG_DEVICE = "rng_device"  # the kind of device that a checkpoint's random states belong to: cpu, cuda
 PICKLES = (".metadata", "common.pt")
 _KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
-_OPTIONAL = {"layout": dict, "inherited": dict, "xxh3": dict, "contents": str, "training_data": str, "run": str}
+_OPTIONAL = {"layout": dict, "inherited": dict, "xxh3": dict, "contents": str, "training_data": str, "run": str, RNG_DEVICE: str}
 
 
 class NewerVersion(str):

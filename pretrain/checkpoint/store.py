@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -49,8 +49,9 @@ from pretrain.checkpoint.folder import (
     rewind,
     set_aside,
 )
-from pretrain.checkpoint.manifest import FORMAT
+from pretrain.checkpoint.manifest import FORMAT, RNG_DEVICE
 from pretrain.checkpoint.mirroring import FETCHED, Mirroring, take_in
+from pretrain.checkpoint.random_state import kind_of, restore_rng, rng_tensors
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -165,10 +166,11 @@ class Checkpoints:
         with _written(final, temporary):
             from_rank_0(make_room)
             scales = {} if engine.scales is None else {"fp8": engine.scales.sharded_state()}
-            state = {**engine.sharded_state(), **scales, "rng": _rng_tensors(self.config)}
+            rng = rng_tensors(self.config.parallel)
+            state = {**engine.sharded_state(), **scales, "rng": rng}
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
             request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
-        manifest = {**manifest_of(self.config, progress, content_keys, self.inherited), "run": self.run_id}
+        manifest = {**manifest_of(self.config, progress, content_keys, self.inherited), "run": self.run_id, RNG_DEVICE: kind_of(rng)}
 
         def finish() -> None:
             with _written(final, temporary):
@@ -229,7 +231,7 @@ class Checkpoints:
         self.queue.close()
 
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
-        """Read ``found`` into the engine and the random states, resharding to this run's layout.
+        """Read ``found`` into the engine, resharding to this run's layout, and the random states (see `restore_rng`).
 
         From a step of its own the run goes on: later ones, which are damaged, are set aside under another name. That it
         fits this run's configuration is for `pretrain.checkpoint.resume` to say.
@@ -256,7 +258,7 @@ class Checkpoints:
             kept = written.get("fp8") == "delayed" and not model_only
             engine.scales.restore(lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None)
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
-            _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
+            restore_rng(read, found, self.config, self.say)
         if found.path.parent == self.folder:
             from_rank_0(lambda: [set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
 
@@ -370,27 +372,6 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 def _layout(config: RunConfig) -> dict[str, Any]:
     layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
     return {**layout, "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
-
-
-def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:
-    """The random states as tensors (no pickles), one slot a (pipeline, tensor) rank."""
-    state = platform.rng_state()
-    flat = {"torch": state["torch"], **({"cuda": state["cuda"]} if "cuda" in state else {})}
-    flat |= {f"tracker.{name}": value for name, value in state["tracker"].items()}
-    offsets = (
-        (0, parallel_state.get_pipeline_model_parallel_rank(), config.parallel.pipeline_model_parallel_size),
-        (1, parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor_model_parallel_size),
-    )
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return {
-        name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), *offsets, replica_id=replica, prepend_axis_num=2)
-        for name, value in flat.items()
-    }
-
-
-def _restore_rng(flat: dict[str, torch.Tensor]) -> None:
-    tracker = {name.removeprefix("tracker."): value for name, value in flat.items() if name.startswith("tracker.")}
-    platform.set_rng_state({**{name: flat[name] for name in ("torch", "cuda") if name in flat}, "tracker": tracker})
 
 
 def _without_objects(state: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -37,8 +37,7 @@ def initialize_model_parallel(config: RunConfig) -> None:
         context_parallel_size=layout.context_parallel_size,
         distributed_timeout_minutes=layout.collective_timeout_minutes,
     )
-    torch.manual_seed(config.train.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
+    platform.seed_rng(config.train.seed)
 
 
 def destroy_model_parallel() -> None:

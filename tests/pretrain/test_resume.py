@@ -14,6 +14,7 @@ import torch
 from fem_common.config import plain, walk
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import platform
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.checkpoint.folder import MANIFEST
@@ -22,7 +23,7 @@ from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import Command
-from tests.ranks import records
+from tests.ranks import losses, records
 
 # Every key of the optimizer; those in one unit exclude those in another, and a wsd decay says its length.
 CHANGED: dict[str, Any] = {
@@ -207,3 +208,63 @@ def test_random_numbers_go_on(pretrain: Command, monkeypatch: pytest.MonkeyPatch
     drawn.clear()
     assert pretrain("train.steps=4", "checkpoint.interval=2") == 0
     assert drawn == whole[2:] and len(set(whole)) == 4
+
+
+class CudaStates:
+    """Random states of the sizes that a CUDA rank has, in a process without a GPU; torch's own, of the CPU, is real."""
+
+    of_device = {"cuda": torch.arange(16, dtype=torch.uint8)}
+    tracker = {name: torch.full((16,), 7, dtype=torch.uint8) for name in ("model-parallel-rng", "data-parallel-rng")}
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.restored = False
+        patch.setattr(platform, "rng_state", lambda: {"torch": torch.get_rng_state(), "tracker": self.tracker, **self.of_device})
+        patch.setattr(platform, "set_rng_state", self.set)
+
+    def set(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["cuda"], self.of_device["cuda"])
+        assert state["tracker"].keys() == self.tracker.keys()
+        assert all(torch.equal(state["tracker"][name], value) for name, value in self.tracker.items())
+        torch.set_rng_state(state["torch"])
+        self.restored = True
+
+
+@pytest.mark.parametrize("written", ["cpu", "cuda"])
+def test_a_checkpoint_of_another_kind_of_device_resumes(pretrain: Command, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    """Everything goes on but the random states, which are then those of a run's start; of the same kind they go on, too.
+
+    An older manifest does not name the kind of device.
+    """
+    drawn, step = list[float](), Trainer._step
+
+    def drawing(trainer: Trainer, stream: Any) -> Any:
+        drawn.append(float(torch.rand(())))
+        return step(trainer, stream)
+
+    def train(kind: str) -> bool:
+        """Whether states of CUDA were restored."""
+        drawn.clear()
+        with monkeypatch.context() as patch:
+            states = CudaStates(patch) if kind == "cuda" else None
+            assert pretrain("train.steps=4", "checkpoint.interval=2", "train.eval_interval=0", "log.diagnostics_interval=0") == 0
+        return states is not None and states.restored
+
+    monkeypatch.setattr(Trainer, "_step", drawing)
+    assert not train(written)
+    whole, wanted = drawn[:], losses(pretrain.run_dir)
+    middle = pretrain.checkpoints / "step_00000002"
+    manifest = json.loads((middle / MANIFEST).read_text())
+    assert manifest.pop("rng_device") == written and len(set(whole)) == 4
+    other = {"cpu": "cuda", "cuda": "cpu"}[written]
+    for kind, older in ((other, False), (other, True), (written, True)):
+        shutil.rmtree(pretrain.checkpoints / "step_00000004")
+        if older:
+            (middle / MANIFEST).write_text(json.dumps(manifest))
+        restored = train(kind)
+        said = [line for line in pretrain.out.splitlines() if "random states" in line]
+        assert losses(pretrain.run_dir) == wanted, "to the last bit"
+        if kind == written:
+            assert (drawn, said, restored) == (whole[2:], [], kind == "cuda")
+        else:
+            line = f"random states are seeded from train.seed: {middle} was written on {written}, this run is on {kind}"
+            assert (drawn, said, restored) == (whole[:2], [line], False)

@@ -113,6 +113,7 @@ def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
     for key in ("files", "sha256"):
         assert wrong[f"{key}..metadata 'deleted'"] and wrong[f"{key}.common.pt 'deleted'"]
     assert wrong["format 'x'"] and wrong["added None"] is None
+    assert wrong["rng_device -1"] and wrong["rng_device 'deleted'"] is None  # which older ones lack
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", "[" * 100_000, '{"format": 1}', "\x00", '{"format": 1e999}'])

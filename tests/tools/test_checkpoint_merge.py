@@ -76,6 +76,7 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
         assert merge(*arguments, "--out", out) == 0 == main(["verify", str(out)])
         assert_equal(out, shares, folders)
         found = find(out)
+        assert "rng_device" not in found.manifest  # there are no random states
         assert found.progress.step == 3 and [each["step"] for each in found.manifest["merged"]] == [
             find(folder).progress.step for folder in folders
         ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fem_common.errors import ConfigError, files_told
 from pretrain.checkpoint.folder import HASHES, MANIFEST, Found, find, flaw, hash_of, newest_first
+from pretrain.checkpoint.manifest import RNG_DEVICE
 from pretrain.checkpoint.reader import Weights
 from pretrain.checkpoint.resume import FREE, TOLD, changes, shown
 from pretrain.checkpoint.writer import write_weights
@@ -115,5 +116,5 @@ def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) ->
         }
         for each, share in zip(found, shares, strict=True)
     ]
-    gone = ("files", "sha256", HASHES, "heldout_loss", "converted")
+    gone = ("files", "sha256", HASHES, "heldout_loss", "converted", RNG_DEVICE)
     return {**{key: value for key, value in newest.manifest.items() if key not in gone}, "merged": merged}
