@@ -318,6 +318,10 @@ class ProfileConfig:
 
     steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
     ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
+    memory: bool = setting(
+        False,
+        "Write also the GPU allocator's history of each traced step, with Python stacks (pytorch.org/memory_viz); on a CPU there is none.",
+    )
 
 
 @dataclass(frozen=True)

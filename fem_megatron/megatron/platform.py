@@ -249,16 +249,19 @@ def reset_peak_memory() -> None:
 
 
 @contextlib.contextmanager
-def memory_history(path: Path, events: int = 100_000) -> Iterator[None]:
-    """On a GPU, into ``path``: the newest of the allocator's events meanwhile, with their stacks, and what is allocated at the end."""
-    if not has_cuda():
-        yield
-        return
-    torch.cuda.memory._record_memory_history(max_entries=events)
+def memory_history(events: int = 100_000) -> Iterator[Callable[[Path], None]]:
+    """Record the newest ``events`` events of the CUDA allocator; only where :func:`has_cuda`.
+
+    Yields a function that writes them and the present allocations to a file, while recording is on.
+    Of stacks only Python frames are recorded: by default torch also unwinds those of C++, and looks
+    up the symbols of all of them before it writes.
+
+    Raises:
+        OSError: the yielded function cannot write the file.
+    """
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=events)
     try:
-        yield
-        path.parent.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        yield lambda path: torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 

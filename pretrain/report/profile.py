@@ -1,9 +1,9 @@
-"""A step traced by torch's profiler, on a GPU with its memory's history: of named steps and ranks, and of a rank that SIGUSR2 asked."""
+"""A step traced by torch's profiler: of the steps and ranks that the configuration names, and of a rank that received SIGUSR2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -18,8 +18,10 @@ FOLDER = "profile"
 class Profiler:
     """Put around every step, on every rank; what a step computes does not change.
 
-    A traced step writes profile/step_NNNNNNNN_rank_NNNNN.json.gz (chrome://tracing, Perfetto), and on a GPU .pickle beside it
-    (pytorch.org/memory_viz), into the run directory.
+    A traced step writes profile/step_NNNNNNNN_rank_NNNNN.json.gz (chrome://tracing, Perfetto) into
+    the run directory: operators with their shapes, allocations, no stacks. Then, with
+    ``log.profile.memory`` on a GPU, it writes a .pickle of the same name (pytorch.org/memory_viz).
+    Other ranks wait meanwhile.
     """
 
     def __init__(self, settings: ProfileConfig, folder: Path, received: Received) -> None:
@@ -27,7 +29,7 @@ class Profiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[list[str]]:
-        """When the step is done the list has what is to be told of its trace on this rank; it is empty where there is none."""
+        """Trace the step where that is asked; the yielded list then has a line for each file, written or not, at the end."""
         told: list[str] = []
         asked, self.received.profile = self.received.profile, False
         rank = torch.distributed.get_rank()
@@ -35,11 +37,27 @@ class Profiler:
             yield told
             return
         name = self.folder / f"step_{step:08}_rank_{rank:05}"
-        with platform.memory_history(name.with_suffix(".pickle")), torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
-            yield told
-        try:
-            self.folder.mkdir(exist_ok=True)
-            trace.export_chrome_trace(str(name.with_suffix(".json.gz")))
-            told.append(f"step {step}: traced: {name}.json.gz")
-        except OSError as error:  # a trace is no reason to end a run
-            told.append(f"step {step}: no trace: {error}")
+        memory = self.settings.memory
+        with platform.memory_history() if memory and platform.has_cuda() else nullcontext() as snapshot:
+            with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
+                yield told
+            # The trace first: a snapshot may take long, and whatever ends it leaves the trace.
+            export = trace.export_chrome_trace
+            told.append(_written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path))))
+            if snapshot is not None:
+                told.append(_written("memory snapshot", name.with_suffix(".pickle"), snapshot))
+            elif memory:
+                told.append("no memory snapshot: this rank computes on a CPU")
+        told[:] = [f"step {step}: {line}" for line in told]
+
+
+def _written(what: str, path: Path, write: Callable[[Path], object]) -> str:
+    """A line that says where ``write`` has written a file, or why it could not, which ends no run; no part of it is left then."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write(path)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return f"no {what}: {error}"
+    return f"{what}: {path}"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fem_megatron.megatron import platform
+from pretrain.config import ProfileConfig
+from pretrain.report.profile import Profiler
+from pretrain.signals import Received
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
 
@@ -28,11 +36,11 @@ def looks(run_dir: Path) -> dict[int, dict[str, float]]:
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:
     short = ("train.steps=4", "train.recompute=full")
     looked = ("log.diagnostics_interval=2", "log.diagnostics=[layers, tensors]")
-    assert pretrain(*short, *looked, "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]") == 0
+    assert pretrain(*short, *looked, "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]", "log.profile.memory=true") == 0
     traces = sorted((pretrain.run_dir / "profile").iterdir())
     assert [trace.name for trace in traces] == [f"step_{step:08}_rank_00000.json.gz" for step in (2, 3)]
     assert all("aten::mm" in {event["name"] for event in json.loads(gzip.decompress(t.read_bytes()))["traceEvents"]} for t in traces)
-    assert f"step 3: traced: {traces[1]}" in pretrain.out
+    assert f"step 3: trace: {traces[1]}\nstep 3: no memory snapshot: this rank computes on a CPU" in pretrain.out
     seen = looks(pretrain.run_dir)
     assert list(seen) == [2, 4]
     names = set(seen[2])
@@ -57,6 +65,45 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert pretrain(*short, "log.diagnostics_interval=0", f"run_dir={never}") == 0
     assert looks(never) == {} and not (never / "profile").exists()
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
+
+
+@pytest.mark.parametrize("failure", [None, OSError("full"), RuntimeError("torch"), KeyboardInterrupt()], ids=repr)
+def test_a_trace_is_whole_before_the_memory_snapshot_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
+) -> None:
+    """What ends the snapshot, a signal even, leaves the trace; what fails ends no run. No GPU: torch's two functions are stand-ins."""
+    recorded, history = list[Any](), torch.cuda.memory._record_memory_history
+    name = tmp_path / "profile/step_00000007_rank_00000"
+    trace, snapshot = name.with_suffix(".json.gz"), name.with_suffix(".pickle")
+
+    def record(*given: Any, **named: Any) -> None:
+        inspect.signature(history).bind(*given, **named)  # as the installed torch takes them
+        recorded.append((given, named))
+
+    def dump(path: str) -> None:
+        assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] and len(recorded) == 1
+        Path(path).write_bytes(b"part of it")
+        if failure:
+            raise failure
+
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+
+    def run(*, memory: bool) -> list[str]:
+        with Profiler(ProfileConfig(steps=(7,), memory=memory), tmp_path, Received())(7) as told:
+            torch.ones(2).sum()
+        return told
+
+    assert run(memory=False) == [f"step 7: trace: {trace}"] and recorded == []
+    trace.unlink()
+    with pytest.raises(KeyboardInterrupt) if isinstance(failure, KeyboardInterrupt) else nullcontext():
+        line = f"no memory snapshot: {failure}" if failure else f"memory snapshot: {snapshot}"
+        assert run(memory=True) == [f"step 7: trace: {trace}", f"step 7: {line}"]
+        assert snapshot.exists() == (failure is None)
+    assert trace.exists()
+    assert recorded == [((), {"stacks": "python", "max_entries": 100_000}), ((), {"enabled": None})]
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
