@@ -17,11 +17,27 @@ from typing import Any
 import torch
 
 from fem_common.cli import Parser
+from fem_common.errors import ConfigError
+from fem_common.files import write_whole
+from fem_common.text import did_you_mean
 from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
 
 # What a benchmark may find installed beside torch, and uses then.
 PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-linear-attention", "megatron-core", "transformer-engine", "matplotlib")
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+VOCABULARY = 32000  # of a model that takes its data's
+
+
+def model_file(name: str) -> Path:
+    """The YAML of a part of configs/model, or of a path: with a slash, or ending in .yaml. Raises ConfigError where there is none."""
+    by_path = "/" in name or name.endswith((".yaml", ".yml"))
+    file = Path(name).resolve() if by_path else MODELS / f"{name}.yaml"
+    if not file.is_file():
+        known = sorted(path.stem for path in MODELS.glob("*.yaml"))
+        raise ConfigError(f"{'there is no file' if by_path else 'configs/model has no'} {name}; {did_you_mean(file.stem, known)}")
+    return file
 
 
 def facts() -> dict[str, Any]:
@@ -67,10 +83,15 @@ def command_line(program: str, description: str) -> Parser:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write ``content``, making the folders above; None: nothing is asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write ``content``, making the folders above; None: nothing is asked for. The file is valid JSON at any moment."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout, which no file must replace
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_whole(path, text, synced=False)
 
 
 SLOW = 1.0  # seconds; of such a call fewer are made

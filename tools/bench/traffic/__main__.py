@@ -15,7 +15,6 @@ from pathlib import Path
 from fem_common.cli import run
 from fem_common.config import load
 from fem_common.errors import UserError
-from fem_common.text import nearest
 from fem_megatron.catalogue import BASELINE, MIXERS
 from fem_megatron.config import ModelConfig
 from fem_megatron.trace import KINDS, POINTWISE
@@ -26,9 +25,8 @@ from tools.bench.whole_model import SCALES, WITHOUT
 
 PROGRAM = "tools.bench.traffic"
 ROOT = Path(__file__).parents[3]
-MODELS, PAGE = ROOT / "configs" / "model", ROOT / "docs" / "benchmarks" / "paper.md"
+PAGE = ROOT / "docs" / "benchmarks" / "paper.md"
 PAIRS = (("fem_sm_1.3b", "transformer_1.3b"), ("fem_sm_340m", "transformer_340m"), ("cem_108m", "llama_108m"))
-VOCABULARY = 32000  # of a model that takes its data's
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,12 +70,8 @@ def report(options: argparse.Namespace) -> int:
 
 def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
     """The step of a part of configs/model. Raises UserError where there is none of this name."""
-    known = sorted(path.stem for path in MODELS.glob("*.yaml"))
-    if name not in known:
-        near = nearest(name, known)
-        raise UserError(f"configs/model has no {name!r}" + (f"; did you mean {near}?" if near else f"; it has {', '.join(known)}"))
-    model = load(ModelConfig, MODELS / f"{name}.yaml")
-    model = replace(model, vocab_size=model.vocab_size or VOCABULARY)
+    model = load(ModelConfig, runner.model_file(name))
+    model = replace(model, vocab_size=model.vocab_size or runner.VOCABULARY)
     sizes = (model.hidden_size, model.num_layers)
     suited = (
         scale.batch for scale in SCALES.values() if (scale.model.hidden_size, scale.model.num_layers, scale.tokens) == (*sizes, tokens)
@@ -87,7 +81,7 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
     """Every mixer without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first; a sequence as it can be."""
-    base = load(ModelConfig, MODELS / "transformer_1.3b.yaml")
+    base = load(ModelConfig, runner.MODELS / "transformer_1.3b.yaml")
     models = {name: replace(base, mixer=name) for name in (BASELINE, *MIXERS) if MIXERS[name].package is None}
     models["GLA"] = replace(models["fem_gla"], fem=WITHOUT)
     longest = {name: model.blocks()[0].mixer.max_length() or tokens for name, model in models.items()}
