@@ -19,7 +19,7 @@ from tests.wording import Wording
 from tools.bench import checked_load, cpu_suite, diagnostics_cost, mixers
 from tools.bench.engines import __main__ as engines
 from tools.bench.gpu_suite import __main__ as suite
-from tools.bench.runner import Timing, measure
+from tools.bench.runner import Timing, measure, write_json
 from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, LanguageModel, train_step
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Size
@@ -74,6 +74,14 @@ def test_timing_warms_up_and_makes_two_passes() -> None:
     timing = measure(calls.append, budget=0.0)
     assert calls == [0, 1, 0, 1, 0, 1, 2, 0, 1, 2]
     assert timing.calls == 6 and timing.seconds > 0 and timing.spread >= 0
+
+
+def test_json_goes_where_a_link_leads(tmp_path: Path) -> None:
+    """As /dev/stdout is one, which no file must replace."""
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    write_json(link, [1])
+    assert link.is_symlink() and json.loads(target.read_text()) == [1]
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------------------
@@ -166,7 +174,8 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
     path = tmp_path / "deep" / "out.json"
     assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
-    out, written = capsys.readouterr().out, json.loads(path.read_text())
+    said, written = capsys.readouterr(), json.loads(path.read_text())
+    out = said.out
     assert written["machine"]["torch"] == torch.__version__
     rows = {row.get("what") or row.get("from") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
     if name == "cpu_suite":
@@ -179,9 +188,11 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     elif module is engines:
         base, ranks = rows["megatron"], written["ranks"]
         assert (written["baseline"], base["step_ratio"], base["peak_ratio"]) == ("megatron", 1.0, 1.0)
+        assert "megatron: engine built in" in said.err and "megatron: step 5 of 5: " in said.err
         assert list(rows) == ["megatron", "stage2"][:ranks] and len(base["peak_bytes"]) == ranks
         for each in rows.values():
             assert each["tokens_per_second"] == ranks * 16 / each["step_seconds"] and each["plan_bytes"] > 0 < min(each["peak_bytes"])
+            assert each["flops_per_token"] > 0 and each["mfu"] is None and each["partial"] is False
             assert each["step_ratio"] == each["step_seconds"] / base["step_seconds"] and f"| {each['variant']} " in out
             assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)  # the same steps on the same tokens, sums in another order
     else:
@@ -194,7 +205,7 @@ MISTAKES = {
     cpu_suite: ["--only x", "--compare none.json", "--compare list.json"],
     engines: [
         *("--ranks 0", "--warmup 1", "--variants stage4", "model.hiden_size=8", "engine.zero_stage=2"),
-        *("train.global_batch_size=3", "model.vocab_size=null"),
+        *("train.global_batch_size=3", "--model fem_sm_1.3c"),
     ],
     suite: ["--out OUT", "--only ops,model"],
 }

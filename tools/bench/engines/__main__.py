@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,29 @@ from fem_common.text import duration
 from fem_megatron.megatron import platform
 from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
+from tools.bench.engines import variants
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
-from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, lacks, launch, planned
+from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, is_partial, lacks, launch, plan_of
 
 PROGRAM = "tools.bench.engines"
+LOGS = Path("runs/bench_engines")
 
 
 @dataclass
 class Bench:
-    """One run: what is measured, and what the ranks have answered so far. cannot: variant -> why it is not measured, or no more."""
+    """One run: what is measured, and what the ranks have answered so far.
+
+    out: the JSON, written after every round of a variant and every timed step. logs: as of `launch`. cannot: variant -> why it is not
+    measured, or no more.
+    """
 
     job: Job
     names: Sequence[str]
     rounds: int
     cuda: bool
+    out: Path | None = None
+    logs: Path | None = None
+    load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)  # variant -> of each round its ranks'
     began: float = field(default_factory=time.monotonic)
@@ -46,27 +56,41 @@ class Bench:
         for number, name in enumerate(launches):
             if BASELINE in self.cannot:
                 return
-            if name not in self.cannot:
-                self.once(name, sum(other not in self.cannot for other in launches[number + 1 :]))
+            if not self.ended(name):
+                self.once(name, launches[number + 1 :])
 
-    def once(self, name: str, left: int) -> None:
-        """Start a variant's ranks and keep their answers; ``left``: launches after this one."""
+    def ended(self, name: str) -> bool:
+        """Whether a variant is started no more: it failed, or reached the limit."""
+        return name in self.cannot or any(is_partial(self.job, answers) for answers in self.answers.get(name, ()))
+
+    def once(self, name: str, later: Sequence[str]) -> None:
+        """Start a variant's ranks and keep their answers; ``later``: the variants of the launches after this one."""
+        before = self.answers.get(name, [])
+
+        def keep(answers: list[Answer]) -> None:
+            self.answers[name] = [*before, answers]
+            self.write()
+
         try:
-            answers = launch(replace(self.job, variant=name))
+            answers = launch(replace(self.job, variant=name), say=self.say, partial=keep, logs=self.logs)
         except CannotRun as error:
             self.leave_out(name, str(error))
             return
-        self.answers.setdefault(name, []).append(answers)
+        keep(answers)
         done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        told = f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB"
-        print(f"[{duration(elapsed)}] {told}; about {duration(elapsed / done * left)} to go", file=sys.stderr, flush=True)
+        took, rest = f"{step_seconds(answers):.3f} s a step", elapsed / done * sum(not self.ended(other) for other in later)
+        self.say(f"{which}: {took}, at most {most / MIB:,.0f} MiB; about {duration(rest)} to go")
+
+    def say(self, line: str) -> None:
+        """Write a line of progress to stderr."""
+        print(f"[{duration(time.monotonic() - self.began)}] {line}", file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
         """Measure a variant no more."""
         self.cannot[name] = why
-        print(f"{name} cannot run: {why}", file=sys.stderr, flush=True)
+        self.say(f"{name} cannot run: {why}")
 
     def figures(self) -> dict[str, Figures | str]:
         """Variant -> its figures, or why there are none."""
@@ -75,6 +99,27 @@ class Bench:
             for name in self.names
             if name in self.cannot or name in self.answers
         }
+
+    @cached_property
+    def machine(self) -> dict[str, Any]:
+        """The machine, with the threads of a rank and the version of DeepSpeed."""
+        machine = runner.facts()
+        machine["threads"] = self.answers[BASELINE][0][0]["threads"]
+        with suppress(PackageNotFoundError):
+            machine["packages"]["deepspeed"] = version("deepspeed")
+        return machine
+
+    def write(self, others: float | None = None) -> None:
+        """Write what is measured so far to ``out``; ``others``: cores that other programs used, known at the end."""
+        job, found = self.job, self.figures() if self.out else {}
+        base = found.get(BASELINE)
+        if not isinstance(base, Figures):
+            return
+        content: dict[str, Any] = {"suite": "engines", "machine": self.machine, "ranks": job.ranks, "precision": job.precision}
+        content |= {"model": job.model, "parameters": plan_of(replace(job, variant=BASELINE), cuda=self.cuda).total_parameters}
+        content |= {"steps": job.steps, "warmup": job.warmup, "rounds": self.rounds, "baseline": BASELINE, "overrides": list(job.overrides)}
+        content |= {"load": self.load_before, "others": others, "seconds": time.monotonic() - self.began}
+        runner.write_json(self.out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,15 +130,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "optimizer. Random tokens; needs no data.",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the model and run that the benchmark has")
+    model = "part of configs/model, or path of a YAML, in steps of its run in configs/run, smaller on a CPU; on a GPU of "
+    model += (
+        f"{variants.MICRO_BATCHES} micro-batches; a vocabulary that data would give has {runner.VOCABULARY} tokens (default: 374M, CPU 45M)"
+    )
+    parser.add_argument("--model", type=Path, metavar="NAME", help=model)
     parser.add_argument("--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)")
     parser.add_argument("--steps", type=_whole, default=8, help="timed steps of a round (default: 8)")
     parser.add_argument("--warmup", type=_whole, default=2, help="steps before them, whose memory is measured (default: 2)")
     parser.add_argument("--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)")
+    parser.add_argument("--limit", type=_whole, default=Job.limit, metavar="SECONDS", help="of a round; finished steps count (%(default)s)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default=None, help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument(
         "--variants", nargs="+", metavar="NAME", choices=list(VARIANTS), help=f"{BASELINE} and these; of {', '.join(VARIANTS)}"
     )
-    parser.add_argument("--out", "--json", type=Path, metavar="PATH", help="write all numbers to this file, too")
+    parser.add_argument("--out", "--json", type=Path, metavar="PATH", help="write all numbers to this file, too, after every step")
+    parser.add_argument("--logs", type=Path, default=LOGS, metavar="DIR", help="keeps the log of ranks that fail (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.warmup < 2:
         parser.error("--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all")
@@ -107,32 +159,20 @@ def _whole(text: str) -> int:
     return number
 
 
-def facts(bench: Bench) -> dict[str, Any]:
-    """The machine, with the threads of a rank and the version of DeepSpeed."""
-    machine = runner.facts()
-    machine["threads"] = bench.answers[BASELINE][0][0]["threads"]
-    with suppress(PackageNotFoundError):
-        machine["packages"]["deepspeed"] = version("deepspeed")
-    return machine
-
-
-def conclude(bench: Bench, out: Path | None, load_before: float, others: float | None) -> None:
-    """Print and write what was measured."""
-    job, found, machine = replace(bench.job, variant=BASELINE), bench.figures(), facts(bench)
-    base = found[BASELINE]
-    assert isinstance(base, Figures)
-    config, parameters = configuration(job), planned(job, cuda=bench.cuda).parameters
+def conclude(bench: Bench, others: float | None) -> None:
+    """Write and print what was measured."""
+    bench.write(others)
+    job = replace(bench.job, variant=BASELINE)
+    plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
+    train, micro_batch = plan.config.train, f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens"
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
-    print(runner.sentence(machine))
+    print(runner.sentence(bench.machine))
     print(
-        f"{parameters / 1e6:.1f}M parameters, {job.precision}; {job.ranks} ranks, steps of {config.train.global_batch_size} x "
-        f"{config.data.seq_length} tokens; rounds of {job.steps} steps: {bench.rounds}; load average {load_before:.1f} at first{meanwhile}"
+        f"{model}{plan.total_parameters / 1e6:.1f}M parameters, vocabulary {plan.config.model.vocab_size:,}, {job.precision}; "
+        f"{job.ranks} ranks, steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
+        f"rounds of {job.steps} steps: {bench.rounds}; load average {bench.load_before:.1f} at first{meanwhile}"
     )
-    print(f"\n{table(found)}")
-    content: dict[str, Any] = {"suite": "engines", "machine": machine, "ranks": job.ranks, "precision": job.precision}
-    content |= {"parameters": parameters, "steps": job.steps, "warmup": job.warmup, "rounds": bench.rounds, "baseline": BASELINE}
-    content |= {"overrides": list(job.overrides), "load": load_before, "others": others, "seconds": time.monotonic() - bench.began}
-    runner.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
+    print(f"\n{table(bench.figures())}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,19 +187,26 @@ def main(arguments: list[str] | None = None) -> int:
         warmup=options.warmup,
         steps=options.steps,
         overrides=tuple(options.overrides),
+        limit=options.limit,
+        model=None if options.model is None else str(options.model),
     )
-    return run(PROGRAM, lambda: compare(job, options))
+    return run(
+        PROGRAM, lambda: compare(job, options), kept=f"timed steps are in {options.out}" if options.out else "--out keeps timed steps"
+    )
 
 
 def compare(job: Job, options: argparse.Namespace) -> int:
     """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
+    if job.model is not None:
+        file = runner.model_file(job.model)
+        job = replace(job, model=file.stem if file.parent == runner.MODELS else str(file))  # the ranks have another working directory
     configuration(job)
     names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
-    bench, load_before, neighbours = Bench(job, names, options.rounds, platform.has_cuda()), load(), Neighbours()
+    bench, neighbours = Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs), Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
         raise Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}")
-    conclude(bench, options.out, load_before, neighbours.cores())
+    conclude(bench, neighbours.cores())
     return 0
 
 

@@ -7,21 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fem_megatron.megatron import platform
+from pretrain.plan.devices import peak_tflops
 from tools.bench import runner
 from tools.bench.data_prep.processes import Spread
-from tools.bench.engines.variants import BASELINE, Answer, Job, planned, step_tokens
+from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
 
 MIB = 2**20
-COLUMNS = ("engine", "step, s", "÷ megatron", "over the rounds", "tokens/s", "peak, MiB", "÷ megatron", "plan, MiB", "peak ÷ plan", "loss")
+COLUMNS = "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss".split("|")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One variant's.
+    """The figures of one variant.
 
-    steps: of each round the median seconds of a step, which ends when the last rank's does. peaks: bytes of each rank's device, in the
-    median round; hosts: of the machine's memory beside a GPU's, None on a CPU. planned, planned_host: of one rank, as ``--plan`` has
-    them. tokens: of a step, over all ranks. loss: of the last step; the engines train alike.
+    steps: of each round the median seconds of a step, which ends when the last rank's does. peaks: bytes of each rank's device, median
+    over the rounds; hosts: of the host's memory beside a GPU's, None on a CPU. planned, planned_host: bytes of one rank in the plan.
+    tokens: of a step, over all ranks. loss: of the last step; the engines train alike. flops_per_token: of training, in the plan.
+    peak_flops: FLOP/s of all ranks' devices by the data sheet, None where it is not known (a CPU). partial: the limit ended a round
+    before its last step, and the steps that were finished count.
     """
 
     steps: tuple[float, ...]
@@ -31,6 +35,9 @@ class Figures:
     planned_host: int
     tokens: int
     loss: float
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
+    partial: bool = False
 
     @property
     def step(self) -> float:
@@ -42,6 +49,11 @@ class Figures:
         """Of the rank that needs most."""
         return max(self.peaks)
 
+    @property
+    def mfu(self) -> float | None:
+        """Share of the devices' peak that the model's FLOPs are, as `pretrain.report.metrics.Meter` has it."""
+        return self.tokens / self.step * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
 
 def step_seconds(answers: Sequence[Answer]) -> float:
     """Median over the timed steps, each as long as its slowest rank's."""
@@ -50,16 +62,20 @@ def step_seconds(answers: Sequence[Answer]) -> float:
 
 def of(job: Job, rounds: Sequence[Sequence[Answer]], *, cuda: bool) -> Figures:
     """From a variant's rounds, each the answers of its ranks."""
-    plan = planned(job, cuda=cuda)
+    plan, memory = plan_of(job, cuda=cuda), planned(job, cuda=cuda)
+    peak = peak_tflops(plan.config.log.device or platform.device_name())
     by_rank = list(zip(*rounds, strict=True))
     return Figures(
         steps=tuple(step_seconds(answers) for answers in rounds),
         peaks=tuple(_median_bytes(answers, "peak_bytes") for answers in by_rank),
         hosts=tuple(_median_bytes(answers, "host_bytes") for answers in by_rank) if cuda else None,
-        planned=plan.total,
-        planned_host=plan.host,
-        tokens=step_tokens(job),
+        planned=memory.total,
+        planned_host=memory.host,
+        tokens=plan.schedule.step_tokens,
         loss=rounds[-1][0]["loss"],
+        flops_per_token=plan.train_flops,
+        peak_flops=peak * 1e12 * job.ranks if peak else None,
+        partial=any(is_partial(job, answers) for answers in rounds),
     )
 
 
@@ -68,8 +84,8 @@ def _median_bytes(answers: Sequence[Answer], which: str) -> int:
 
 
 def time_ratio(own: Figures, base: Figures) -> Spread:
-    """Step time over the baseline's of the same round: a change of the machine's load from round to round hits both."""
-    return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=True)])
+    """Step time over the baseline's of the same round, of the rounds that both have: a change of the machine's load hits both."""
+    return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)])
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:
@@ -84,6 +100,9 @@ def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, 
         "step_ratio": ratio.median if ratio else None,
         "step_ratio_range": [ratio.least, ratio.most] if ratio else None,
         "tokens_per_second": found.tokens / found.step,
+        "flops_per_token": found.flops_per_token,
+        "mfu": found.mfu,
+        "partial": found.partial,
         "peak_bytes": list(found.peaks),
         "peak_ratio": found.peak / base.peak if base else None,
         "host_bytes": None if found.hosts is None else list(found.hosts),
@@ -101,18 +120,20 @@ def table(measured: Mapping[str, Figures | str]) -> str:
     columns = [*COLUMNS, *(["host, MiB"] if hosts else []), *(["cannot run"] if any(isinstance(f, str) for f in measured.values()) else [])]
     rows = []
     for name, each in measured.items():
-        cells = [name, *([""] * (len(columns) - 2)), each] if isinstance(each, str) else [name, *_cells(each, base, hosts)]
+        cells = [name, *([""] * (len(columns) - 2)), each] if isinstance(each, str) else _cells(name, each, base, hosts)
         rows.append([*cells, *([""] * (len(columns) - len(cells)))])
     return runner.table(columns, rows)
 
 
-def _cells(own: Figures, base: Figures | None, hosts: bool) -> list[str]:
+def _cells(name: str, own: Figures, base: Figures | None, hosts: bool) -> list[str]:
     ratio = time_ratio(own, base) if base else None
     cells = [
+        f"{name} (partial)" if own.partial else name,
         f"{own.step:.3f}",
         f"{ratio.median:.2f}" if ratio else "",
         f"{ratio.least:.2f} to {ratio.most:.2f}" if ratio and ratio.rounds > 1 else "",
         f"{own.tokens / own.step:,.0f}",
+        "" if own.mfu is None else f"{own.mfu:.1%}",
         f"{own.peak / MIB:,.0f}",
         f"{own.peak / base.peak:.2f}" if base else "",
         f"{own.planned / MIB:,.0f}",

@@ -1,4 +1,4 @@
-"""One rank of a job: builds the engine, takes the steps, writes what they took into the job's folder. Started by torchrun.
+"""One rank of a job: builds the engine, takes the steps, writes its answer into the job's folder after each. Started by torchrun.
 
 On a CPU memory is measured first, time after it, by two habits of the allocator: one that gives freed blocks back, so that the peak is what
 was held and not what glibc kept; then the one that glibc comes to by itself, which is faster. On CUDA its own allocator tells the peak.
@@ -7,6 +7,7 @@ was held and not what glibc kept; then the one that glibc comes to by itself, wh
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -15,31 +16,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fem_common.errors import ConfigError
+from fem_common.files import write_whole
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
-from tools.bench.engines.variants import Job, configuration
+from tools.bench.engines.variants import SETTLING, Answer, Job, configuration
 
 if TYPE_CHECKING:
     from pretrain.engines import Engine
 
 BATCHES = 4  # micro-batches that are taken in turn
-SETTLING = 1  # steps after the allocator has changed its habits
 LONGER = 60  # seconds that this process lives beyond the job's limit, at which it is asked to end
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Seconds of every timed step, peak bytes beyond what was held before the engine was built, and the last loss.
+def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
+    """Fill ``answer``; ``write()`` is called when the engine is built and after every step.
 
-    peak_bytes: of the device: CUDA's allocator, or the resident set on a CPU. host_bytes: of the machine's memory, on CUDA alone. Raises
-    ConfigError (DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings), RuntimeError (a step was skipped).
+    building, untimed, seconds: seconds of building the engine, of each step before the timed ones, and of each of these. peak_bytes,
+    after the warm-up: of the device (CUDA's allocator, or the growth of the resident set on a CPU); host_bytes: of the host's memory, on
+    CUDA alone. Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings), RuntimeError (a
+    step was skipped).
     """
     from pretrain.engines.building import initialize_model_parallel
     from pretrain.run import make_engine
@@ -55,42 +59,37 @@ def measure(job: Job) -> dict[str, Any]:
     platform.reset_peak_memory()
     began = time.perf_counter()
     engine = make_engine(config, schedule)
-    building = time.perf_counter() - began
+    answer |= {"rank": torch.distributed.get_rank(), "threads": torch.get_num_threads()}
+    answer |= {"building": time.perf_counter() - began, "before_bytes": before, "untimed": [], "seconds": []}
+    write()
     stream = random_batches(config)
-    take_steps(engine, stream, job.warmup)
+
+    def take(steps: int, kind: str) -> None:
+        for seconds, loss in take_steps(engine, stream, steps):
+            answer[kind].append(seconds)
+            answer["loss"] = loss
+            write()
+
+    take(job.warmup, "untimed")
     peak, grown = platform.peak_memory_bytes(), platform.peak_resident_bytes() - before
+    answer |= {"peak_bytes": peak if cuda else grown, "host_bytes": grown if cuda else None}
     _allocate(mapped_from=2**25, kept=2**26)
-    take_steps(engine, stream, SETTLING)
-    seconds, loss = take_steps(engine, stream, job.steps)
-    return {
-        "rank": torch.distributed.get_rank(),
-        "seconds": seconds,
-        "building": building,
-        "before_bytes": before,
-        "peak_bytes": peak if cuda else grown,
-        "host_bytes": grown if cuda else None,
-        "loss": loss,
-        "threads": torch.get_num_threads(),
-    }
+    take(SETTLING, "untimed")
+    take(job.steps, "seconds")
 
 
-def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, all ranks having begun together, and the last one's loss.
-
-    Raises RuntimeError (a step was skipped, so that what it took says nothing).
-    """
-    seconds, loss = [], float("nan")
+def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int) -> Iterator[tuple[float, float]]:
+    """Seconds and loss of each step, which all ranks begin together. Raises RuntimeError (a step was skipped)."""
     for _ in range(steps):
         torch.distributed.barrier()
         platform.synchronize()
         began = time.perf_counter()
         result = engine.train_step(stream, 1)
         platform.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
         if result.skipped:
             raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
-        loss = result.loss
-    return seconds, loss
+        yield seconds, result.loss
 
 
 def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
@@ -139,30 +138,32 @@ def _import_engine(config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Measure the job in the folder that is named, write the answer beside it: the figures, or ``{"gap": why}``."""
+    """Measure the job of the folder that is named; answerRANK.json there grows with every step, and has ``gap``, why, after a failure."""
     folder = Path(sys.argv[1])
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
     # An exception, so that a rank that is compiling one of DeepSpeed's ops takes its lock away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # the log says where a rank was that had to be ended
     signal.alarm(job.limit + LONGER)  # whoever started this may be gone
-    code = 0
+    answer: Answer = {}
+
+    def write() -> None:
+        write_whole(folder / f"answer{os.environ['RANK']}.json", json.dumps(answer), synced=False)
+
     try:
         platform.import_megatron()
         platform.initialize_distributed()
-        answer = measure(job)
-    except ConfigError as error:
-        answer, code = {"gap": str(error)}, 1
+        measure(job, answer, write)
     except Exception as error:
         # Whatever an engine raises, the other variants are still wanted.
+        traceback.print_exc()
         text = (str(error).strip() or "no message").splitlines()[0]
-        answer, code = {"gap": f"{type(error).__name__}: {text}"}, 1
-    part = folder / f"part{os.environ['RANK']}"
-    part.write_text(json.dumps(answer), encoding="utf-8")
-    part.rename(folder / f"answer{os.environ['RANK']}.json")
-    if code == 0:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    return code
+        answer["gap"] = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+        write()
+        return 1
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

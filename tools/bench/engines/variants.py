@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fem_common.errors import UserError, reason
+from fem_common.files import write_whole
 from fem_common.ports import server_port
+from fem_common.text import duration
 from pretrain.config import EngineConfig, RunConfig
-from tools.bench.data_prep.processes import ROOT
+from tools.bench.data_prep.processes import ROOT, TAIL
+from tools.bench.runner import MODELS, VOCABULARY, model_file
 
 if TYPE_CHECKING:
     from pretrain.plan.memory import StageMemory
+    from pretrain.plan.run_plan import Plan
 
 BASELINE = "megatron"
 VARIANTS: Mapping[str, EngineConfig] = {
@@ -40,13 +49,17 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
         "train": {"micro_batch_size": 2},
     },
 }
+MICRO_BATCHES = 4  # of a step on each GPU, for a model by name
+CPU_TOKENS, CPU_BATCH = 256, 2  # at most, of a sequence and a micro-batch on a CPU, for a model by name
+SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
 
 
 @dataclass(frozen=True)
 class Job:
     """One variant's training on ``ranks`` processes: ``warmup`` steps, whose memory is measured, then ``steps`` that are timed.
 
-    size: of SIZES; overrides: section.key=value over it. limit: seconds after which its ranks are ended.
+    size: of SIZES; model: a part of configs/model, or the path of a YAML, in place of the size's; overrides: section.key=value over
+    either. limit: seconds after which the ranks are ended.
     """
 
     variant: str
@@ -57,6 +70,7 @@ class Job:
     steps: int
     overrides: tuple[str, ...] = ()
     limit: int = 900
+    model: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The job as JSON has it."""
@@ -68,32 +82,54 @@ class Job:
         return cls(**{**values, "overrides": tuple(values["overrides"])})
 
 
+@cache
 def configuration(job: Job) -> RunConfig:
-    """The run of a job, checked; a step is one micro-batch on every rank unless the overrides give a global batch.
+    """The run of a job, checked.
 
-    Raises ConfigError (an override is wrong, or the variant's engine cannot do this run).
+    Unless the overrides give a global batch, a step is one micro-batch on every rank, or MICRO_BATCHES for a model by name on GPUs. A
+    model without a vocabulary has VOCABULARY. Raises ConfigError (a model is unknown, an override is wrong, or the variant's engine cannot
+    do this run).
     """
     from fem_common.errors import ConfigError
     from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
     from pretrain.validate import validate
 
-    size = SIZES[job.size]
+    size = SIZES[job.size] if job.model is None else _size_of(model_file(job.model), job.size)
     values = {
-        "model": {"mixer": "transformer", **size["model"]},
+        "model": {"mixer": "transformer", **size["model"]} if job.model is None else size["model"],
         "data": size["data"],
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
-    config = run_of(values, Path("tools.bench.engines"), job.overrides)
+    config = run_of(values, MODELS.with_name("run") / "tools.bench.engines", job.overrides)  # as if among the runs, whose parts it names
     if replace(config.engine, deepspeed=EngineConfig().deepspeed) != EngineConfig():
         raise ConfigError("engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set")
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
-        config = replace(config, train=replace(config.train, global_batch_size=job.ranks * config.train.micro_batch_size))
+        micro_batches = job.ranks * (MICRO_BATCHES if job.model is not None and job.size == "gpu" else 1)
+        config = replace(config, train=replace(config.train, global_batch_size=micro_batches * config.train.micro_batch_size))
     config = replace(config, engine=replace(VARIANTS[job.variant], deepspeed=config.engine.deepspeed))
-    if config.model.vocab_size is None:
-        raise ConfigError("model.vocab_size: there is no data to read it from; give a number")
+    config = replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY))
     validate(config, job.ranks)
     return config
+
+
+@cache
+def _size_of(model: Path, device: str) -> dict[str, Any]:
+    """A model's file as an entry of SIZES: with the sequences and micro-batches of the first run in configs/run that trains it, if any.
+
+    On a CPU they are at most CPU_TOKENS and CPU_BATCH.
+    """
+    from fem_common.config import read_values
+    from pretrain.config import load_run
+
+    runs = sorted(MODELS.with_name("run").glob("*.yaml")) if model.parent == MODELS else []
+    run = next((load_run(path) for path in runs if read_values(path).get("model") == model.stem), None)
+    if run is None:
+        return {**SIZES[device], "model": str(model)}
+    tokens, batch = run.data.seq_length, run.train.micro_batch_size
+    if device == "cpu":
+        tokens, batch = min(tokens, CPU_TOKENS), min(batch, CPU_BATCH)
+    return {"model": str(model), "data": {"seq_length": tokens}, "train": {"micro_batch_size": batch}}
 
 
 def lacks(job: Job) -> str | None:
@@ -104,61 +140,109 @@ def lacks(job: Job) -> str | None:
     for module, package in needed:
         if find_spec(module) is None:
             return f"{package} is not installed"
-    from fem_common.errors import ConfigError
-
     try:
         configuration(job)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return None
 
 
-def planned(job: Job, *, cuda: bool) -> StageMemory:
-    """What ``--plan`` says of the memory of a rank of the job, which the configuration must allow."""
+@cache
+def plan_of(job: Job, *, cuda: bool) -> Plan:
+    """The plan of the job's run, which the configuration must allow: what ``--plan`` prints."""
     from pretrain.plan.run_plan import make_plan
 
-    memory = make_plan(configuration(job), job.ranks, cuda=cuda).memory
-    return max(memory, key=lambda stage: stage.total)
+    return make_plan(configuration(job), job.ranks, cuda=cuda)
 
 
-def step_tokens(job: Job) -> int:
-    """Tokens of one step over all ranks."""
-    config = configuration(job)
-    return config.train.global_batch_size * config.data.seq_length
+def planned(job: Job, *, cuda: bool) -> StageMemory:
+    """The planned memory of the rank that needs most."""
+    return max(plan_of(job, cuda=cuda).memory, key=lambda stage: stage.total)
 
 
 SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENDING = 60.0  # seconds that torchrun has for ending its ranks; it gives them 30
+POLL = 0.5  # seconds between looks at the ranks' answers
+# In a log, what torchrun says itself: lines on its ranks, and the traceback that it ends with.
+WARNING, TORCHRUN = re.compile(r"[EW]\d{4} "), re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"')
 
 Answer = dict[str, Any]
+Say = Callable[[str], None]
+Partial = Callable[[list[Answer]], None]
 
 
 class CannotRun(Exception):
     """A job that came to nothing: why, in one line."""
 
 
-def launch(job: Job) -> list[Answer]:
-    """The ranks' answers (`tools.bench.engines.rank`), of fresh processes.
+def launch(job: Job, *, say: Say = lambda line: None, partial: Partial = lambda answers: None, logs: Path | None = None) -> list[Answer]:
+    """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
-    Raises CannotRun (a rank failed, ended, or took longer than the job's limit).
+    say: gets a line when the engine is built and after every step, and the end of the ranks' log
+    after a failure. partial: gets the answers so far after every timed step. logs: the folder that
+    keeps the log, MODEL-VARIANT.log, unless all steps were taken. At the job's limit the ranks are
+    ended, and the answers so far are returned if they have a timed step (`is_partial`).
+
+    Raises:
+        CannotRun: a rank failed or ended, or the limit came before the first timed step.
     """
     with tempfile.TemporaryDirectory(prefix="bench-engines-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job.as_json()), encoding="utf-8")
         log = folder / "log"
+        (folder / "job.json").write_text(json.dumps(job.as_json()), encoding="utf-8")
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", f"--master-port={server_port()}"]
+        command = [sys.executable, "-W", "ignore", *torchrun, "-m", "tools.bench.engines.rank", str(folder)]
         with log.open("wb") as stream:
-            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", f"--master-port={server_port()}"]
-            command = [sys.executable, "-W", "ignore", *torchrun, "-m", "tools.bench.engines.rank", str(folder)]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
             )
             try:
-                process.wait(job.limit)
-            except subprocess.TimeoutExpired:
-                raise CannotRun(f"no answer within {job.limit} s") from None
+                late = not _watch(process, job, folder, say, partial)
+            except BaseException:  # Ctrl-C, SIGTERM: whoever sent it may not wait until the ranks have ended
+                say(f"{job.variant} was stopped{_keep(job, log, logs, say)}")
+                raise
             finally:
                 _end(process)
-        return _answers(job, folder, log)
+        try:
+            answers = _answers(job, folder, log, late=late)
+        except CannotRun as error:
+            raise CannotRun(f"{error}{_keep(job, log, logs, say)}") from None
+        if is_partial(job, answers):
+            taken = f"{len(answers[0]['seconds'])} of {job.steps} timed steps"
+            say(f"{job.variant}: ended after {job.limit} s with {taken}{_keep(job, log, logs, say)}")
+        return answers
+
+
+def is_partial(job: Job, answers: Sequence[Answer]) -> bool:
+    """Whether fewer steps were timed than the job has."""
+    return len(answers[0]["seconds"]) < job.steps
+
+
+def _watch(process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial) -> bool:
+    """Report what rank 0 does until the process ends; False where the limit comes first."""
+    until, reported, ended, late = time.monotonic() + job.limit, 0, False, False
+    while not (ended or late):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, min(POLL, until - time.monotonic())))
+        ended, late = process.poll() is not None, time.monotonic() >= until
+        lines = _lines(job, _found(folder).get(0, {}))
+        for line in lines[reported:]:
+            say(f"{job.variant}: {line}")
+        if len(lines) > reported and (answers := so_far(job, folder)):
+            partial(answers)
+        reported = len(lines)
+    return ended
+
+
+def _lines(job: Job, answer: Answer) -> list[str]:
+    """A rank's answer so far as lines for people."""
+    lines = [f"engine built in {answer['building']:.1f} s"] if "building" in answer else []
+    before, tokens = job.warmup + SETTLING, plan_of(job, cuda=False).schedule.step_tokens
+    for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
+        which = f"step {number} of {before + job.steps}{'' if number > before else ' (not timed)'}"
+        rest = duration((before + job.steps - number) * seconds)
+        lines.append(f"{which}: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, about {rest} to go")
+    return lines
 
 
 def _environment() -> dict[str, str]:
@@ -179,15 +263,50 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _answers(job: Job, folder: Path, log: Path) -> list[Answer]:
-    # The first to fail has the reason; the others say that it is gone.
+def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
+    """Say the last lines of the log, keep it, and return the words about its place for the end of a message."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    own = [line for line in TORCHRUN.split(text)[0].splitlines() if not WARNING.match(line)]
+    for line in own[-TAIL:]:
+        say(f"  | {line}")
+    if logs is None:
+        return ""
+    path = logs / f"{Path(job.model or job.size).stem}-{job.variant}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        return f"; the log is lost: {reason(error)}"
+    return f"; log: {path}"
+
+
+def _found(folder: Path) -> dict[int, Answer]:
+    """Rank -> its answer as it is now, in the order of their last writes."""
     files = sorted(folder.glob("answer*.json"), key=lambda path: path.stat().st_mtime_ns)
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    gap = next((answer["gap"] for answer in found if "gap" in answer), None)
-    if gap is not None:
+    return {int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8")) for path in files}
+
+
+def so_far(job: Job, folder: Path) -> list[Answer]:
+    """The ranks' answers cut to the timed steps that all of them have taken; none where that is not one."""
+    found = _found(folder)
+    taken = min((len(answer.get("seconds", ())) for answer in found.values()), default=0)
+    if len(found) < job.ranks or not taken:
+        return []
+    return [{**found[rank], "seconds": found[rank]["seconds"][:taken]} for rank in range(job.ranks)]
+
+
+def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[Answer]:
+    """The ranks' answers; of the steps so far where the ranks were ended ``late``, when only the end makes them fail. Raises CannotRun."""
+    found, answers = _found(folder), so_far(job, folder)
+    if late and not answers:
+        before = len(found.get(0, {}).get("untimed", ()))
+        raise CannotRun(f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} before them")
+    # The first to fail has the reason; the others say that it is gone.
+    gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
+    if gap is not None and not late:
         raise CannotRun(gap)
-    if len(found) < job.ranks:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        said = [line for line in lines if "exitcode" in line or "Signal" in line or "Error" in line]
-        raise CannotRun(f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}")
-    return sorted(found, key=lambda answer: int(answer["rank"]))
+    if late or (answers and not is_partial(job, answers)):
+        return answers
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    said = [line for line in lines if "exitcode" in line or "Signal" in line or "Error" in line]
+    raise CannotRun(f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}")
