@@ -25,7 +25,7 @@ endif
 # Some images forbid Python to keep compiled modules; every process would compile torch and Megatron anew, for twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup check-python demo test test-slurm test-all lint format clean
+.PHONY: help setup check-python demo gpu test test-slurm test-all lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ check-python:
 
 demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: three to five minutes on two cores
 	$(PYTHON) -m tools.demo
+
+gpu: $(ENVIRONMENT)  ## prove a GPU in eight minutes: correctness, the trainer, speed; the page is in runs/gpu_suite
+	$(PYTHON) -m tools.bench.gpu_suite --minutes 8 --out runs/gpu_suite
 
 test: lint  ## static checks and the quick tests, before a commit
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED)

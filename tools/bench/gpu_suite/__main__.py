@@ -1,160 +1,214 @@
-"""The command: plan, have the tasks done, write JSON, Markdown and a picture, print a short table last."""
+"""The command: plan the tasks, have them performed, record each outcome at once, write the page and the picture, print a short table."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import time
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fem_common.errors import UserError, end
+from fem_common.cli import run
+from fem_common.errors import UserError
+from fem_common.files import make_folder, write_whole
 from fem_megatron.megatron import platform
+from kernels.check import suites
 from kernels.fem_attention.table import write as write_table
 from tools.bench import runner
-from tools.bench.gpu_suite.plan import PARTS, Task, tasks
-from tools.bench.gpu_suite.pool import Clock, Outcome, Worker, work
+from tools.bench.gpu_suite.plan import PARTS, TOOLS, Phase, Task, phases, tasks
+from tools.bench.gpu_suite.pool import Clock, Work, Worker
 from tools.bench.gpu_suite.report import draw, report, short
-from tools.bench.gpu_suite.results import Results
+from tools.bench.gpu_suite.results import FILE, Outcome, Record, Results
+from tools.bench.gpu_suite.trainer import write_data
 from tools.bench.workloads import WORKLOADS
 
-BYTES_A_WORKER = 24 * 10**9  # of GPU memory, for a case at its real size
-MOST_WORKERS = 4
-TOGETHER_SHARE = 0.5  # of the time, at most, for what is not timed, where something else is wanted
+PROGRAM = "tools.bench.gpu_suite"
+PAGE, PICTURE, TABLE, LOG = "gpu_suite.md", "gpu_suite.png", "engines_table.json", "workers.log"
 EVERY = 10.0  # seconds between lines of progress
+BYTES_A_WORKER = 4 * 10**9  # of GPU memory: a CUDA context, and most cases at their real size
+KEPT = "every outcome so far is kept; --resume continues"
 
 
 @dataclass
 class Progress:
-    """Lines on the console: every gap, and where the suite is, now and then."""
+    """Records outcomes, and prints every gap and, now and then, how far the suite is."""
 
     clock: Clock
-    last: float = 0.0
+    record: Record
+    last: float = -EVERY
 
     def __call__(self, outcome: Outcome, left: int, seconds: float) -> None:
-        """One task is done."""
+        """Take one outcome; ``left`` tasks of the phase, about ``seconds`` of work, remain."""
+        self.record.add(outcome)
         now = self.clock.elapsed
-        if outcome.gap is None and now - self.last < EVERY:
+        bad = outcome.gap or ("out of bounds" if outcome.wrong else "")
+        if (not bad or outcome.refused) and now - self.last < EVERY:
             return
         self.last = now
-        state = f": {outcome.gap}" if outcome.gap else ""
+        state = f": {bad}" if bad else ""
         print(f"[{now:4.0f} s] {outcome.task.name}{state}; {left} tasks, about {seconds:.0f} s to go", file=sys.stderr, flush=True)
 
 
-def parts_of(planned: list[Task]) -> tuple[list[Task], list[Task], float]:
-    """What may run together, what runs alone, and the share of the time that the first may have."""
-    together, alone = ([task for task in planned if task.together is which] for which in (True, False))
-    return together, alone, TOGETHER_SHARE if alone else 1.0
-
-
-def dry(planned: list[Task], minutes: float) -> str:
-    """The plan as text: the tasks in their order, and how much of it the guessed times let fit."""
-    together, alone, share = parts_of(planned)
-    lines, used, left_out = [], 0.0, 0
-    for part, at_once, until in ((together, MOST_WORKERS, 60 * minutes * share), (alone, 1, 60 * minutes)):
-        for task in part:
-            needed = task.seconds / at_once
-            fits = used + needed <= until
-            used, left_out = used + needed * fits, left_out + (not fits)
-            lines.append(f"{used:6.0f} s  {task.kind:11} {task.name}" if fits else f"left out  {task.kind:11} {task.name}")
-    lines.append(f"{len(planned)} tasks; by these guesses {left_out} of them would be left out of {minutes:g} minutes")
-    return "\n".join(lines)
-
-
-def run(planned: list[Task], clock: Clock, log: Path) -> tuple[list[Outcome], list[Task]]:
-    """First what is not timed, several tasks at once; then the rest, alone."""
-    progress = Progress(clock)
-    together, alone, most = parts_of(planned)
-    count = max(1, min(MOST_WORKERS, platform.device_memory_bytes() // BYTES_A_WORKER, len(together)))
-    workers = [Worker(log) for _ in range(count)]
-    outcomes, left_out = list[Outcome](), list[Task]()
-    try:
-        for part, serving, share in ((together, workers, most), (alone, workers[:1], 1.0)):
-            for worker in workers[len(serving) :]:
-                worker.close()
-            done, skipped = work(part, serving, clock, progress, share)
-            outcomes += done
-            left_out += skipped
-    finally:
-        for worker in workers:
-            worker.close()
-    return outcomes, left_out
-
-
-def write(folder: Path, results: Results, machine: dict[str, Any], cannot: dict[str, str], left_out: list[Task], seconds: float) -> Any:
-    """gpu_suite.json, gpu_suite.md and gpu_suite.png in the folder; returns what the JSON holds."""
-    content = {
-        "suite": "gpu",
-        "machine": machine,
-        "seconds": seconds,
-        "roofs": results.roofs,
-        "targets": [{**vars(target), "met": target.met} for target in results.targets()],
-        "outcomes": [outcome.as_json() for outcome in results.outcomes],
-        "cannot": cannot,
-        "left_out": [task.name for task in left_out],
-    }
-    runner.write_json(folder / "gpu_suite.json", content)
-    (folder / "gpu_suite.md").write_text(report(results, machine, cannot, left_out, seconds), encoding="utf-8")
-    draw(results, runner.sentence(machine), folder / "gpu_suite.png")
-    return content
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = runner.command_line(
-        "tools.bench.gpu_suite",
-        "Correctness and speed of every operation, then whole models, on one GPU. Needs this checkout and torch; Triton, "
-        "flash-attn, flash-linear-attention and matplotlib are used where they are installed.",
+        PROGRAM,
+        "Prove a GPU: correctness of every operation, the trainer, then speed, the most important first. Needs this checkout and torch; "
+        "what else is installed is used, and what is missing is named.",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_suite"), help="folder of the report (default: runs/gpu_suite)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, default=Path("runs/gpu_suite"), help="folder of the results (default: runs/gpu_suite)")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="perform what is missing there, then what failed there")
+    where.add_argument("--report", type=Path, metavar="DIR", help="write the page and the picture of what is there, and stop")
     parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left out, and named (default: 8)")
     parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)")
-    parser.add_argument("--ops", nargs="+", metavar="OP", choices=sorted({w.op for w in WORKLOADS.values()}), help="these operations alone")
-    parser.add_argument("--write-table", action="store_true", help="write what fem_attention's engines took to its table.json")
-    parser.add_argument("--dry", action="store_true", help="print the plan and stop; needs no GPU")
+    ops = sorted({*suites(), *(workload.op for workload in WORKLOADS.values())})
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=ops, help="these operations alone")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help=f"at a time where nothing is timed (default: {cores})")
+    parser.add_argument("--table", type=Path, metavar="PATH", help=f"of FEM's attention engines (default: {TABLE} beside the page)")
+    parser.add_argument("--dry", action="store_true", help="few tasks of each kind at small sizes; needs no GPU")
     options = parser.parse_args(arguments)
     options.parts = tuple(options.only.split(","))
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
+    if options.workers < 1 or options.minutes <= 0:
+        parser.error("--workers and --minutes: more than 0")
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0: all is well; 1: a result is out of bounds; 2: no CUDA device, or a mistake in the command."""
-    options = parse(arguments)
-    ops = tuple(options.ops or ())
-    if options.dry:
-        print(dry(tasks(options.parts, ops, None)[0], options.minutes))
-        return 0
-    if not platform.has_cuda():
-        said = "torch sees no CUDA device; --dry prints the plan, tools.bench.cpu_suite measures a CPU"
-        return end("tools.bench.gpu_suite", UserError(said))
+def perform(options: argparse.Namespace) -> int:
+    """Perform what is asked for and report it: 0, or 1 where a check failed or is out of bounds. Raises UserError."""
+    folder: Path = options.resume or options.out
     clock = Clock(options.minutes)
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "workers.log"
-    log.write_text("", encoding="utf-8")
+    if not options.dry and not platform.has_cuda():
+        raise UserError("torch sees no CUDA device; --dry shows the suite without one, tools.bench.cpu_suite measures a CPU")
+    make_folder(folder)
+    record = _record(folder, resumed=options.resume is not None)
     machine = runner.facts()
-    planned, cannot = tasks(options.parts, ops, platform.device())
-    print(f"{runner.sentence(machine)}: {len(planned)} tasks, {options.minutes:g} minutes; log: {log}", file=sys.stderr, flush=True)
-    began = time.monotonic()
-    outcomes, left_out = run(planned, clock, log)
-    results = Results(outcomes, platform.device_name())
-    content = write(options.out, results, machine, cannot, left_out, time.monotonic() - began)
-    runner.write_json(options.json, content)
-    if options.write_table:
-        write_table(platform.device_name(), results.engine_table())
-    print(short(results))
-    for name in [f"{finding['op']}, {finding['case']}, {finding['implementation']}, {finding['dtype']}" for finding in results.wrong]:
-        print(f"OUT OF BOUNDS: {name}")
+    _check_same(record, machine["device"], options)
+    planned, cannot = tasks(options.parts, tuple(options.ops or ()), platform.device(), dry=options.dry)
+    todo = record.missing(planned)
+    names = [task.name for task in planned]
+    record.begin({"machine": machine, "minutes": options.minutes, "dry": options.dry, "planned": names, "cannot": cannot})
+    print(
+        f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, {options.minutes:g} minutes; log: {folder / LOG}",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        _work(todo, options.workers, clock, record)
+    finally:
+        code = publish(record, options)
+    return code
+
+
+def _record(folder: Path, *, resumed: bool) -> Record:
+    """The folder's record; a new run moves an older one aside. Raises UserError where there is none to resume."""
+    record = Record.read(folder)
+    if resumed:
+        if not record.sessions:
+            raise UserError(f"--resume: {folder} has no {FILE}; start with --out {folder}")
+        return record
+    if record.sessions or record.outcomes:
+        number = next(number for number in range(1, 10**6) if not (folder / f"{FILE}.{number}").exists())
+        (folder / FILE).rename(folder / f"{FILE}.{number}")
+        print(f"{folder / FILE} of an earlier run is now {FILE}.{number}; --resume would have continued it", file=sys.stderr, flush=True)
+    return Record(folder)
+
+
+def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
+    """Raises UserError where the record is another device's, or a dry run's beside a real one."""
+    for session in record.sessions:
+        if session["machine"]["device"] != device:
+            raise UserError(f"--resume: {options.resume} is of {session['machine']['device']}, this machine has {device}; use --out")
+        if session["dry"] and not options.dry:
+            raise UserError(f"--resume: {options.resume} is of a dry run; add --dry, or use --out")
+        if options.dry and not session["dry"]:
+            raise UserError(f"--resume: {options.resume} is not of a dry run; leave out --dry, or use --out")
+
+
+def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
+    """Perform all phases; the working folder is temporary."""
+    progress, log = Progress(clock, record), record.folder / LOG
+    with tempfile.TemporaryDirectory(prefix="gpu_suite-") as name:
+        if any(task.kind == "train" for task in todo):
+            write_data(Path(name))
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+        environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute()), "OMP_NUM_THREADS": threads}
+        for phase in phases(todo, clock.budget):
+            workers = _workers(phase, count, log, environment)
+            try:
+                Work(phase, clock, progress).run(workers)
+            finally:
+                for worker in workers:
+                    worker.close()
+
+
+def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -> list[Worker]:
+    """One for what is timed; else as many as asked for and of use, and one for each tool of compute-sanitizer.
+
+    What does not fit beside other processes into the GPU's memory is performed again alone.
+    """
+    device = platform.device_name()
+    if not phase.together:
+        return [Worker(log, device, environment)]
+    tools = [tool for tool in TOOLS if any(task.tool == tool for task in phase.tasks)]
+    units = {task.unit or task.name for task in phase.tasks if not task.tool}
+    most = max(1, min(count, len(units), platform.device_memory_bytes() // BYTES_A_WORKER))
+    plain = [Worker(log, device, environment) for _ in range(most)]
+    return [*plain, *(Worker(log, device, environment, tool) for tool in tools)]
+
+
+def publish(record: Record, options: argparse.Namespace) -> int:
+    """Write the page, the picture and the table of engines, print the short table: 1 where a check failed or is out of bounds."""
+    folder, session = record.folder, record.sessions[-1]
+    device = session["machine"]["device"]
+    results = Results(record.outcomes.values(), device)
+    write_whole(folder / PAGE, report(record, results), synced=False)
+    draw(results, runner.sentence(session["machine"]), folder / PICTURE)
+    table = results.engine_table()
+    if table and not session["dry"]:
+        write_table(device, table, options.table or folder / TABLE)
+    runner.write_json(options.json, summary(record, results))
+    print(short(results, dry=session["dry"]))
+    for outcome in results.wrong:
+        print(f"OUT OF BOUNDS: {outcome.task.name}")
     for outcome in results.failed:
         print(f"FAILED: {outcome.task.name}: {outcome.gap}")
-    unchecked = sum(task.kind == "correctness" for task in left_out)
-    checked = sum(task.kind == "correctness" for task in planned) - unchecked
-    print(f"{checked} cases checked, {unchecked} left out (all: --only correctness --minutes 30)")
-    print(f"{len(left_out) - unchecked} other tasks left out, {len(cannot)} sides cannot run here; all in {options.out / 'gpu_suite.md'}")
+    print(f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, {len(record.cannot)} sides cannot run here")
+    print(f"all of it: {folder / PAGE}")
     return 1 if results.wrong or results.failed else 0
+
+
+def summary(record: Record, results: Results) -> dict[str, object]:
+    """What ``--json`` writes."""
+    return {
+        "suite": "gpu",
+        "sessions": record.sessions,
+        "roofs": results.roofs,
+        "targets": [{**vars(target), "met": target.met} for target in results.targets()],
+        "outcomes": [outcome.as_json() for outcome in record.outcomes.values()],
+        "left_out": record.left_out,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all is well; 1: a check failed or is out of bounds; 2: no CUDA device, or a mistake in the command."""
+    options = parse(arguments)
+    if options.report is None:
+        return run(PROGRAM, lambda: perform(options), kept=KEPT)
+    record = Record.read(options.report)
+
+    def publish_it() -> int:
+        if not record.sessions:
+            raise UserError(f"--report: {options.report} has no {FILE}")
+        return publish(record, options)
+
+    return run(PROGRAM, publish_it)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,61 @@
-"""What the suite does and in which order: the most important first, so that the time that there is goes to it. Nothing runs here."""
+"""What the suite does and in which order: the most important tasks first. Nothing runs here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
 
+from fem_megatron.catalogue import MIXERS
+from fem_megatron.megatron import platform
 from kernels.check import WITHOUT_GRADIENTS, suites
 from tools.bench.engines import variants as engines
 from tools.bench.speed import implementations, lacks
 from tools.bench.whole_model import BASELINE, PACKED, SCALES, VARIANTS
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
-PARTS = ("correctness", "ops", "models", "engines")
+# Parts in the order in which they begin, each with its share of the time. Those that are not timed
+# run at the same time and have one share; what a part leaves over passes on to the next.
+TOGETHER = ("correctness", "trainer", "features", "sanitizer")
+SHARES: Mapping[str, float] = {"throughput": 0.24, "ops": 0.14, "models": 0.09, "trace": 0.07, "engines": 0.06}
+PARTS = (*TOGETHER, *SHARES)
+TOGETHER_SHARE = 0.40
+
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_A_CALL = 16384
 TYPES = ("bfloat16", "float32")
 FIRST = "fem_attention"
 OURS = ("triton", "decode")
-ENGINE_LIMIT = 100  # seconds; less than a worker has, which would leave the ranks behind
+TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+ENGINE_LIMIT = 100  # seconds
+DRY_OPS = ("aft_read", "free_energy")
+TINY = asdict(Size(1, 16, 2, 16, 8))
+THROUGHPUT = ("fem_sm_1.3b", "transformer_1.3b", "fem_sm_340m", "transformer_340m")  # configs/model
+TINY_MODEL = ("hidden_size=64", "ffn_hidden_size=128", "num_layers=1", "num_attention_heads=2", "vocab_size=128")
+TINY_JOB = (*(f"model.{each}" for each in TINY_MODEL), "data.seq_length=32", "train.micro_batch_size=1", "train.global_batch_size=1")
+# What only a setting reaches, three steps of each. Every mixer follows.
+SETTINGS = (
+    "train.cuda_graphs=true",
+    "train.fp8=tensorwise",
+    "train.recompute=selective",
+    "train.offload_activations=true",
+    "data.documents=separate",
+    "optimizer.name=muon",
+)
+DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing that a worker is asked for, as JSON could say it. rank: the lower, the sooner; seconds: a guess, before any was seen.
+    """One measurement or check, as a worker is asked for it; ``arguments`` is plain JSON.
 
-    together: may run beside others on the GPU, since nothing in it is timed.
+    rank: the lower, the sooner. seconds: a guess that holds until one of its kind was measured.
+    unit: tasks of one unit run in their order on one worker. together: not timed, so others may
+    run at the same time. tool: the tool of compute-sanitizer that its worker runs under.
     """
 
     kind: str
@@ -35,22 +63,58 @@ class Task:
     arguments: dict[str, Any]
     rank: float
     seconds: float
+    part: str = ""
+    unit: str = ""
+    together: bool = False
+    tool: str = ""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tasks that run one after the other, or together, until ``until`` seconds after the start."""
+
+    tasks: list[Task]
+    until: float
     together: bool = False
 
 
-def tasks(parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None) -> tuple[list[Task], dict[str, str]]:
-    """All tasks in their order, and what cannot run on ``device``: name -> why. None: a machine that can run everything (``--dry``)."""
+def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
+    """The tasks by phase, with the time that each may take; a phase without tasks gives its share to the others."""
+    planned = list(planned)
+    groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
+    groups += [(share, [task for task in planned if task.part == part and not task.together]) for part, share in SHARES.items()]
+    groups = [group for group in groups if group[1]]
+    whole, used, found = sum(share for share, _ in groups), 0.0, []
+    for share, tasks in groups:
+        used += share / whole
+        found.append(Phase(tasks, min(1.0, used) * seconds, together=tasks[0].together))
+    return found
+
+
+def tasks(
+    parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None, *, dry: bool = False
+) -> tuple[list[Task], dict[str, str]]:
+    """All tasks in their order, and what ``device`` cannot run: name -> reason. None: a machine that can run everything.
+
+    dry: few tasks of each kind, at small sizes.
+    """
     made: list[Task] = []
-    if "correctness" in parts:
-        made += _correctness(ops)
-    if "ops" in parts:
-        made += _operations(ops)
-    if "models" in parts:
-        made += _models()
-    if "engines" in parts:
-        made += _engines()
+    makers = {
+        "correctness": lambda: _correctness(ops),
+        "trainer": _trainer,
+        "features": _features,
+        "sanitizer": lambda: _sanitizer(ops),
+        "throughput": lambda: _throughput(dry=dry),
+        "ops": lambda: _operations(ops),
+        "models": _models,
+        "engines": lambda: _engines(dry=dry),
+        "trace": _trace,
+    }
+    for part in parts:
+        made += [replace(task, part=part) for task in makers[part]()]
     if "ops" in parts or "models" in parts:
-        made.append(Task("roofs", "roofs", {}, 0, 8))
+        part = "ops" if "ops" in parts else "models"
+        made.append(Task("roofs", "roofs", {"matmul": 64, "copy": 64} if dry else {}, 0, 8, part))
     kept, gaps = [], {}
     for task in sorted(made, key=lambda task: task.rank):
         reason = None if device is None else _cannot(task, device)
@@ -58,35 +122,95 @@ def tasks(parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | N
             kept.append(task)
         else:
             gaps[_what(task)] = reason
-    return kept, gaps
+    return (list(_few(kept, ops or DRY_OPS)) if dry else kept), gaps
 
 
 def _cannot(task: Task, device: torch.device) -> str | None:
     if task.kind == "baseline":
         return BASELINES[task.arguments["baseline"]].lacks(device)
     if task.kind == "engine":
-        return engines.lacks(engines.Job.from_json(task.arguments))
+        return engines.lacks(engines.Job.from_json(task.arguments)) or _too_large(task, device)
+    if task.kind == "train":
+        return _lacks_trainer(task)
+    if task.kind == "sanitize" and (device.type != "cuda" or which("compute-sanitizer") is None):
+        return "no GPU" if device.type != "cuda" else "compute-sanitizer is not installed"
     implementation = task.arguments.get("implementation", "auto")
-    if implementation == "auto":
+    return None if implementation == "auto" else lacks(_op_of(task), implementation, device)
+
+
+def _lacks_trainer(task: Task) -> str | None:
+    for module, package in (("yaml", "PyYAML"), ("megatron", "megatron-core")):
+        if find_spec(module) is None:
+            return f"{package} is not installed"
+    if "train.cuda_graphs=true" in task.arguments["settings"]:
+        return _needs(platform.lacks_graphs())
+    if any(setting.startswith("train.fp8=") for setting in task.arguments["settings"]):
+        return _needs(platform.lacks_fp8())
+    return None
+
+
+def _needs(what: str | None) -> str | None:
+    return what and f"it needs {what}"
+
+
+def _too_large(task: Task, device: torch.device) -> str | None:
+    """Whether the plan of a model's memory is over the GPU's."""
+    if task.part != "throughput" or device.type != "cuda":
         return None
-    op = task.arguments["op"] if task.kind == "correctness" else WORKLOADS[task.arguments["workload"]].op
-    return lacks(op, implementation, device)
+    planned, there = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total, platform.device_memory_bytes()
+    return None if planned < there else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
+
+
+def _op_of(task: Task) -> str:
+    return str(task.arguments["op"] if "op" in task.arguments else WORKLOADS[task.arguments["workload"]].op)
 
 
 def _what(task: Task) -> str:
     """The side of a task, without its size or case: it cannot run at any of them."""
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
-    if task.kind == "engine":
+    if task.kind in ("engine", "train"):
         return task.name
-    op = task.arguments["op"] if task.kind == "correctness" else WORKLOADS[task.arguments["workload"]].op
-    return f"{op}: {task.arguments['implementation']}"
+    if task.kind == "sanitize":
+        return f"sanitizer: {task.tool}"
+    return f"{_op_of(task)}: {task.arguments['implementation']}"
+
+
+def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
+    """What a dry run takes of the plan, made small: it shows that everything can be called."""
+    seen = dict[str, int]()
+    for task in planned:
+        key, arguments = task.kind, task.arguments
+        if task.kind in ("correctness", "sanitize"):
+            if arguments["op"] not in ops or arguments["case"] != next(iter(suites()[arguments["op"]].cases)):
+                continue
+            key, arguments = task.name, {**arguments, "small": True}
+        elif task.kind in ("op", "baseline"):
+            arguments = {**arguments, "size": TINY, "budget": 0.0}
+        elif task.kind == "compile":
+            arguments = {**arguments, "lengths": [16], "tokens": 16}
+        elif task.kind == "model":
+            key, arguments = arguments["variant"], {**arguments, "tiny": True, "batch": 2, "budget": 0.0}
+            if key not in (BASELINE, "FEM-SM, C L T G"):
+                continue
+        elif task.kind == "engine":
+            key = task.name if task.part == "throughput" else task.kind
+            if task.name.endswith("340m"):
+                continue
+        elif task.kind == "train":
+            key, arguments = task.name, {**arguments, "tiny": True}
+            if task.part == "features" and arguments["settings"][0] not in DRY_FEATURES:
+                continue
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] == 1:
+            yield replace(task, arguments=arguments, seconds=min(task.seconds, 8.0))
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
     """Every case of every operation and implementation in both types: our kernels' first, and of each the first cases.
 
-    What runs only where it is asked for (fla's approximations) promises less than the cases ask, and is timed alone.
+    Those of a case are a unit, whose float64 results are computed once. What runs only on request
+    (fla's approximations) promises less than the cases ask, and is only timed.
     """
     for op, suite in suites().items():
         if ops and op not in ops:
@@ -97,11 +221,67 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
                 for dtype in TYPES:
                     arguments = {"op": op, "case": case, "implementation": implementation, "dtype": dtype}
                     name = f"{op}, {case}, {implementation}, {dtype}"
-                    yield Task("correctness", name, arguments, later + number / 100, 6 if number == 0 else 3, together=True)
+                    unit = f"{op}, {case}, {dtype}, {later}"
+                    yield Task("correctness", name, arguments, later + number / 100, 3, unit=unit, together=True)
+
+
+def _trainer() -> Iterator[Task]:
+    """Runs of the trainer that must agree with another one (`tools.bench.gpu_suite.trainer`)."""
+    fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
+    bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
+    runs = (
+        ("fp32 on the CPU", "fp32", {"run": "cpu", "steps": 8, "settings": fp32, "cpu": True}),
+        # Sums in another order err by 1e-6 a step, which Adam makes more of. What computes something else is off by 1e-2 and more.
+        ("fp32, the CPU's losses", "fp32", {"run": "fp32", "steps": 8, "settings": fp32, "against": "cpu", "bound": 1e-4}),
+        (
+            "the CPU's checkpoint, continued",
+            "fp32",
+            {"run": "continued", "steps": 8, "settings": fp32, "begin": ["cpu", 4], "against": "cpu", "bound": 1e-4},
+        ),
+        ("bf16, 20 steps", "bf16", {"run": "bf16", "steps": 20, "settings": bf16, "learns": True}),
+        # Equal to the bit, but for what others' kernels add up in any order; that is rounding in bfloat16, and small in a loss.
+        (
+            "bf16, resumed at step 10",
+            "bf16",
+            {"run": "resumed", "steps": 20, "settings": bf16, "begin": ["bf16", 10], "against": "bf16", "bound": 1e-3},
+        ),
+    )
+    for number, (name, unit, arguments) in enumerate(runs):
+        yield Task("train", f"trainer: {name}", arguments, -1 + number / 100, 20, unit=f"trainer {unit}", together=True)
+
+
+def _features() -> Iterator[Task]:
+    """Three steps of each setting that nothing else here reaches, and of each mixer."""
+    mixers = [f"model.mixer={name}" for name, mixer in MIXERS.items() if mixer.package is None or find_spec(mixer.package)]
+    for number, setting in enumerate((*SETTINGS, *mixers)):
+        run = "".join(letter if letter.isalnum() else "_" for letter in setting)
+        arguments = {"run": run, "steps": 3, "settings": [setting, "train.precision=bf16"]}
+        yield Task("train", f"three steps: {setting}", arguments, 0.03 + number / 1000, 20, together=True)
+
+
+def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
+    """Our kernels' first case of each operation, small, under each tool. Its worker starts slowly, so there is one a tool."""
+    for tool in TOOLS:
+        for task in _correctness(ops):
+            asked = task.arguments
+            if asked["implementation"] in OURS and asked["case"] == next(iter(suites()[asked["op"]].cases)):
+                arguments = {**asked, "small": True}
+                yield Task("sanitize", f"{tool}: {task.name}", arguments, 0.02, 5, together=True, tool=tool)
+
+
+def _throughput(*, dry: bool) -> Iterator[Task]:
+    """The trainer's own engine on random tokens: tokens/s, MFU, and peak memory compared with the plan's."""
+    for number, name in enumerate(THROUGHPUT):
+        job = engines.Job("megatron", ranks=1, precision="bf16", size="gpu", warmup=2, steps=5, limit=ENGINE_LIMIT, model=name)
+        yield Task("engine", f"throughput of {name}", (_tiny(job) if dry else job).as_json(), number, 45 if "1.3b" in name else 30)
+
+
+def _tiny(job: engines.Job) -> engines.Job:
+    return replace(job, precision="fp32", size="cpu", warmup=2, steps=2, overrides=TINY_JOB)
 
 
 def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Every operation and what it is held against, at every length; compiling comes before, many at a time."""
+    """Every operation and its baselines at every length; compiling comes before, many at a time."""
     baselines: dict[str, Task] = {}
     for name, workload in WORKLOADS.items():
         if ops and workload.op not in ops:
@@ -109,7 +289,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
         for implementation in sides(workload.op):
             asked = {"workload": name, "implementation": implementation}
             if implementation != "reference":
-                yield Task("compile", f"compile {name}, {implementation}", asked, 0.005, 8, together=True)
+                yield Task("compile", f"compile {name}, {implementation}", asked, 0.5, 8, together=True)
             for tokens in LENGTHS:
                 rank = _rank(name, implementation, tokens)
                 size = workload.size(tokens, TOKENS_A_CALL)
@@ -119,7 +299,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
             for baseline, sized in workload.baselines.items():
                 task = _baseline(baseline, sized(size), _rank(name, "auto", tokens))
                 known = baselines.get(task.name)
-                if known is None or task.rank < known.rank:  # several operations may be held against one
+                if known is None or task.rank < known.rank:  # several operations may share one
                     baselines[task.name] = task
     yield from baselines.values()
 
@@ -165,8 +345,16 @@ def _models() -> Iterator[Task]:
                 yield Task("model", f"{scale} {variant}, recomputing", {**arguments, "recompute": True}, 9, 15)
 
 
-def _engines() -> Iterator[Task]:
+def _engines(*, dry: bool) -> Iterator[Task]:
     """Every engine and ZeRO stage on one rank: without peers to split over, what DeepSpeed itself and its offload cost."""
     for number, variant in enumerate(engines.VARIANTS):
         job = engines.Job(variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT)
-        yield Task("engine", f"engine {variant}", job.as_json(), 8.9 + number / 1000, 40)
+        yield Task("engine", f"engine {variant}", (_tiny(job) if dry else job).as_json(), 8.9 + number / 1000, 40)
+
+
+def _trace() -> Iterator[Task]:
+    """One step of a narrow 340M FEM under torch's profiler, by the trainer."""
+    wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
+    sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
+    settings = [*(f"model.{each}" for each in wide), *sizes, "log.profile.steps=[4]", "train.precision=bf16"]
+    yield Task("train", "trace of a step", {"run": "trace", "steps": 4, "settings": settings, "trace": True}, 0, 30)

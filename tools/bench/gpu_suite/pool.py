@@ -1,101 +1,132 @@
-"""Processes that do the tasks: several at once where nothing is timed, one where something is; each ended when it takes too long."""
+"""Processes that perform the tasks: several at a time where nothing is timed, else one; each is ended when it takes too long."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tools.bench.gpu_suite.plan import Task
+from tools.bench.gpu_suite.plan import Phase, Task
+from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
-LIMIT = 120.0  # seconds for one task, its kernels' compilation with it
+LIMIT = 120.0  # seconds for one task, its kernels' compilation included
 MARGIN = 3.0  # of a guess, to the longest that a task of the same kind took
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a task: its result, or why there is none."""
-
-    task: Task
-    result: Any = None
-    gap: str | None = None
-    seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """The outcome with its task, as JSON has it."""
-        return asdict(self)
+WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts processes of its own
+ENDING = 6.0  # seconds that those have to stop
+LOST = 5  # workers in a row that lost the GPU, after which it is believed gone
 
 
 class Worker:
-    """A worker's process, started when it is asked for something, and again after it was lost."""
+    """A worker's process, started when it is asked for something, and again after it was lost.
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    tool: it runs under this tool of compute-sanitizer, whose messages go to a file of its own.
+    """
+
+    def __init__(self, log: Path, device: str = "", environment: dict[str, str] | None = None, tool: str = "") -> None:
+        self.log, self.device, self.tool = log, device, tool
+        self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[str] | None = None
         self.errors: IO[str] | None = None
+        self.messages = log.with_name(f"{tool}.log")
+        self.read = 0  # bytes of the messages
+        self.kind = ""  # of the task that it performs
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
         """The worker's answer; a gap where it takes more than ``limit`` seconds or ends."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(limit, process.kill)
+        self.kind = task.kind
+        late = threading.Timer(limit, self._end, (process,))
         late.start()
+        asked = {"kind": task.kind, "arguments": task.arguments, "limit": limit} | ({"device": self.device} if self.device else {})
         try:
-            process.stdin.write(json.dumps({"kind": task.kind, "arguments": task.arguments}) + "\n")
+            process.stdin.write(json.dumps(asked) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):
             line = ""
         finally:
             timed_out = not late.is_alive()
             late.cancel()
-        if line:
+            self.kind = ""
+        if line.endswith("\n"):
             answer: dict[str, Any] = json.loads(line)
-            lost = answer.pop("lost", False)
-            if lost or timed_out:  # that came with the answer
+            if answer.get("lost") or timed_out:  # that came with the answer
                 self.close()
-            if lost:
-                answer["gap"] += " (the GPU was lost to this process; another was started)"
-            return answer
-        self.close()
-        return {"gap": f"no answer within {limit:.0f} s" if timed_out else f"the process ended: {self._last_words()}"}
+        else:
+            self.close()
+            answer = {"gap": f"no answer within {limit:.0f} s" if timed_out else f"the process ended: {self._last_line()}"}
+        return self._with_messages(answer) if self.tool else answer
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for stream in (self.process.stdin, self.process.stdout, self.errors):
+        process, self.process = self.process, None
+        if process is not None:
+            self._end(process)
+            process.wait()
+            for stream in (process.stdin, process.stdout, self.errors):
                 if stream is not None:
                     with suppress(OSError):  # what the process did not read any more
                         stream.close()
-        self.process = None
 
     def _start(self) -> subprocess.Popen[str]:
         self.errors = self.log.open("a", encoding="utf-8")
+        command = [sys.executable, "-m", "tools.bench.gpu_suite.worker"]
+        environment = self.environment
+        if self.tool:
+            self.messages.unlink(missing_ok=True)
+            self.read = 0
+            command = ["compute-sanitizer", "--tool", self.tool, "--print-limit", "20", "--log-file", str(self.messages), *command]
+            # torch's own allocator hides accesses past the end of a tensor.
+            environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.bench.gpu_suite.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
+            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment, start_new_session=True
         )
         return self.process
 
-    def _last_words(self) -> str:
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        """Kill the process; first ask those that it has started to end, since their ranks would outlive it."""
+        if self.kind in WITH_PROCESSES:
+            self._signal(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
+        self._signal(process, signal.SIGKILL)
+
+    @staticmethod
+    def _signal(process: subprocess.Popen[str], number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)  # it leads its group
+
+    def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer, with what the sanitizer has reported meanwhile: {"checked": the worker's result, "reported": [first lines]}."""
+        text = ""
+        if self.messages.exists():
+            with self.messages.open(encoding="utf-8", errors="replace") as file:
+                file.seek(self.read)
+                text = file.read()
+                self.read = file.tell()
+        lines = [line.removeprefix("=========").strip() for line in text.splitlines()]
+        reported = [line for line in lines if line.startswith(("Invalid", "Error", "Warning", "Race reported", "Potential"))]
+        if reported:
+            return {**answer, "gap": None, "result": {"checked": answer.get("result"), "reported": reported}}
+        return answer if answer.get("gap") else {"result": {"checked": answer["result"], "reported": []}}
+
+    def _last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 class Clock:
-    """Until when may be worked, and what tasks of a kind have taken so far."""
+    """How much time is left, and what tasks of a kind have taken so far."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
@@ -110,48 +141,98 @@ class Clock:
         """Seconds that a task may take: what the slowest of its kind took, at least a third and at most three times of the guess."""
         return min(MARGIN * task.seconds, max(self.longest.get(task.kind, task.seconds), task.seconds / MARGIN))
 
-    def fits(self, task: Task, share: float = 1.0) -> bool:
-        """Whether it may still be begun, ``share`` of the budget being all there is."""
-        return self.elapsed + self.expected(task) <= share * self.budget
+    def fits(self, task: Task, until: float) -> bool:
+        """Whether it may still be begun where its phase ends ``until`` seconds after the start."""
+        return self.elapsed + self.expected(task) <= until
+
+    def limit(self, task: Task, until: float) -> float:
+        """Seconds after which it is ended: three times what is expected, or what its phase has left; never past the end of all."""
+        longest = max(LIMIT, MARGIN * task.seconds)
+        return max(1.0, min(longest, max(MARGIN * self.expected(task), until - self.elapsed), self.budget - self.elapsed))
 
     def took(self, task: Task, seconds: float) -> None:
-        """Remember it."""
+        """Note what one took."""
         self.longest[task.kind] = max(self.longest.get(task.kind, 0.0), seconds)
 
 
-Tell = Callable[[Outcome, int, float], None]
+Report = Callable[[Outcome, int, float], None]
 
 
-def work(tasks: list[Task], workers: list[Worker], clock: Clock, tell: Tell, share: float = 1.0) -> tuple[list[Outcome], list[Task]]:
-    """Have the workers do the tasks in their order while the time is enough; what was done, and what was left out.
+class Work:
+    """One phase: the tasks given to the workers unit by unit while the time lasts.
 
-    tell(outcome, tasks left, seconds expected for them) after each.
+    report(outcome, tasks left, seconds expected for them) is called after each task.
     """
-    waiting, outcomes, left_out = list(tasks), [], []
-    lock = threading.Lock()
 
-    def serve(worker: Worker) -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                task = waiting.pop(0)
-                if not clock.fits(task, share):
-                    left_out.append(task)
-                    continue
-            began = clock.now()
-            answer = worker.ask(task, min(LIMIT, max(MARGIN * clock.expected(task), share * clock.budget - clock.elapsed)))
-            took = clock.now() - began
-            with lock:
-                clock.took(task, took)
-                outcome = Outcome(task, answer.get("result"), answer.get("gap"), took)
-                outcomes.append(outcome)
-                ahead = sum(clock.expected(other) for other in waiting) / len(workers)
-                tell(outcome, len(waiting), max(0.0, min(ahead, share * clock.budget - clock.elapsed)))
+    def __init__(self, phase: Phase, clock: Clock, report: Report) -> None:
+        self.until, self.clock, self.report = phase.until, clock, report
+        self.lock, self.stopped, self.lost, self.at_once = threading.Lock(), False, 0, 1
+        units: dict[str, list[Task]] = {}
+        for task in phase.tasks:
+            units.setdefault(task.unit or task.name, []).append(task)
+        self.waiting = list(units.values())
+        self.again: list[Task] = []  # those that ran out of memory beside others
+        self.left_out: list[Task] = []
+        self.failure: BaseException | None = None  # of a thread
 
-    threads = [threading.Thread(target=serve, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes, left_out
+    def run(self, workers: Sequence[Worker]) -> list[Task]:
+        """Perform the tasks; returns those that were left out."""
+        self.at_once = len(workers)
+        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self.failure:
+                raise self.failure
+            self.waiting, self.again = [[task] for task in self.again], []
+            if self.waiting:
+                for worker in workers[1:]:
+                    worker.close()  # and its memory
+                self.at_once = 1
+                self._perform(workers[0])
+        except BaseException:
+            self.stopped = True
+            for worker in workers:
+                worker.close()
+            for thread, worker in zip(threads, workers, strict=True):
+                thread.join(ENDING)
+                worker.close()  # one that was being started
+            raise
+        return self.left_out + [task for unit in self.waiting for task in unit]
+
+    def _serve(self, worker: Worker) -> None:
+        try:
+            self._perform(worker)
+        except BaseException as error:  # as a full disk; the thread that waits raises it
+            self.failure, self.stopped = error, True
+
+    def _perform(self, worker: Worker) -> None:
+        while (unit := self._next(worker)) is not None:
+            for task in unit:
+                with self.lock:
+                    if self.stopped or self.lost >= LOST or not self.clock.fits(task, self.until):
+                        self.left_out.append(task)
+                        continue
+                began = self.clock.now()
+                answer = worker.ask(task, self.clock.limit(task, self.until))
+                if not self.stopped:
+                    self._take(task, answer, self.clock.now() - began, len(unit) - unit.index(task) - 1)
+
+    def _next(self, worker: Worker) -> list[Task] | None:
+        with self.lock:
+            place = next((n for n, unit in enumerate(self.waiting) if unit[0].tool == worker.tool), None)
+            return None if place is None else self.waiting.pop(place)
+
+    def _take(self, task: Task, answer: dict[str, Any], took: float, of_unit: int) -> None:
+        with self.lock:
+            self.clock.took(task, took)
+            self.lost = self.lost + 1 if answer.get("lost") else 0
+            if self.at_once > 1 and answer.get("gap") == OUT_OF_MEMORY:
+                self.again.append(task)
+                return
+            waiting = [other for unit in self.waiting for other in unit]
+            ahead = sum(self.clock.expected(other) for other in waiting) / self.at_once
+            outcome = Outcome(task, answer.get("result"), answer.get("gap"), took)
+            self.report(outcome, len(waiting) + of_unit, max(0.0, min(ahead, self.until - self.clock.elapsed)))

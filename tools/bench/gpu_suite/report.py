@@ -1,36 +1,45 @@
-"""The results as Markdown, and the short table that is printed last. Every ratio names what it is held against."""
+"""The record as a page (Markdown), a picture, and the short table that is printed last. Every ratio names its baseline."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fem_common.plot import colour_of, new_figure, plain_axes, save
+from fem_common.plot import COLOURS, colour_of, new_figure, plain_axes, save
 from tools.bench import runner
 from tools.bench.engines import figures
-from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
-from tools.bench.gpu_suite.pool import Outcome
-from tools.bench.gpu_suite.results import Results
+from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
+from tools.bench.gpu_suite.results import Outcome, Record, Results
 from tools.bench.whole_model import PACKED, SCALES, VARIANTS
 from tools.bench.workloads import WORKLOADS
 
 SHORT = 4096
 MOST_NAMES = 4  # of tasks with the same gap
+DRY = "**Dry run**: small sizes, to show that everything can be called. No number here is a benchmark."
 
 
-def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], left_out: list[Task], seconds: float) -> str:
+def report(record: Record, results: Results) -> str:
     """The whole page."""
-    gaps = [outcome for outcome in results.outcomes if outcome.gap is not None]
+    last = record.sessions[-1]
+    times = "; ".join(f"{session['minutes']:g} minutes" for session in record.sessions)
     parts = [
         "# GPU benchmarks",
-        f"{runner.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
+        DRY if last["dry"] else "",
+        f"{runner.sentence(last['machine'])}; {times}. bfloat16; medians; how: docs/benchmarks/README.md.",
         _roofs(results),
-        "## Targets",
-        targets(results),
+        *(() if last["dry"] else ("## Targets", targets(results))),
         "## Correctness",
         correctness(results),
+        "## The trainer",
+        trainer(results),
+        "## compute-sanitizer",
+        sanitizer(results),
+        "## Training throughput, by the trainer's own engine",
+        throughput(results),
         "## Operations",
         operations(results),
         "## FEM's attention and standard attention, engine by engine",
@@ -40,22 +49,24 @@ def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], le
         "## Engines, a training step on one rank",
         figures.table(results.engines) if results.engines else "None was timed.",
         "## Gaps",
-        _gaps(gaps, cannot, left_out),
+        _gaps(record),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def short(results: Results) -> str:
-    """What is printed last: the targets, each operation at 4096 tokens, the large models."""
+def short(results: Results, *, dry: bool = False) -> str:
+    """What is printed last: the targets (not of a dry run), each operation at 4096 tokens, the large models."""
     lines = []
     for name in WORKLOADS:
         found = results.ops.get((name, "auto", SHORT))
         if found is not None:
             ratio, best = results.ratio(name, "auto", SHORT), results.best(name, SHORT)
             lines.append([name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""])
-    parts = [targets(results)]
+    parts = [] if dry else [targets(results)]
+    if results.throughput:
+        parts.append(throughput(results))
     if lines:
-        parts.append(runner.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
+        parts.append(runner.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "baseline"], lines))
     rows = _model_rows(results, ("1.3B", "340M", *PACKED))
     if rows:
         parts.append(runner.table(MODEL_COLUMNS, rows))
@@ -74,20 +85,68 @@ def targets(results: Results) -> str:
 
 def correctness(results: Results) -> str:
     """The worst result of each operation, implementation and type: its error against float64 and what it may be."""
-    worst: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for finding in results.findings:
-        worst.setdefault((finding["op"], finding["implementation"], finding["dtype"]), []).append(finding)
     rows = []
-    for (op, implementation, dtype), findings in worst.items():
-        # Not finite counts as infinitely far out.
-        last = max(findings, key=lambda each: each["error"] / each["bound"] if each["error"] == each["error"] else float("inf"))
+    for (op, implementation, dtype), findings in _by_side(results).items():
+        last = max(findings, key=_share)
         wrong = sum(not finding["good"] for finding in findings)
         verdict = f"{wrong} OUT OF BOUNDS" if wrong else "in bounds"
         where = f"{last['case']}: {last['result']}"
         rows.append([op, implementation, dtype, str(len(findings)), f"{last['error']:.1e}", f"{last['bound']:.1e}", where, verdict])
     table = runner.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
-    failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed)
+    failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed if outcome.task.kind == "correctness")
     return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
+
+
+def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for finding in results.findings:
+        found.setdefault((finding["op"], finding["implementation"], finding["dtype"]), []).append(finding)
+    return found
+
+
+def _share(finding: dict[str, Any]) -> float:
+    """A finding's error over its bound; what is not finite is infinitely far out."""
+    error = finding["error"]
+    return float(error / finding["bound"]) if error == error else math.inf
+
+
+def trainer(results: Results) -> str:
+    """Each run of the trainer: whether it agrees with the run that it is compared with, or ended at all."""
+    rows = []
+    for outcome in results.of_kind("train"):
+        rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
+    return runner.table(["run", "", "losses compared", "s"], rows) if rows else "No run was made."
+
+
+def _run_cells(outcome: Outcome) -> tuple[str, str]:
+    if outcome.gap is not None:
+        return f"FAILED: {outcome.gap}", ""
+    verdict = "WRONG" if outcome.wrong else "good"
+    found = outcome.result
+    if "worst" not in found:
+        return verdict, ""
+    return verdict, "equal to the bit" if found["equal"] else f"{found['worst']:.1e} apart, bound {found['bound']:.0e}"
+
+
+def sanitizer(results: Results) -> str:
+    """What each tool reported, case by case where it reported something."""
+    lines, count = [], dict[str, int]()
+    for outcome in results.of_kind("sanitize"):
+        count[outcome.task.tool] = count.get(outcome.task.tool, 0) + 1
+        if outcome.failed:
+            lines.append(f"- FAILED {outcome.task.name}: {outcome.gap}")
+        elif outcome.wrong:
+            reported = outcome.result["reported"] or ["a result is out of bounds"]
+            lines.append(f"- {outcome.task.name}: {len(reported)} reports, the first: {reported[0]}")
+    if not count:
+        return "It did not run."
+    clean = "; ".join(f"{tool}: {number} cases" for tool, number in count.items())
+    return "\n".join([f"{clean}; {len(lines)} with a report.", *lines])
+
+
+def throughput(results: Results) -> str:
+    """The trainer's engine at full size."""
+    return figures.table(results.throughput) if results.throughput else "None was measured."
 
 
 def operations(results: Results) -> str:
@@ -106,7 +165,7 @@ def operations(results: Results) -> str:
                 row.append(f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "")
                 rows.append(row)
     columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
-    columns += ["forward ÷", "fwd + bwd ÷", "held against (the fastest of its kind here)", "of matmul", "of copy"]
+    columns += ["forward ÷", "fwd + bwd ÷", "baseline (the fastest of its kind here)", "of matmul", "of copy"]
     return runner.table(columns, rows) if rows else "Nothing was timed."
 
 
@@ -119,7 +178,8 @@ def engines(results: Results) -> str:
         for tokens in LENGTHS:
             for engine, ratio, own in results.same_engine(name, tokens):
                 rows.append([name, str(tokens), engine, _ms(own.both), f"{ratio:.3f}"])
-    return runner.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
+    columns = ["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"]
+    return runner.table(columns, rows) if rows else "None was timed."
 
 
 MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "÷ joined", "MFU", "peak, GB", "recomputes"]
@@ -153,17 +213,24 @@ def _roofs(results: Results) -> str:
     return f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; copy {copy / 1e9:,.0f} GB/s, read and written."
 
 
-def _gaps(gaps: list[Outcome], cannot: dict[str, str], left_out: list[Task]) -> str:
-    lines = [f"- {what} cannot run here: {why}" for what, why in cannot.items()]
+def _gaps(record: Record) -> str:
+    lines = [f"- {what} cannot run here: {why}" for what, why in record.cannot.items()]
     alike: dict[str, list[str]] = {}
-    for outcome in gaps:
-        alike.setdefault(str(outcome.gap), []).append(outcome.task.name)
+    for outcome in record.outcomes.values():
+        if outcome.gap is not None:
+            alike.setdefault(str(outcome.gap), []).append(outcome.task.name)
     for why, names in alike.items():
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        lines.append(f"- {'; '.join(names[:MOST_NAMES])}{more}: {why}")
-    if left_out:
-        lines.append(f"- left out for want of time ({len(left_out)}): {'; '.join(task.name for task in left_out)}")
+        lines.append(f"- {_some(names)}: {why}")
+    if record.left_out:
+        why = f"without an outcome, for want of time or because the suite was ended ({len(record.left_out)})"
+        lines.append(f"- {why}: {_some(record.left_out, 40)}")
+    if record.damaged:
+        lines.append(f"- {record.damaged} lines of the record cannot be read")
     return "\n".join(lines) or "None."
+
+
+def _some(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    return "; ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _ms(seconds: float) -> str:
@@ -171,24 +238,54 @@ def _ms(seconds: float) -> str:
 
 
 def draw(results: Results, title: str, path: Path) -> bool:
-    """Write the picture; False where there is nothing to draw, or nothing to draw with."""
-    lines = {}
+    """Write the picture: errors over their bounds, and ratios over lengths; False where there is nothing to draw, or no matplotlib."""
+    ratios = {}
     for name in WORKLOADS:
         found = [(tokens, ratio[1]) for tokens in LENGTHS if (ratio := results.ratio(name, "auto", tokens))]
         if found:
-            lines[name] = found
-    if not lines or find_spec("matplotlib") is None:
+            ratios[name] = found
+    sides = _by_side(results)
+    if not (ratios or sides) or find_spec("matplotlib") is None:
         return False
-    figure = new_figure((9, 5.5))
-    axes = figure.add_subplot()
-    for number, (name, found) in enumerate(lines.items()):
-        axes.plot(*zip(*found, strict=True), label=name, **colour_of(number))
+    figure = new_figure((11, 5.5))
+    axes = figure.subplots(1, bool(ratios) + bool(sides), squeeze=False)[0]
+    if sides:
+        _draw_errors(axes[0], sides)
+    if ratios:
+        _draw_ratios(axes[-1], ratios)
+    figure.suptitle(title, fontsize=9)
+    save(figure, path)
+    return True
+
+
+ERRORS_FROM, ERRORS_TO = 1e-3, 1e2  # shares of the bound that are drawn; what is outside stands at the end
+
+
+def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
+    """A row an operation; a mark for the worst result of each implementation, by type."""
+    ops = list(dict.fromkeys(op for op, _, _ in sides))
+    for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
+        found = [(op, max(map(_share, findings))) for (op, _, kind), findings in sides.items() if kind == dtype]
+        places = [ops.index(op) + 0.2 * (number - 0.5) for op, _ in found]
+        shares = [min(max(share, ERRORS_FROM), ERRORS_TO) for _, share in found]
+        axes.plot(shares, places, linestyle="none", marker="o", markersize=4, alpha=0.7, label=dtype, color=colour_of(number)["color"])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlim(ERRORS_FROM / 1.5, ERRORS_TO * 1.5)
+    axes.set_yticks(range(len(ops)), ops, fontsize=8)
+    axes.invert_yaxis()
+    plain_axes(axes, "worst error of an implementation ÷ its bound", "", grid="x")
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _draw_ratios(axes: Any, ratios: dict[str, list[tuple[int, float]]]) -> None:
+    for number, (name, found) in enumerate(ratios.items()):
+        again = number >= len(COLOURS)  # the colours begin anew
+        axes.plot(*zip(*found, strict=True), label=name, linestyle="--" if again else "-", **colour_of(number))
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(LENGTHS, [f"{tokens // 1024}k" for tokens in LENGTHS])
-    plain_axes(axes, "tokens of a sequence", "forward + backward ÷ the fastest it is held against")
-    axes.set_title(title, fontsize=10)
-    figure.legend(loc="outside right upper", fontsize=8)
-    save(figure, path)
-    return True
+    plain_axes(axes, "tokens of a sequence", "forward + backward ÷ the fastest baseline")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7)

@@ -1,19 +1,141 @@
-"""Outcomes as numbers that can be asked for: ratios to what an operation is held against, shares of the roofs, the targets."""
+"""What has been measured so far: the record of outcomes on disk, and the ratios, targets and tables that they give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fem_common.files import append_json_line
 from kernels.fem_attention.engines import ENGINES
 from kernels.fem_attention.table import Entry
 from pretrain.plan.devices import peak_tflops
 from tools.bench.engines.figures import Figures
-from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL
-from tools.bench.gpu_suite.pool import Outcome
+from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL, Task
 from tools.bench.whole_model import BASELINE, PACKED
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
+
+FILE = "outcomes.jsonl"
+OUT_OF_MEMORY = "out of memory"
+CHECKS = ("correctness", "train", "sanitize")  # kinds of task that must not fail
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a task: its result, or the reason why there is none."""
+
+    task: Task
+    result: Any = None
+    gap: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def refused(self) -> bool:
+        """Whether an implementation says that the case is not for it."""
+        return self.gap is not None and "ValueError" in self.gap and "cannot run:" in self.gap
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check ended in an error that is not the machine's size or the case's."""
+        wanted = self.task.kind in CHECKS or self.task.part == "throughput"
+        return wanted and self.gap is not None and not self.refused and self.gap != OUT_OF_MEMORY
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a check's result is out of its bounds."""
+        if self.gap is not None or self.task.kind not in CHECKS:
+            return False
+        if self.task.kind == "train":
+            return not self.result["good"]
+        reported = self.result["reported"] if self.task.kind == "sanitize" else []
+        return bool(reported) or not all(finding["good"] for finding in self.findings)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the task need not be performed again."""
+        return self.refused or (self.gap is None and not self.wrong)
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The errors that a check of an operation found, with what identifies it; JSON's null is not a finite number."""
+        if self.gap is not None or self.task.kind not in ("correctness", "sanitize"):
+            return []
+        asked = {key: self.task.arguments[key] for key in ("op", "implementation", "dtype")}
+        found = self.result["checked"] or [] if self.task.kind == "sanitize" else self.result
+        return [{**asked, **each, "error": math.inf if each["error"] is None else each["error"]} for each in found]
+
+    def as_json(self) -> dict[str, Any]:
+        """The outcome and its task as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Outcome:
+        """The outcome again. Raises KeyError, TypeError where it is not one."""
+        return cls(Task(**values["task"]), values["result"], values["gap"], values["seconds"])
+
+
+@dataclass
+class Record:
+    """The folder's outcomes.jsonl: a line for each start of the suite, and a line for each outcome as soon as it is known.
+
+    sessions: {"machine", "minutes", "dry", "planned": names, "cannot": name -> reason}, in their
+    order. outcomes: by task; the last one of a task counts. damaged: lines that cannot be read, as
+    the last one of a process that was killed.
+    """
+
+    folder: Path
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    damaged: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        """What the folder holds, which may be nothing."""
+        record = cls(folder)
+        path = folder / FILE
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                values = json.loads(line)
+                if "session" in values:
+                    record.sessions.append(values["session"])
+                else:
+                    outcome = Outcome.from_json(values)
+                    record.outcomes[outcome.task.name] = outcome
+            except (ValueError, KeyError, TypeError):
+                record.damaged += 1
+        return record
+
+    def begin(self, session: dict[str, Any]) -> None:
+        """Note that the suite starts."""
+        self.sessions.append(session)
+        append_json_line(self.folder / FILE, {"session": session})
+
+    def add(self, outcome: Outcome) -> None:
+        """Note an outcome."""
+        self.outcomes[outcome.task.name] = outcome
+        append_json_line(self.folder / FILE, outcome.as_json())
+
+    @property
+    def cannot(self) -> dict[str, str]:
+        """What the machine could not run, and the reason."""
+        return {name: why for session in self.sessions for name, why in session["cannot"].items()}
+
+    @property
+    def left_out(self) -> list[str]:
+        """Planned tasks without an outcome."""
+        planned = dict.fromkeys(name for session in self.sessions for name in session["planned"])
+        return [name for name in planned if name not in self.outcomes]
+
+    def missing(self, planned: Iterable[Task]) -> list[Task]:
+        """Of these tasks those to perform: first those without an outcome, then those that failed; a unit of runs wholly."""
+        planned = list(planned)
+        settled = {name for name, outcome in self.outcomes.items() if outcome.settled}
+        units = {task.unit for task in planned if task.kind == "train" and task.unit and task.name not in settled}
+        wanted = [task for task in planned if task.name not in settled or (task.kind == "train" and task.unit in units)]
+        return sorted(wanted, key=lambda task: task.name in self.outcomes and task.unit not in units)
 
 
 @dataclass(frozen=True)
@@ -51,45 +173,49 @@ class Target:
 
 
 class Results:
-    """What the outcomes of one run say."""
+    """What the outcomes say."""
 
-    def __init__(self, outcomes: list[Outcome], device_name: str) -> None:
-        self.outcomes, self.device_name = outcomes, device_name
+    def __init__(self, outcomes: Iterable[Outcome], device_name: str) -> None:
+        self.outcomes, self.device_name = list(outcomes), device_name
         self.ops: dict[tuple[str, str, int], Side] = {}
         self.baselines: dict[tuple[str, Size], Side] = {}
         self.models: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.engines: dict[str, Figures] = {}
-        self.findings: list[dict[str, Any]] = []
+        self.throughput: dict[str, Figures] = {}  # by the model's name
         self.roofs: dict[str, float] | None = None
-        for outcome in outcomes:
+        for outcome in self.outcomes:
             if outcome.gap is None:
-                self._take(outcome.task.kind, outcome.task.arguments, outcome.result)
+                self._take(outcome.task, outcome.result)
+        self.findings = [finding for outcome in self.outcomes if outcome.task.kind == "correctness" for finding in outcome.findings]
 
-    def _take(self, kind: str, asked: dict[str, Any], result: Any) -> None:
-        if kind == "op":
+    def _take(self, task: Task, result: Any) -> None:
+        asked = task.arguments
+        if task.kind == "op":
             self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = Side.of(result)
-        elif kind == "baseline":
+        elif task.kind == "baseline":
             self.baselines[asked["baseline"], Size(**asked["size"])] = Side.of(result)
-        elif kind == "model":
+        elif task.kind == "model":
             self.models[asked["scale"], asked["variant"], asked["recompute"]] = result
-        elif kind == "engine":
+        elif task.kind == "engine" and task.part == "throughput":
+            self.throughput[asked["model"]] = Figures(**result)
+        elif task.kind == "engine":
             self.engines[asked["variant"]] = Figures(**result)
-        elif kind == "roofs":
+        elif task.kind == "roofs":
             self.roofs = result
-        elif kind == "correctness":
-            keys = ("op", "implementation", "dtype")
-            self.findings += [{**{key: asked[key] for key in keys}, **finding} for finding in result]
+
+    def of_kind(self, *kinds: str, part: str = "") -> list[Outcome]:
+        """The outcomes of these kinds, of a part alone where one is named."""
+        return [outcome for outcome in self.outcomes if outcome.task.kind in kinds and part in ("", outcome.task.part)]
 
     @property
-    def wrong(self) -> list[dict[str, Any]]:
-        """Findings out of bounds."""
-        return [finding for finding in self.findings if not finding["good"]]
+    def wrong(self) -> list[Outcome]:
+        """Checks whose result is out of bounds."""
+        return [outcome for outcome in self.outcomes if outcome.wrong]
 
     @property
     def failed(self) -> list[Outcome]:
-        """Cases whose call ended in an error that is not the machine's or the shape's: an implementation may say that one is not for it."""
-        ended = [(outcome, outcome.gap) for outcome in self.outcomes if outcome.task.kind == "correctness" and outcome.gap is not None]
-        return [outcome for outcome, gap in ended if gap != "out of memory" and not ("ValueError" in gap and "cannot run:" in gap)]
+        """Checks that ended in an error."""
+        return [outcome for outcome in self.outcomes if outcome.failed]
 
     def against(self, workload: str, tokens: int) -> dict[str, Side]:
         """What a workload is held against at a length, by name, as far as it was measured."""
@@ -159,9 +285,22 @@ class Results:
                 1.10,
                 self.model_ratio("1.3B", "FEM-GLA, C L T G", base="GLA"),
             ),
+            Target("FEM-SM ÷ Transformer, the trainer's step, 1.3B at 4096", 1.10, self._trainer_ratio("1.3b")),
+            *(
+                Target(f"MFU of the trainer, {name}", 0.41, self._trainer_mfu(name), at_least=True)
+                for name in ("transformer_1.3b", "fem_sm_1.3b")
+            ),
             Target("MFU of the 1.3B Transformer", 0.45, self.utilisation("1.3B", BASELINE), at_least=True),
             Target("MFU of the 1.3B FEM-SM", 0.45, self.utilisation("1.3B", fem), at_least=True),
         ]
+
+    def _trainer_ratio(self, scale: str) -> float | None:
+        """FEM's step over the Transformer's by the trainer's engine, both for each token."""
+        fem, base = self.throughput.get(f"fem_sm_{scale}"), self.throughput.get(f"transformer_{scale}")
+        return None if fem is None or base is None else (fem.step / fem.tokens) / (base.step / base.tokens)
+
+    def _trainer_mfu(self, name: str) -> float | None:
+        return self.throughput[name].mfu if name in self.throughput else None
 
     def _gla_ratio(self, workload: str) -> float | None:
         return next((ratio for _, ratio, _ in self.same_engine(workload, 4096)), None)

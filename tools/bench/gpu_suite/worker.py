@@ -1,13 +1,16 @@
-"""One process that does what it is asked, a JSON line in, a JSON line out: ``{"result": ...}`` or ``{"gap": why}``.
+"""One process that performs tasks: a JSON line in, a JSON line out: ``{"result": ...}`` or ``{"gap": reason}``.
 
-It ends after a fault of the GPU, after which nothing of this process can be believed; whoever asks starts another.
+It ends after a fault of the GPU, after which none of its results can be trusted; the suite starts another.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,10 +18,11 @@ from typing import Any
 import torch
 
 from fem_megatron.megatron import platform
-from kernels.check import check, suites
+from kernels.check import Expected, expect, judge, suites
 from tools.bench.engines import figures
 from tools.bench.engines.variants import Job, launch
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
+from tools.bench.gpu_suite.trainer import train
 from tools.bench.runner import measure
 from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import SCALES, train_step
@@ -26,25 +30,35 @@ from tools.bench.workloads import WORKLOADS, Draw, Size
 
 SECONDS = 0.15  # spent on timing one number of an operation
 MODEL_SECONDS = 2.0
-MATMUL, COPY = 8192, 2**31  # the matrix product's size; bytes that are copied
+MATMUL, COPY = 8192, 2**31  # width of the square matrix product; bytes that are copied
 TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ENDING = 10.0  # seconds that processes of this one have for ending
+
+_expected: dict[tuple[Any, ...], Expected] = {}  # the last case's
 
 
-def perform(kind: str, arguments: dict[str, Any]) -> Any:
-    """The result of one task of `tools.bench.gpu_suite.plan`, as JSON has it."""
+def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
+    """The result of one task of `tools.bench.gpu_suite.plan`, as JSON; it should take ``limit`` seconds at most."""
+    if kind == "train":
+        return train(arguments, limit)
+    if kind == "engine":
+        return _engine(arguments, limit)
     return DOES[kind](arguments)
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    suite = suites()[arguments["op"]]
-    real = not arguments.get("small", False)
-    dtype = TYPES[arguments["dtype"]]
-    findings = check(suite, arguments["case"], arguments["implementation"], dtype, platform.device(), real=real)
+    """Check one implementation. The case's float64 results are kept for the next one of the same case."""
+    suite, real = suites()[arguments["op"]], not arguments.get("small", False)
+    key = arguments["op"], arguments["case"], arguments["dtype"], real
+    if key not in _expected:
+        _expected.clear()
+        _expected[key] = expect(suite, arguments["case"], TYPES[arguments["dtype"]], platform.device(), real=real)
+    findings = judge(suite, _expected[key], arguments["implementation"])
     return [{**asdict(finding), "good": finding.good} for finding in findings]
 
 
 def _compile(arguments: dict[str, Any]) -> None:
-    """Run an operation at every size that is timed, forward and backward, so that its kernels lie compiled in Triton's cache."""
+    """Run an operation at every size that is timed, forward and backward, so that Triton's cache has its kernels."""
     workload = WORKLOADS[arguments["workload"]]
     for tokens in arguments.get("lengths", LENGTHS):
         size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
@@ -75,8 +89,11 @@ def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A whole model's training step; where the batch does not fit half of it is tried, then with recomputation."""
+    """A whole model's training step; where the batch does not fit, half of it is tried, then recomputation."""
     scale, recompute = replace(SCALES[arguments["scale"]], batch=arguments["batch"]), arguments["recompute"]
+    if arguments.get("tiny"):
+        model = replace(scale.model, num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=None, vocab_size=64)
+        scale = replace(scale, model=model, tokens=8)
     tries = [(scale.batch, recompute), (max(1, scale.batch // 2), recompute), (max(1, scale.batch // 2), True)]
     for number, (batch, again) in enumerate(tries):
         try:
@@ -89,28 +106,35 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("unreachable")
 
 
-def _engine(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A training run of an engine, in processes of its own."""
+def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
+    """A training run of an engine, in processes of its own; where the time ends it, of the steps until then."""
     job = Job.from_json(arguments)
-    return asdict(figures.of(job, [launch(job)], cuda=platform.has_cuda()))
+    job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
+    answers = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
+    return asdict(figures.of(job, [answers], cuda=platform.has_cuda()))
 
 
 DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "correctness": _correctness,
+    "sanitize": _correctness,
     "compile": _compile,
     "roofs": _roofs,
     "op": _op,
     "baseline": _baseline,
     "model": _model,
-    "engine": _engine,
 }
 
 
 def answer(line: str) -> tuple[dict[str, Any], bool]:
-    """What is said to one line, and whether this process can go on."""
+    """The answer to one line, and whether this process can go on."""
     asked = json.loads(line)
+    found: dict[str, Any]
     try:
-        found = {"result": perform(asked["kind"], asked["arguments"])}
+        # A process that cannot reach the GPU any more would compute on the CPU without a word.
+        there = platform.device_name()
+        if there != asked.get("device", there):
+            return {"gap": f"the device of this process is {there}, not {asked['device']}", "lost": True}, False
+        found = {"result": perform(asked["kind"], asked["arguments"], asked.get("limit", 600.0))}
     except torch.OutOfMemoryError:
         found = {"gap": "out of memory"}
     except Exception as error:
@@ -124,9 +148,21 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
     return found, True
 
 
+def _end_with(parent: int) -> None:
+    """End this process's group when the suite is gone; runs that it started may stop by themselves first."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(ENDING)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> int:
-    """Answer until the input ends. What libraries print goes to the standard error, where it cannot be taken for an answer."""
-    # Of its own: below, what is printed by others goes elsewhere.
+    """Answer until the input ends. What libraries print goes to stderr, where it cannot be taken for an answer."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # of its group; children have the default again
+    if os.getpgrp() == os.getpid():
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # A descriptor of its own: below, what is printed by others goes elsewhere.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
