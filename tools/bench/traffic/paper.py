@@ -1,7 +1,9 @@
 """A training step on paper: times from the counts of ``trace``, by a stated model of a GPU. Modelled, not measured.
 
 A kernel takes its bytes over the bandwidth, or its matrix products over their rate, whichever is longer, and the gap to the next one.
-A step is the layers', what is before and after them, and fused AdamW on bfloat16 weights: what `tools.bench.gpu_suite` times.
+A step is the layers', what is before and after them, and the trainer's own work on gradients and weights: one
+micro-batch of the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
+`tools.bench.gpu_suite` times a smaller update, AdamW on bfloat16 weights, of 14 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -37,6 +39,14 @@ class Roof:
 
 
 ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
+OPTIMIZER_BYTES = {  # of a parameter
+    "zeroing the fp32 gradient": 4,
+    "adding the bfloat16 one to it": 2 + 4 + 4,
+    "dividing it by the step's tokens": 4 + 4,
+    "its norm": 4,
+    "fused AdamW (reads weight, gradient and two moments, writes all but the gradient)": 4 * 4 + 3 * 4,
+    "copying the weight to bfloat16": 4 + 2,
+}
 SOURCES = {
     "a kernel": "what it reads and writes, once, over the bandwidth, or its products over their rate, whichever is longer",
     "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; 79% of it is assumed of pointwise kernels",
@@ -46,9 +56,12 @@ SOURCES = {
     "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
     "delta rule": "flash-linear-attention's kernels as one a pass, which is less than they are",
     "gap between kernels": "2 us: assumed",
-    "optimizer": "14 bytes a parameter: fused AdamW reads weight, gradient and two moments, writes all but the gradient",
+    "optimizer": (
+        f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "
+        + ", ".join(f"{moved} for {what}" for what, moved in OPTIMIZER_BYTES.items())
+        + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
+    ),
 }
-OPTIMIZER_BYTES = 14
 BACKWARD = 2.5  # products of a backward pass that makes the forward's again, in forwards
 
 
@@ -90,7 +103,8 @@ class Step:
         for part in self.layers:
             for name, time in part.seconds(roof).items():
                 spent[name] = spent.get(name, 0.0) + time
-        return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": OPTIMIZER_BYTES * self.parameters / roof.bandwidth}
+        update = sum(OPTIMIZER_BYTES.values()) * self.parameters / roof.bandwidth
+        return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": update}
 
     def total(self, roof: Roof) -> float:
         """Seconds."""
