@@ -101,6 +101,22 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
     )
 
 
+def fuse(optimizer: Any) -> None:
+    """Make torch's AdamW fused: one pass over weights, gradients and moments, without temporaries.
+
+    Without Transformer Engine and apex, Megatron builds it with torch's default (optimizer/__init__.py:389, 0.16.1), which
+    reads and writes about three times as much; their own FusedAdam is left as it is. The fused form reads each
+    parameter's step on the parameter's device, so a step that was loaded to another one moves there.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings["fused"] = True
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = state["step"].to(parameter.device)
+
+
 # A checkpoint of the plain optimizer's knows a group by four keys, of which this one means nothing else here.
 MUON: Any = {"muon": True, "is_decoupled_lr": True}
 

@@ -198,12 +198,12 @@ class DeepSpeedEngine:
         arguments: dict[str, Any] = {"lr": ours.lr, "betas": (ours.beta1, ours.beta2), "eps": ours.eps, "weight_decay": ours.weight_decay}
         if muon:
             dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
-            return Muon(groups, ours, dtype, fused=platform.has_cuda())
+            return Muon(groups, ours, dtype)
         if offload:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             return DeepSpeedCPUAdam(groups, adamw_mode=True, **arguments)
-        return torch.optim.AdamW(groups, fused=platform.has_cuda() or None, **arguments)
+        return torch.optim.AdamW(groups, fused=True, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": batch.get("context")}

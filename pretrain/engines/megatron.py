@@ -24,6 +24,7 @@ from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwant
 from pretrain.engines.building import (
     LearningRates,
     delayed_scales,
+    fuse,
     group_overrides,
     is_muons,
     model_layout,
@@ -130,6 +131,8 @@ class MegatronEngine:
             # The checkpoint's groups come with the rates, betas, epsilon and decay of the attempt that wrote it.
             for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
                 group.update(settings)
+            for each in self.optimizer.chained_optimizers:
+                fuse(each.optimizer)
 
     def close(self) -> None:
         """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
@@ -181,12 +184,14 @@ class MegatronEngine:
         if muon:
             (inner,) = made.chained_optimizers
             self._let_muon_update(inner, parameters)
+        for each in made.chained_optimizers:
+            fuse(each.optimizer)
         return made
 
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
         """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: what this rank updates of each parameter."""
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
-        optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype, fused=platform.has_cuda())
+        optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
         numbers = {parameter: number for number, parameter in enumerate(parameters) if is_muons(parameter)}
         if not self.config.parallel.use_distributed_optimizer:
@@ -342,8 +347,8 @@ class _SplitState:
     def _prepare(self) -> None:
         self.optimizer.init_state_fn(self.adam, self.optimizer.config)
         if isinstance(self.adam, torch.optim.Adam):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
-            for state in self.adam.state.values():
-                state.setdefault("step", torch.tensor(0.0))
+            for parameter, state in self.adam.state.items():
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
 
 
 class _Replay:

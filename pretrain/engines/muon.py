@@ -113,11 +113,11 @@ class Muon(torch.optim.AdamW):
     momentum B), which is Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step together.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype, *, fused: bool) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype) -> None:
         betas = (config.beta1, config.beta2)
-        super().__init__([{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=fused or None)
+        super().__init__([{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=True)
         # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
-        self.param_groups = [{**self.defaults, "muon": False, **group} for group in groups]
+        self.param_groups = [{**self.defaults, "muon": False, **group, "fused": True} for group in groups]
         self.momentum, self.dtype = config.momentum, dtype
         self.mine: dict[Stretch, Place] = {}
         self.exchange = _Exchange([[]], 0, None)
@@ -133,7 +133,7 @@ class Muon(torch.optim.AdamW):
             for tensor in group["params"]:
                 state = self.state[tensor]
                 if not state:
-                    state["step"] = torch.tensor(0.0, device=tensor.device if self.defaults["fused"] else "cpu")
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                     state.update({name: torch.zeros_like(tensor) for name in self.moments(tensor)})
 
     def connect(self, model: ModelConfig, parts: Sequence[Part], *, all_parts: Sequence[Sequence[Part]] | None = None) -> None:

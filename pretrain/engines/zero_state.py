@@ -131,10 +131,10 @@ class ZeroState:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
-        """Adam's count of steps: a number for DeepSpeed's, a tensor for torch's, which the fused one wants on the device."""
+        """Adam's count of steps: a number for DeepSpeed's Adam, a tensor on the parameters' device for torch's, which is fused."""
         if not isinstance(self.adam, torch.optim.AdamW):
             return int(value)
-        return torch.tensor(value, device=flat.device if self.adam.defaults["fused"] else "cpu")
+        return torch.tensor(value, dtype=torch.float32, device=flat.device)
 
     def held(self, parameter: torch.nn.Parameter) -> Held | None:
         """This rank's part of a parameter, None where it holds none."""

@@ -80,9 +80,9 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
     single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
-    # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
-    # a copy of all gradients, which lives until the weights are gathered (CPU).
-    step = WIDE * (sharded - single if cuda else parameters if layout.use_distributed_optimizer else 0)
+    # When the activations are gone: gloo reduces and scatters a copy of all gradients, which lives until the weights are
+    # gathered (CPU). AdamW is fused and makes no temporaries.
+    step = WIDE * parameters if layout.use_distributed_optimizer and not cuda else 0
     step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(config, parameters, data_parallel)
     graphs = graph_bytes(config, _residual(config) * config.train.micro_batch_size * _own_length(config))
     return StageMemory(

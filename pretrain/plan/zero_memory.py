@@ -8,10 +8,10 @@ Muon updates there is one moment, 4 bytes less.
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
     stage 1, bf16    weights eP      gradients 4P + eP *      reduction 4b
     stage 2          weights eP      gradients 4P/d, twice    reduction eb, and 4b more in bf16: what is reduced is converted
-    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g (gloo: 8b + 4g), update 12g
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g (gloo: 8b + 4g), update 4g
 
-Stages 1 and 2 update with 8P/d of temporaries, Adam's, when the reduction is over; stage 3 does it g elements at a time, the smaller of P/d
-and sub_group_size, which it flattens first; DeepSpeedCPUAdam has none.
+The update makes no temporaries: both Adams are fused. Stage 3 updates g elements at a time, the smaller of P/d and sub_group_size, whose
+gradients it flattens first.
 
 Gradients marked * are there from the start; the others come while activations go, unless a step has several micro-batches. Stage 3 holds
 a bucket, 4b, all the time, and L elements whole beside the activations: the smaller of P and max_live_parameters (and max_reuse_distance),
@@ -78,14 +78,14 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
         optimizer, gradients, reduction = 2 * WIDE * parameters, WIDE * parameters, WIDE * bucket
     elif stage == 1:
         gradients = (WIDE + e) * parameters if e < WIDE else WIDE * (parameters + part)
-        reduction = max(WIDE * bucket * buffers, 2 * WIDE * part)
+        reduction = WIDE * bucket * buffers
     elif stage == 2:
-        gradients, reduction = 2 * WIDE * part, max(e * bucket * buffers + converted, 2 * WIDE * part)
+        gradients, reduction = 2 * WIDE * part, e * bucket * buffers + converted
     else:
         live = min(parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE)
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
-        reduction = WIDE * max((1 if cuda else 2) * bucket + group, (1 if offload else 3) * group)
+        reduction = WIDE * ((1 if cuda else 2) * bucket + group)
     optimizer -= WIDE * (muons if stage == 0 else -(-muons // ranks))
     several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
     fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients

@@ -180,7 +180,7 @@ def train_step(variant: str, scale: Scale, dtype: torch.dtype, budget: float, *,
     platform.reset_peak_memory()
     model = LanguageModel(config, dtype, recompute=recompute)
     device = platform.device()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type != "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     rng = torch.Generator().manual_seed(0)
     shape = (4, scale.batch, scale.tokens + 1)
     assert config.vocab_size is not None
