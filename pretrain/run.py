@@ -105,8 +105,8 @@ def build_index(prepared: Prepared) -> None:
         torch.distributed.destroy_process_group()
 
 
-def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: None) -> Engine:
-    """The engine that ``engine.name`` names, its weights fresh. What it has to tell goes to ``say``.
+def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True) -> Engine:
+    """The engine that ``engine.name`` names, its weights drawn, or not (NaN) where a checkpoint follows; its messages go to ``say``.
 
     Raises:
         ValueError: a width does not divide (see ``ModelConfig.blocks``).
@@ -121,10 +121,10 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
         if config.engine.name == "deepspeed":  # not installed everywhere
             from pretrain.engines.deepspeed import DeepSpeedEngine
 
-            return DeepSpeedEngine(config, schedule, say)
+            return DeepSpeedEngine(config, schedule, say, draw=draw)
         from pretrain.engines.megatron import MegatronEngine
 
-        return MegatronEngine(config, schedule)
+        return MegatronEngine(config, schedule, draw=draw)
     except ValueError as error:
         if any(block.mixer.external for block in config.model.blocks()):
             raise ConfigError(str(error)) from None
@@ -195,15 +195,15 @@ class Run:
                 checkpoints.mirror.end()
 
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
-        """Trains to the end of the stage; None: what it was to begin at is damaged, and an earlier stage has to go on."""
-        part, callbacks = self.part, list[Callback]()
+        """Trains to the end of the stage; None: what it was to begin at is damaged, and another engine or stage has to go on."""
+        part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
             self.say(f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}")
-        engine = make_engine(self.config, self.schedule, self.say)
+        engine = make_engine(self.config, self.schedule, self.say, draw=fresh)
         try:
             start = self._load(engine, checkpoints, start)
-            if self.part is not part:
+            if self.part is not part or (start.found is None) is not fresh:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,11 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     )
 
 
-def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> list[GPTModel]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), initialised, on this machine's device.
+def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), initialised, on this machine's device.
 
-    Needs Megatron's process groups. Raises ValueError where a width does not divide (see ``ModelConfig.blocks``).
+    Needs Megatron's process groups. ``draw``: see :func:`initialize`. Raises ValueError where a width does not divide (see
+    ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
     stages = [None] if layout.virtual_pipeline_model_parallel_size is None else range(layout.virtual_pipeline_model_parallel_size)
@@ -111,7 +113,7 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
         if chunk.pre_process and model.stream_size > model.hidden_size:
             add_velocities(chunk, seq_length)
         chunk = chunk.to(device=platform.device(), dtype=layout.params_dtype)
-        initialize(chunk, model, seed)
+        initialize(chunk, model, seed, draw=draw)
         if chunk.post_process:
             assert model.vocab_size is not None
             leave_out_padding(chunk.output_layer, model.vocab_size)
@@ -184,24 +186,39 @@ def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) ->
 
 
 @torch.no_grad()
-def initialize(chunk: GPTModel, model: ModelConfig, seed: int) -> None:
+def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = True) -> None:
     """Draw every weight that is to be drawn, each from a generator of its own, seeded by its name in the whole model.
 
-    A rank draws the whole weight and keeps its slice, so the weights are the same at every layout. Those that start from a constant
-    (norms, beta, a conditioner's last projection) keep it. Every parameter has its weight as ``spec`` afterwards, Megatron's own too: the
-    embedding, the final norm and the output layer.
+    A rank draws the whole weight and keeps its slice, so the weights are the same at every layout; as many weights are drawn at
+    once as torch has threads. Those that start from a constant (norms, beta, a conditioner's last projection) keep it. Every
+    parameter has its weight as ``spec`` afterwards, Megatron's own too: the embedding, the final norm and the output layer.
+
+    draw: False fills these weights with NaN instead, for a model into which a checkpoint is loaded: one that the checkpoint does
+    not overwrite then shows as a loss of NaN.
     """
-    outer = outer_weights(model)
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    outer, drawn = outer_weights(model), list[tuple[torch.nn.Parameter, str, Normal]]()
     for name, weight in chunk.named_parameters():
         if not hasattr(weight, "spec"):
             weight.spec = outer[global_name(chunk, name)]
         init = starts_from(model, weight.spec)
         if isinstance(init, int | float):
             continue
-        split = getattr(weight, "tensor_model_parallel", False)
-        dim = weight.partition_dim if split else 0
-        shape = list(weight.shape)
-        shape[dim] *= size if split else 1
-        whole = start(global_name(chunk, name), tuple(shape), init, seed)
-        weight.copy_(whole.chunk(size, dim)[rank] if split else whole)
+        if draw:
+            drawn.append((weight, global_name(chunk, name), init))
+        else:
+            weight.fill_(torch.nan)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for done in [threads.submit(_draw, *one, seed) for one in drawn]:
+            done.result()
+
+
+@torch.no_grad()  # it holds for the calling thread alone
+def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
+    """Fill this rank's slice of the weight ``name``."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    split = getattr(weight, "tensor_model_parallel", False)
+    dim = weight.partition_dim if split else 0  # type: ignore[attr-defined]
+    shape = list(weight.shape)
+    shape[dim] *= size if split else 1
+    whole = start(name, tuple(shape), init, seed)
+    weight.copy_(whole.chunk(size, dim)[rank] if split else whole)

@@ -70,7 +70,7 @@ class MegatronGroups:
 class DeepSpeedEngine:
     """The run's model under DeepSpeed. See :class:`pretrain.engines.Engine`."""
 
-    def __init__(self, config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None, *, draw: bool = True) -> None:
         prepare_environment()
         import deepspeed
 
@@ -79,7 +79,7 @@ class DeepSpeedEngine:
         self.data_parallel = MegatronGroups.get_data_parallel_world_size()
         replicas = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
-        (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
+        (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw)
         self.scales = delayed_scales(config, [self.model])
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)

@@ -43,12 +43,12 @@ _STATE = ("params", "step")  # what of an optimizer's group is no setting
 class MegatronEngine:
     """The run's model under Megatron-core's DDP, optimizer and schedules. See :class:`pretrain.engines.Engine`."""
 
-    def __init__(self, config: RunConfig, schedule: Schedule) -> None:
+    def __init__(self, config: RunConfig, schedule: Schedule, *, draw: bool = True) -> None:
         self.config = config
         self.around_update: AroundUpdate = unobserved
         data_parallel = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
-        bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
+        bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw)
         self.settings = bare[0].config
         self.scales = delayed_scales(config, bare)
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]

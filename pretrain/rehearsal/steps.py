@@ -153,10 +153,10 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     with paper.machine(device, rank, world_size, trace, recorder.fused), recorder, _engine_on_paper(config):
         initialize_model_parallel(config)
         schedule = Schedule.of(config)
-        with _weights_undrawn():
+        with _built_without_numbers():
             from pretrain.run import make_engine
 
-            engine = make_engine(config, schedule)
+            engine = make_engine(config, schedule, draw=False)
         try:
             told = recorded_steps(engine, recorder, micro_batches(config), schedule, world_size)
         finally:
@@ -257,14 +257,13 @@ def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _weights_undrawn() -> Iterator[None]:
-    """The model is made where tensors have no numbers, not on the host and then moved; so its first weights are not drawn."""
+def _built_without_numbers() -> Iterator[None]:
+    """The model is built where tensors have no numbers, instead of on the host from where it would be moved."""
     build = fem_model.build
 
-    def built(*args: Any) -> Any:
+    def built(*args: Any, **named: Any) -> Any:
         with META:
-            return build(*args)
+            return build(*args, **named)
 
-    undrawn: dict[str, Any] = {"build": built, "start": lambda name, shape, init, seed: torch.empty(shape, device=META)}
-    with mock.patch.multiple(fem_model, **undrawn):
+    with mock.patch.object(fem_model, "build", built):
         yield

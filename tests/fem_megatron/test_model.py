@@ -20,10 +20,10 @@ FAMILIES = tuple(
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)
 
 
-def build(model: ModelConfig, dtype: torch.dtype = torch.float64) -> Any:
+def build(model: ModelConfig, dtype: torch.dtype = torch.float64, *, draw: bool = True) -> Any:
     from fem_megatron.megatron.model import Layout, build
 
-    return build(model, Layout(params_dtype=dtype), 16, seed=1)[0]
+    return build(model, Layout(params_dtype=dtype), 16, seed=1, draw=draw)[0]
 
 
 def test_initialisation_is_as_documented() -> None:
@@ -41,6 +41,24 @@ def test_initialisation_is_as_documented() -> None:
     assert mixer.inverse_temperature().mean().item() == pytest.approx(1.953, abs=1e-3)
     weights = [model.get_parameter(f"decoder.layers.{i}.mlp.down.weight") for i in (0, 1)]
     assert not torch.equal(*weights)
+
+
+def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that a checkpoint should have overwritten and did not cannot pass for one; constants and specs are as ever."""
+    drawn = dict(build(SMALL).named_parameters())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        several = dict(build(SMALL).named_parameters())
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr("fem_megatron.megatron.model.start", None)
+    undrawn = dict(build(SMALL, draw=False).named_parameters())
+    for name, weight in drawn.items():
+        assert torch.equal(several[name], weight) and undrawn[name].spec == weight.spec
+        constant = isinstance(weight.spec.init, int | float)
+        assert torch.equal(undrawn[name], weight) if constant else undrawn[name].isnan().all(), name
+    assert any(weight.isnan().any() for weight in undrawn.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

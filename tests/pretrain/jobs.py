@@ -24,7 +24,8 @@ from tests.pretrain.conftest import DEMO
 class Job:
     """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder.
 
-    norms: those of all tensors are taken in every step, by `TensorNorms`.
+    norms: those of all tensors are taken in every step, by `TensorNorms`. draw: the weights are drawn, for ``Done.initial``, although
+    a checkpoint is loaded.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Job:
     save_after: int | None = None
     load: str | None = None
     norms: bool = False
+    draw: bool = False
 
 
 @dataclass
@@ -78,7 +80,7 @@ def _run(job: Job, cache: Path) -> Done:
     assert facts is not None and config.model.vocab_size is not None
     initialize_model_parallel(config)
     schedule, done = Schedule.of(config), Done()
-    engine = make_engine(config, schedule)
+    engine = make_engine(config, schedule, draw=job.draw or job.load is None)
     if config.engine.name == "megatron":  # ZeRO-3 holds slices
         done.initial = weights_digest(engine)
     checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)

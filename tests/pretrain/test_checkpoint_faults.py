@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_megatron.megatron import platform
 from pretrain.__main__ import main
-from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, parts_of
+from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, newest_good, parts_of
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.store import Checkpoints
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from pretrain.report.loggers import Console
@@ -128,8 +129,8 @@ def marked(step: Path) -> bool:
     return places == {(name, begin) for name, marks in parts_of(step).items() for begin in marks}
 
 
-def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command) -> None:
-    """Found while the engine reads, which is then read into anew: the run is the one that was never damaged."""
+def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found while the engine reads, which is then read into anew: the run is the one that was never damaged, and draws no weight."""
     assert pretrain() == 0
     expected, last = losses(pretrain.run_dir), weights(pretrain.run_dir)
     newest = pretrain.checkpoints / "step_00000012"
@@ -141,11 +142,25 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Com
     with pytest.raises(DamagedCheckpoint, match=f"step_00000012 is damaged: {weight}: {file.name}: "):
         weights(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()  # else it is complete, and reads nothing
+    monkeypatch.setattr("fem_megatron.megatron.model.start", None)
     assert pretrain("checkpoint.keep_last=1") == 0
     assert f"{newest} is damaged: {file.name}: " in pretrain.out and "step_00000008 at step 8" in pretrain.out
     assert losses(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
     assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
     assert (pretrain.checkpoints / "damaged_step_00000012" / file.name).read_bytes() == damaged
+
+
+def test_a_start_without_a_checkpoint_after_one_that_was_damaged_draws_its_weights(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that was made for the checkpoint has no weights, and another takes its place."""
+    assert pretrain("train.steps=4") == 0
+    expected = losses(pretrain.run_dir)
+    (pretrain.run_dir / "progress.json").unlink()
+    flip(pretrain.checkpoints / "step_00000004" / "__0_1.distcp", 400_000)
+    monkeypatch.setattr(Checkpoints, "_newest", lambda self: newest_good(self.folder, self.damaged))
+    assert pretrain("train.steps=4") == 0
+    assert "step_00000004 is damaged" in pretrain.out and losses(pretrain.run_dir) == expected
 
 
 def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     base = [*data, *SMALL, *MUP, *model, "train.precision=fp32", f"run_dir={folder / 'run'}"]
     jobs = {1: [Job("whole", base, 2 + STEPS, save_after=2)], 2: []}
     for name, (world, layout) in LAYOUTS.items():
-        jobs[world].append(Job(name, [*base, *layout], STEPS, load=str(folder / "run")))
+        jobs[world].append(Job(name, [*base, *layout], STEPS, load=str(folder / "run"), draw=True))
     found: dict[str, Done] = {}
     for world, some in jobs.items():
         found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}")

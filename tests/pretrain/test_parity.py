@@ -164,7 +164,8 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
             jobs[1].append(Job(f"{model}, bf16", [*overrides(model, []), "train.precision=bf16"], 2))
             continue
         world, settings = LAYOUTS[layout]
-        job = Job(f"{model}, {layout}", overrides(model, settings, layout), steps_after(model), load=str(folder / model), norms=True)
+        given, load = overrides(model, settings, layout), str(folder / model)
+        job = Job(f"{model}, {layout}", given, steps_after(model), load=load, norms=True, draw=True)
         jobs[world].append(job)
     results: Results = {}
     for world, some in jobs.items():
