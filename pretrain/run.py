@@ -29,7 +29,7 @@ from pretrain.data.order import longest_order
 from pretrain.data.packing import told
 from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
-from pretrain.engines.building import initialize_model_parallel
+from pretrain.engines.building import initialize_distributed, initialize_model_parallel
 from pretrain.engines.deepspeed_ops import check_ops
 from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import make_plan
@@ -62,7 +62,7 @@ def train(prepared: Prepared, received: Received) -> Outcome:
         TooManyBadSteps: the loss or gradient stayed non-finite.
     """
     _check_packages(prepared.config)
-    platform.initialize_distributed(prepared.config.parallel.collective_timeout_minutes)
+    initialize_distributed(prepared.config)
     try:
         run = Run(prepared, received)
         with ExitStack() as stack:

@@ -212,18 +212,25 @@ def prepare() -> str:
     return "gloo"
 
 
-def initialize_distributed(timeout_minutes: float = 30) -> None:
-    """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns."""
+def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = False) -> None:
+    """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns.
+
+    in_order: a GPU starts kernels in the order of their launches, on which Megatron relies to overlap the collectives of tensor and
+    context parallelism with matrix products (tensor_parallel/layers.py:526, 0.16.1); CUDA_DEVICE_MAX_CONNECTIONS, if set, is kept.
+    """
     settings: dict[str, Any] = {"backend": prepare(), "timeout": timedelta(minutes=timeout_minutes)}
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if has_cuda():
-        # Megatron overlaps tensor-parallel collectives with matrix products only where the device takes kernels in one order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        settings["device_id"] = device  # else NCCL guesses it from the rank, in barriers, and connects at the first collective
+        if in_order:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(local_rank)
     if "RANK" not in os.environ:
         settings |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    # No device_id: with it NCCL would connect each of Megatron's groups at once, collectively over all ranks, also the groups of one
+    # rank and those that nobody uses, and would run unbatched sends of a pipeline one after another.
     torch.distributed.init_process_group(**settings)
+    if has_cuda():
+        torch.distributed.barrier(device_ids=[local_rank])  # connects all ranks; later barriers take the device from it
 
 
 def peak_memory_bytes() -> int:

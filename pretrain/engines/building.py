@@ -27,6 +27,13 @@ from pretrain.schedule import Schedule
 Overrides = dict[ParamKey, ParamGroupOverride]
 
 
+def initialize_distributed(config: RunConfig) -> None:
+    """The default process group for the run's layout; see `platform.initialize_distributed`."""
+    layout = config.parallel
+    split = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
+    platform.initialize_distributed(layout.collective_timeout_minutes, in_order=split)
+
+
 def initialize_model_parallel(config: RunConfig) -> None:
     """Megatron's process groups and random states for the run's layout; after the default group exists."""
     layout = config.parallel

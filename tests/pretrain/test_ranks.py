@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ import torch
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
+from pretrain.config import load_run
+from pretrain.engines.building import initialize_distributed
 from pretrain.ranks import from_rank_0
 from pretrain.report.progress_file import read_progress
 from pretrain.report.stragglers import Place, find_slowest, matmul_seconds
@@ -30,6 +35,32 @@ CASES = {
     "circular": "failed: {folder}/circular: Too many levels of symbolic links",
     "input/output": "failed: Input/output error",
 }
+
+
+@pytest.mark.parametrize(("tensor", "context", "given", "found"), [
+    (1, 1, None, None), (2, 1, None, "1"), (1, 2, None, "1"), (2, 1, "8", "8"),
+])  # fmt: skip
+def test_a_gpu_s_rank_connects_the_default_group_alone(
+    monkeypatch: pytest.MonkeyPatch, tensor: int, context: int, given: str | None, found: str | None
+) -> None:
+    """Without a device_id, which would connect each group of Megatron's, too; kernels in order where collectives overlap with products."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv(name, given or "")  # monkeypatch takes away afterwards what the call sets
+    if given is None:
+        del os.environ[name]
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(platform, "prepare", lambda: "nccl")
+    called: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("device", device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **settings: called.append(("group", settings)))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **named: called.append(("barrier", named)))
+    sizes = [f"parallel.tensor_model_parallel_size={tensor}", f"parallel.context_parallel_size={context}"]
+    initialize_distributed(load_run(DEMO, [*sizes, "parallel.collective_timeout_minutes=7"]))
+    (_, device), (group, settings), (barrier, named) = called
+    assert device == 3 and (group, barrier) == ("group", "barrier") and named == {"device_ids": [3]}
+    assert "device_id" not in settings and settings["backend"] == "nccl" and settings["timeout"] == timedelta(minutes=7)
+    assert os.environ.get(name) == found
 
 
 def ask_rank_0(folder: Path) -> None:

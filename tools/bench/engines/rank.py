@@ -45,12 +45,13 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
     CUDA alone. Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings), RuntimeError (a
     step was skipped).
     """
-    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.building import initialize_distributed, initialize_model_parallel
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = configuration(job)
     schedule, cuda = Schedule.of(config), platform.has_cuda()
+    initialize_distributed(config)
     initialize_model_parallel(config)
     _import_engine(config)
     gc.collect()
@@ -152,7 +153,6 @@ def main() -> int:
 
     try:
         platform.import_megatron()
-        platform.initialize_distributed()
         measure(job, answer, write)
     except Exception as error:
         # Whatever an engine raises, the other variants are still wanted.
