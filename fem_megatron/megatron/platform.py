@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from fem_megatron.megatron.staging import staged
 from kernels.implementations import check_overrides
 
 MEGATRON_VERSION = "0.16.1"
@@ -494,6 +495,8 @@ def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]
 def _fix_checkpoint_writers() -> None:
     """Let the processes that write a checkpoint's tensors mark them, say why they failed, and end with the rank that forked them.
 
+    And let a GPU's tensors be packed on the host (`fem_megatron.megatron.staging`).
+
     Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
     hides the file system's own error; ``write_preloaded_data`` (342) outlives a rank that is killed, with the rank's locks. What it logs
     as an error (326) is raised, too.
@@ -519,5 +522,27 @@ def _fix_checkpoint_writers() -> None:
 
     upstream._write_item = fixed_write_item
     writer.write_preloaded_data = staticmethod(ending_with_parent(writer.write_preloaded_data))
+    writer.preload_tensors = staticmethod(_preloading_into_blocks(writer.preload_tensors))
     upstream.logger.setLevel(logging.CRITICAL)
     writer._writers_fixed = True
+
+
+def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's ``preload_tensors`` (filesystem_async.py:212, 0.16.1), which copies tensor by tensor, given a GPU's tensors as copies.
+
+    These are kept until the next save: the forked writers may share their memory, which torch would otherwise hand out meanwhile.
+    """
+    kept: list[torch.Tensor] = []
+
+    def preload_from_blocks(write_buckets: list[Any], non_blocking: bool = True) -> Any:
+        kept.clear()
+        tensors = {id(tensor): tensor for *_, (_, items) in write_buckets for _, tensor in items if tensor.is_cuda}
+        kept.extend(staged([*tensors.values()]))
+        copies = dict(zip(tensors, kept, strict=True))
+        packed = [
+            (file, key, (others, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]))
+            for file, key, (others, items) in write_buckets
+        ]
+        return preload(packed, non_blocking)
+
+    return preload_from_blocks

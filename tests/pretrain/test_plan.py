@@ -304,6 +304,9 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     assert "interleaved, 3 chunks" in render(make_plan(small(f"{PP}=2", f"{VPP}=3"), 2))
     timed = make_plan(run(LARGE, "checkpoint.gb_per_second=5", "checkpoint.async_save=false"), 8)
     seconds = f"{timed.checkpoint_bytes / 5e9:.3g}"
+    # Each rank has an eighth of 14 bytes a parameter; the page-locked blocks of a GPU's save are larger by up to 1/32.
+    host = make_plan(run(LARGE), 8, cuda=False).save_memory
+    assert host == 14 * timed.total_parameters // 8 and timed.save_memory == host + host // 32
     assert f"  written in {seconds} s at 5 GB/s while training waits, from up to {timed.save_memory / 2**30:.2f} GiB of" in render(timed)
 
 

@@ -1,0 +1,70 @@
+"""A save's tensors are packed on the host."""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fem_megatron.megatron import platform
+from fem_megatron.megatron.staging import packed, staged
+
+
+@pytest.mark.parametrize("most", [1, 10**4, 10**8])
+def test_blocks_are_powers_of_two_little_larger_than_what_they_hold(most: int) -> None:
+    sizes = [random.Random(most).randrange(most) for _ in range(300)]
+    blocks, places = packed(sizes)
+    assert all(block & (block - 1) == 0 for block in blocks)
+    ends = [0] * len(blocks)
+    for size, (block, offset) in sorted(zip(sizes, places, strict=True), key=lambda entry: entry[1]):
+        assert offset >= ends[block] and offset % 512 == 0  # nothing overlaps
+        ends[block] = offset + size
+        assert ends[block] <= blocks[block]
+    # Up to 512 bytes a tensor are alignment. The rest: small tensors fill what large ones leave of a block.
+    assert sum(blocks) <= 1.03 * (sum(sizes) + 512 * len(sizes))
+
+
+def test_few_tensors_and_none() -> None:
+    assert packed([]) == ([], [])
+    assert packed([0]) == ([512], [(0, 0)])
+    # Aligned 1024, 3584 and 512 bytes, 5120 in all: the largest power of two within is 4096, whose rest the smallest fills.
+    assert packed([1000, 3583, 500]) == ([4096, 1024], [(1, 0), (0, 0), (0, 3584)])
+
+
+def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
+    tensors = [torch.randn(7, 300), torch.randn(()), torch.arange(5), torch.randn(64, 64).bfloat16(), torch.empty(0, 3)]
+    copies = staged(tensors, pinned=False)
+    gc.collect()
+    torch.full((2**14,), torch.nan)  # would be given memory that is free
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor) and copy.is_contiguous()
+        assert platform.stored(copy).nbytes == tensor.nbytes
+        written = io.BytesIO()
+        torch.save(copy, written)
+        assert len(written.getvalue()) < tensor.nbytes + 2000  # and not the block
+        assert torch.equal(torch.load(io.BytesIO(written.getvalue()), weights_only=True), tensor)
+
+
+def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for tensors of a GPU here is no tensor: only `staged` may touch it."""
+    platform.prepare()
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    asked: list[Any] = []
+    here, there = torch.ones(2), [SimpleNamespace(is_cuda=True) for _ in range(2)]
+
+    def stand_in(tensors: list[Any]) -> list[torch.Tensor]:
+        asked.extend(tensors)
+        return [torch.full((3,), float(number)) for number in range(len(tensors))]
+
+    monkeypatch.setattr(platform, "staged", stand_in)
+    buckets: list[Any] = [("f", "k", (["bytes"], [("a", there[0]), ("b", here)])), ("g", "l", ([], [("c", there[1])]))]
+    first, second = FileSystemWriterAsync.preload_tensors(buckets, True)
+    assert asked == there and first[:2] == ("f", "k") and first[2][0] == ["bytes"] and second[:2] == ("g", "l")
+    (a, staged_a), (b, kept) = first[2][1]
+    assert (a, b) == ("a", "b") and kept is here and staged_a.tolist() == [0.0] * 3 and second[2][1][0][1].tolist() == [1.0] * 3
