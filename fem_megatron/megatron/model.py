@@ -23,6 +23,8 @@ from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
 
+MOST_DRAWN = 8  # weights at a time, each of which is whole on the host in float32
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -190,8 +192,9 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
     """Draw every weight that is to be drawn, each from a generator of its own, seeded by its name in the whole model.
 
     A rank draws the whole weight and keeps its slice, so the weights are the same at every layout; as many weights are drawn at
-    once as torch has threads. Those that start from a constant (norms, beta, a conditioner's last projection) keep it. Every
-    parameter has its weight as ``spec`` afterwards, Megatron's own too: the embedding, the final norm and the output layer.
+    once as torch has threads, MOST_DRAWN at most. Those that start from a constant (norms, beta, a conditioner's last projection)
+    keep it. Every parameter has its weight as ``spec`` afterwards, Megatron's own too: the embedding, the final norm and the output
+    layer.
 
     draw: False fills these weights with NaN instead, for a model into which a checkpoint is loaded: one that the checkpoint does
     not overwrite then shows as a loss of NaN.
@@ -207,7 +210,7 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
             drawn.append((weight, global_name(chunk, name), init))
         else:
             weight.fill_(torch.nan)
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    with ThreadPoolExecutor(min(torch.get_num_threads(), MOST_DRAWN)) as threads:
         for done in [threads.submit(_draw, *one, seed) for one in drawn]:
             done.result()
 
