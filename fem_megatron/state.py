@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem_megatron.cut import Cut, Dims
 from fem_megatron.documents import Documents
+from kernels.machine import without_cudnn_attention
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Context:
         belongs to a head alone, heads first, or is one for all. keys: which of the tensors the tokens of others read, where these alone
         are read, by as many queries as there are, the last of the keys; () where a token's read is not told apart from what it is read by.
         passes: what ``read`` knows of earlier tokens it has by `scans` and `tokens_before` alone.
+        cuDNN's attention, which plans each new shape anew, reads whole sequences without padding or a state alone.
         """
         documents = self.documents
         if (documents or self.cut) and (self.state is not None or self.valid is not None):
@@ -137,8 +140,12 @@ class Context:
         if self.cut is not None:
             return self.cut.apart(read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None))
 
+        once = any(each is not None for each in (documents, self.state, self.valid))  # lengths that change from call to call
+        fixed = torch.compiler.is_compiling() or not (once or any(t.shape[time] % 128 for t in tensors if t is not None))
+
         def whole(valid: Tensor | None, *given: Tensor | None) -> Tensor:
-            return read(valid, *given, *each)
+            with nullcontext() if fixed else without_cudnn_attention():
+                return read(valid, *given, *each)
 
         if documents is None:
             return self.again(lambda *given: whole(self.valid, *given), *tensors)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,25 @@ def architecture(where: torch.device) -> int:
 def capturing() -> bool:
     """Whether what is launched now goes into a CUDA graph instead of running."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def cudnn_attention() -> bool:
+    """Whether attention may run on cuDNN; while torch.compile traces, which cannot ask, True."""
+    return torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention inside does not run on cuDNN, which compiles a plan for every new shape, about half a second each way.
+
+    Process-wide, as torch's own switch is.
+    """
+    before = cudnn_attention()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class LateNumbers:

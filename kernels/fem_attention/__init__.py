@@ -20,6 +20,7 @@ from kernels.fem_attention.table import order
 from kernels.free_energy import value_centre_and_range
 from kernels.free_energy.ranges import MAX_RANGE
 from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.machine import cudnn_attention
 from kernels.pairs import document_bounds
 from kernels.registered import registered
 
@@ -112,7 +113,7 @@ def _call(x: Tensors, reading: Reading) -> Call:
     (b, h, tq, dk), (hk, tk, dv) = x.q.shape, x.v.shape[1:]
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     values, given = dv if x.beta is None else 2 * dv, (reading.keys_valid is not None, reading.cu_seqlens is not None)
-    return Call(x.q.device, x.q.dtype, b, h, hk, tq, tk, dk, values, reading.causal, reading.scale >= 0, *given, trains)
+    return Call(x.q.device, x.q.dtype, b, h, hk, tq, tk, dk, values, reading.causal, reading.scale >= 0, *given, trains, cudnn_attention())
 
 
 @functools.lru_cache(maxsize=64)

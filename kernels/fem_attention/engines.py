@@ -45,6 +45,7 @@ class Call:
     padding: bool  # keys_valid
     documents: bool  # cu_seqlens
     trains: bool
+    cudnn: bool = True  # cuDNN may read it
 
     @property
     def masked(self) -> bool:
@@ -221,10 +222,11 @@ def _lacks_gpu(device: torch.device) -> str | None:
 # --- what each refuses -----------------------------------------------------------------------------------------------------------
 
 
-def _refuses_ragged_ends(call: Call) -> str | None:
-    """cuDNN's own: for other lengths several of its versions give NaN in the backward, and torch does not refuse them then."""
-    ragged = call.tq % 128 or call.tk % 128
-    return "lengths that are no multiples of 128" if ragged and (call.trains or (torch.backends.cudnn.version() or 0) <= 91500) else None
+def _refuses_new_shapes(call: Call) -> str | None:
+    """What cuDNN is not given: it compiles a plan for every new shape, and several versions return NaN gradients at ragged lengths."""
+    if not call.cudnn:
+        return "shapes that change from call to call, or torch.backends.cuda.enable_cudnn_sdp(False)"
+    return "lengths that are no multiples of 128" if call.tq % 128 or call.tk % 128 else None
 
 
 def _refuses_masks(call: Call) -> str | None:
@@ -267,7 +269,7 @@ def _package_engine(name: str, what: str, package: str, distribution: str, oldes
 
 
 _LISTED = (
-    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, refuses=_refuses_ragged_ends),
+    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, refuses=_refuses_new_shapes),
     _package_engine(
         "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
     ),

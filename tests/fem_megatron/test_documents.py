@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fem_megatron.block import Block
 from fem_megatron.documents import Documents, row_length
 from fem_megatron.state import Context
+from kernels import symmetric_attention
 from kernels.implementations import Op, Unfit, nothing
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, model_of
 
@@ -136,6 +141,32 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
             wanted = gradients(block, x, packed(name), pull * kept[..., None])
             found = gradients(block, changed, packed(name), pull * kept[..., None])
             assert all(torch.equal(found[which][kept], wanted[which][kept]) for which in ("out", "x"))
+
+
+@pytest.mark.parametrize("name", ["transformer", "switched", "fem_softmax", "hyperset"])
+def test_cudnn_plans_for_whole_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents, padding, a decoding state and ragged lengths bring shapes of their own to each call, forward and recomputed."""
+    seen, attend = list[bool](), F.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    for module in (F, symmetric_attention):
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attention)
+    changes = {"attention_backend": "auto"} if name == "fem_softmax" else {}
+    block, packs = block_of(name, torch.float32, **changes), ((128, 128),)
+    x, causal = draw(name, 1, packs).float(), is_causal(name)
+    once = replace(packed(name, packs), recompute=True)
+    padding = torch.ones(1, 256, dtype=torch.bool)
+    for context in (once, Context(valid=padding, causal=causal), Context(state={}, causal=causal), Context(causal=causal)):
+        seen.clear()
+        block(x, context).sum().backward()
+        whole = context.documents is None and context.valid is None and context.state is None
+        assert seen and set(seen) == {whole}
+    seen.clear()
+    block(x[:200], Context(causal=causal))
+    assert set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_joined_is_another_read() -> None:

@@ -17,6 +17,8 @@ from kernels import machine
 from kernels.fem_attention import OP, fem_attention
 from kernels.fem_attention.engines import ENGINES, Call, Engine, Plan, Reading
 from kernels.fem_attention.table import HOPPER, MASKED, OTHERS, TABLE, Entry, measured_order, order, read, write
+from kernels.implementations import Op
+from kernels.machine import without_cudnn_attention
 from kernels.pairs import document_bounds, readable_keys
 
 CALL = Call(
@@ -49,17 +51,20 @@ def test_why_an_engine_does_not_take_a_call(engine: str, changed: dict[str, Any]
     assert ENGINES[engine].unfit(replace(CALL, **changed)) == reason
 
 
-@pytest.mark.parametrize(
-    ("version", "tokens", "trains", "refused"),
-    [(91500, 256, True, False), (91500, 200, False, True), (91501, 200, False, False), (92000, 200, True, True)],
-)
-def test_cudnn_is_not_given_ragged_ends_that_it_gets_wrong(
-    version: int, tokens: int, trains: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setitem(ENGINES, "cudnn", replace(ENGINES["cudnn"], fits=lambda call, widths: True))
-    reason = ENGINES["cudnn"].unfit(replace(CALL, tq=tokens, tk=tokens, trains=trains))
-    assert (reason == "lengths that are no multiples of 128") if refused else reason is None
+def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn, whole = replace(ENGINES["cudnn"], fits=lambda call, widths: True), replace(CALL, tq=256, tk=256)
+    assert cudnn.unfit(whole) is None
+    for trains in (True, False):
+        assert cudnn.unfit(replace(whole, tk=200, trains=trains)) == "lengths that are no multiples of 128"
+    assert "change from call to call" in str(cudnn.unfit(replace(whole, cudnn=False)))
+    calls: list[bool] = []
+    monkeypatch.setitem(ENGINES, "cudnn", replace(cudnn, refuses=lambda call: calls.append(call.cudnn)))
+    x = torch.randn(1, 2, 128, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(Op, "choose", lambda op, asked, device, unfit: (unfit("cudnn"), "fused")[1])
+    fem_attention(x, x, x)
+    with without_cudnn_attention():
+        fem_attention(x, x, x)
+    assert calls == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
