@@ -1,4 +1,4 @@
-"""What a layer asks of its surroundings: seven moves of an activation between ranks, two products that may be fused, its parameters.
+"""What a layer asks of its surroundings: seven moves of an activation between ranks, one product that may be fused, its parameters.
 
 ``OneProcess`` is the answer of a single process (tests, decoding, the exported model), ``megatron.tensor_parallel`` Megatron-core's.
 No Megatron-core here.
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fem_megatron.shape import Weight, Weights
-from kernels.fem_projection import turned
 
 
 class Parallel(Protocol):
@@ -53,9 +52,6 @@ class Parallel(Protocol):
 
     def swiglu(self, packed: Tensor) -> Tensor:
         """silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE's product: the pairs (x_i, x_(i + d/2)) of x [s, b, heads, d] turned; cos and sin [s, 1 or b, 1, d / 2]."""
 
     def parameter(self, weight: Weight) -> nn.Parameter:
         """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
@@ -100,9 +96,6 @@ class OneProcess:
 
     def swiglu(self, packed: Tensor) -> Tensor:
         return swiglu(packed)
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return turned(x, cos, sin)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
         return parameter(weight, weight.shape, self.dtype)

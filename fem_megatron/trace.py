@@ -405,7 +405,7 @@ def stand_in(trace: Trace, name: str, shape: Sequence[int], given: Sequence[Tens
 
 
 class Paper(OneProcess):
-    """One process with the fused kernels of a GPU's training run, bfloat16: SwiGLU compiled by torch, RoPE by flash-attn."""
+    """One process with the fused kernels of a GPU's training run, bfloat16: SwiGLU compiled by torch."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(torch.bfloat16)
@@ -414,10 +414,6 @@ class Paper(OneProcess):
     def swiglu(self, packed: Tensor) -> Tensor:
         """As `fem_megatron.parallel.Parallel`."""
         return stand_in(self.trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `fem_megatron.parallel.Parallel`."""
-        return stand_in(self.trace, "RoPE", x.shape, [x, cos.detach(), sin.detach()], [1, 2])
 
 
 class _RmsNorm(torch.autograd.Function):

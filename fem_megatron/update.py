@@ -11,8 +11,8 @@ from fem_megatron.parallel import Parallel, add_weights
 from fem_megatron.rope import Rope
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context
-from kernels.fem_projection import turned
 from kernels.residual_norm import residual_norm
+from kernels.rotary import rotary
 
 
 class Layer(nn.Module):
@@ -49,15 +49,22 @@ class Update(Layer):
         return x
 
 
-def rotate(x: Tensor, context: Context, rope: Rope, parallel: Parallel | None = None) -> Tensor:
-    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is.
+def rotate(x: Tensor, context: Context, rope: Rope) -> Tensor:
+    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is."""
+    return rotary(x, None, *_angles(x, context, rope))[0] if x.shape[-1] else x
 
-    parallel: whose fused product is used, where it has one.
-    """
-    if x.shape[-1] == 0:
-        return x
+
+def rotate_both(q: Tensor, k: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
+    """`rotate` of q [s, b, heads, d] and k [s, b, heads or groups, d], by one kernel on a GPU."""
+    if q.shape[-1] == 0:
+        return q, k
+    q, k = rotary(q, k, *_angles(q, context, rope))
+    return q, k
+
+
+def _angles(x: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
     cos, sin = (t.to(x.dtype) for t in rotations(x, x.shape[-1], context, rope))
-    return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
+    return cos, sin
 
 
 def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """One rank of a machine that is not there: what runs within `machine` finds its device, and the groups of all its ranks.
 
 Tensors have no numbers (torch's ``meta``) and no collective is done; what is looked at is what would run, and what it would hold.
-On `kernels.machine.PAPER` it stands in for torch.cuda, and for what torch.compile and flash-attn make there; on a CPU `platform` does.
+On `kernels.machine.PAPER` it stands in for torch.cuda, and for what torch.compile makes there; on a CPU `platform` does.
 """
 
 from __future__ import annotations
@@ -79,17 +79,12 @@ def _groups() -> dict[str, Any]:
 
 
 def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -> None:
-    """What others' packages and torch's compiler would run on a GPU."""
+    """What torch's compiler would make on a GPU."""
 
     def swiglu(packed: Tensor) -> Tensor:
         return stand_in(trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return stand_in(trace, "RoPE", x.shape, [x, cos.detach(), sin.detach()], [1, 2])
-
-    given: dict[str, Any] = {"megatron_swiglu": swiglu, "megatron_turn": turn}
-    given |= {name: lambda device: None for name in ("lacks", "lacks_rope")}
-    stack.enter_context(mock.patch.multiple(fusions, **given))
+    stack.enter_context(mock.patch.multiple(fusions, megatron_swiglu=swiglu, lacks=lambda device: None))
     for name, functions in _COMPILED.items():
         module = importlib.import_module(f"megatron.core.{name}")
         compiled: dict[str, Any] = {each: fused(each, getattr(module, each)) for each in functions}

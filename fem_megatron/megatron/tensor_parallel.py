@@ -115,9 +115,6 @@ class TensorParallel(Parallel):
     def swiglu(self, packed: Tensor) -> Tensor:
         return fusions.swiglu(packed)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return fusions.turn(x, cos, sin)
-
     def parameter(self, weight: Weight) -> nn.Parameter:
         """Marked as Megatron's optimizer, gradient norm and checkpoints expect.
 

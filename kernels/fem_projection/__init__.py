@@ -13,8 +13,9 @@ from torch.nn.functional import linear, rms_norm, softplus
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import opaque, registered
+from kernels.rotary import turned
 
-__all__ = ["OP", "fem_projection", "split_heads", "turned"]
+__all__ = ["OP", "fem_projection", "split_heads"]
 
 WIDEST, LARGEST = 256, 1 << 15  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
 HARD = 128  # channels and a conditioner's features where a slice is no multiple of 8 channels; in float32 half the features
@@ -148,9 +149,3 @@ def split_heads(z: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
 def outer_gate(logit: Tensor, eps: float) -> Tensor:
     """g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics 1.1)."""
     return rms_norm(softplus(logit), logit.shape[-1:], None, eps)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x_i, x_(i + d/2)) of the last dimension turned by its angle; cos and sin as x, half as wide, or broadcast."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

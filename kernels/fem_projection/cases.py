@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.fem_projection import fem_projection
+from kernels.rotary.cases import angles, by_matrix, places
 
 EPS = 1e-5
 ALL = ("q", "k", "v", "lam", "gate")
@@ -31,8 +31,7 @@ def _made(
     for name, n in zip("fh", (size["n"], 3)[:conditioners], strict=False):
         made |= {name: draw.normal(tokens, batch, n), f"w{name}": draw.normal(shape[2], n) / n**0.5 / 2}
     if rope:
-        place = torch.arange(tokens)
-        made["positions"] = torch.stack([place % (5 + 7 * n) for n in range(batch)], 1) if packed else place
+        made["positions"] = places(tokens, batch, packed=packed)
     return made
 
 
@@ -46,26 +45,14 @@ def _extreme(size: Mapping[str, int]) -> Inputs:
     return made
 
 
-def _turn(x: Inputs, kind: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """cos and sin [s, 1 or b, 1, d / 2]."""
-    if x["positions"] is None:
-        return None
-    half = x["widths"]["q"] // 2
-    speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x["z"].device) / half)
-    angles = (x["positions"].double()[..., None] * speed).view(len(x["z"]), -1, 1, half)
-    return angles.cos().to(kind), angles.sin().to(kind)
-
-
 def _definition(x: Inputs) -> Outputs:
     """By the equations; q and k turned by a matrix for each token."""
     outputs, widths = [], x["widths"]
     phi = sum(torch.einsum("sbn,pn->sbp", x[name], x[f"w{name}"]) for name in "fh" if name in x)
     heads = (x["z"] + x["z"] * phi).unflatten(-1, (-1, sum(widths.values())))
     for name, part in zip(widths, heads.split(list(widths.values()), -1), strict=True):
-        turn = _turn(x, part.dtype)
-        if name in ("q", "k") and turn is not None:
-            c, s = (torch.diag_embed(t) for t in turn)
-            part = (torch.cat((torch.cat((c, -s), -1), torch.cat((s, c), -1)), -2) @ part[..., None])[..., 0]
+        if name in ("q", "k") and x["positions"] is not None:
+            part = by_matrix(part, x["positions"])
         elif name == "lam":
             part = 1 / (1 + (-part).exp())
         elif name == "gate":
@@ -76,8 +63,10 @@ def _definition(x: Inputs) -> Outputs:
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    turn, pairs = _turn(x, torch.promote_types(x["z"].dtype, torch.float32)), [(x[name], x[f"w{name}"]) for name in "fh" if name in x]
-    return tuple(fem_projection(x["z"], pairs, turn, x["widths"], EPS, implementation=implementation).values())
+    z, pairs = x["z"], [(x[name], x[f"w{name}"]) for name in "fh" if name in x]
+    wide = torch.promote_types(z.dtype, torch.float32)
+    turn = None if x["positions"] is None else angles(x["positions"], x["widths"]["q"], wide, z.device)
+    return tuple(fem_projection(z, pairs, turn, x["widths"], EPS, implementation=implementation).values())
 
 
 SUITE = Suite(

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from kernels.arguments import check_first, check_others
-from kernels.fem_projection import turned
 from kernels.pairs import allowed_pairs
+from kernels.rotary import turned
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26

@@ -11,9 +11,6 @@ from torch import Tensor
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.parallel import OneProcess
-from fem_megatron.rope import Rope
-from fem_megatron.state import Context
-from fem_megatron.update import rotate
 
 CPU = torch.device("cpu")
 
@@ -55,63 +52,25 @@ def test_cross_entropy_is_for_bfloat16(dtype: torch.dtype) -> None:
     assert torch.equal(fused[1], plain[1]) == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope_by_the_kernel_that_megatron_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn's function stood in for by its documented formula: x [b, s, h, d], cos and sin [s, d / 2], halves paired."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        assert not interleaved and cos.shape == (x.shape[1], x.shape[3] // 2) and cos.dtype == x.dtype
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-    monkeypatch.setattr(rope_utils, "apply_rotary_emb_flash", apply_rotary_emb)
-
-    class Turning(OneProcess):
-        turn = staticmethod(fusions.megatron_turn)
-
-    x = draw(6, 2, 3, 8, dtype=dtype)
-    wanted = rotate(x, Context(), Rope(10000))
-    torch.testing.assert_close(rotate(x, Context(), Rope(10000), Turning()), wanted)
-    assert not torch.equal(wanted, x)
-
-
-def test_positions_of_their_own_are_turned_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusions, "lacks_rope", lambda device: None)
-    monkeypatch.setattr(fusions, "megatron_turn", lambda x, cos, sin: torch.zeros_like(x))
-
-    class Turning(OneProcess):
-        turn = staticmethod(fusions.turn)
-
-    x, own = draw(6, 2, 3, 8), torch.arange(12).view(6, 2)
-    assert torch.equal(rotate(x, Context(positions=own), Rope(10000), Turning()), rotate(x, Context(positions=own), Rope(10000)))
-    assert not rotate(x, Context(), Rope(10000), Turning()).any()
-    assert rotate(x.double(), Context(), Rope(10000), Turning()).any()
-
-
 def test_a_cpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from fem_megatron.megatron.model import Layout, transformer_config
 
     config = transformer_config(ModelConfig(vocab_size=64), Layout(params_dtype=torch.bfloat16))
     assert not config.cross_entropy_loss_fusion
-    assert fusions.lacks(CPU) == fusions.lacks_rope(CPU) == "no GPU"
+    assert fusions.lacks(CPU) == "no GPU"
 
     def refuse(*arguments: Any) -> Tensor:
         raise AssertionError("a fused kernel runs on a CPU")
 
     monkeypatch.setattr(fusions, "megatron_swiglu", refuse)
-    monkeypatch.setattr(fusions, "megatron_turn", refuse)
     x = draw(5, 2, 8)
     assert torch.equal(fusions.swiglu(x), OneProcess().swiglu(x))
-    fusions.turn(draw(6, 1, 1, 4), draw(6, 1, 1, 2), draw(6, 1, 1, 2))
 
 
 @pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_on_a_gpu_the_loss_is_fused_in_bfloat16(dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(fusions, "lacks", lambda device: None)
-    monkeypatch.setattr(fusions, "lacks_rope", lambda device: "the package flash-attn is not installed")
     assert fusions.config_overrides(dtype).get("cross_entropy_loss_fusion", False) is fused
 
 

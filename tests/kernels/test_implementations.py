@@ -118,6 +118,7 @@ LEFT: list[tuple[str, str, str, Any]] = [
     ("symmetric_attention", "bisoftmax: normal", "bisoftmax with keys of their own", lambda x: x | {"keys": x["z"].clone()}),
     ("conditioner_features", "normal", "4097 channels are over 4096", lambda x: wide("conditioner_features", "normal", 4097)),
     ("residual_norm", "normal", "4097 channels are over 4096", lambda x: wide("residual_norm", "normal", 4097)),
+    ("rotary", "normal", "2050 channels are over 2048", lambda x: wide("rotary", "normal", 2050)),
     ("fem_projection", "normal", "slices of 129 channels are over 128", lambda x: slices(dv=129)),
     (
         "fem_projection",

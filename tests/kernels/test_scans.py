@@ -20,6 +20,7 @@ from kernels.conditioner_features.cases import SUITE as FEATURES
 from kernels.fem_projection import fem_projection
 from kernels.fem_projection.cases import SUITE as PROJECTION
 from kernels.gated_delta_rule.cases import definition as loop
+from kernels.rotary import rotary
 from kernels.time_decay_scan import time_decay_scan
 from kernels.time_decay_scan.cases import SUITE as SCAN
 
@@ -83,6 +84,30 @@ def test_the_features_weight_may_have_another_type() -> None:
     weight = x["weight"].bfloat16().requires_grad_()
     plain, fused = (conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how) for how in ("reference", "triton"))
     assert relative(fused.detach(), plain.detach()) < 1e-6 and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
+
+
+# --- RoPE ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -> None:
+    """Attention's gradients are permuted or expanded, and k may get none. The weights of both implementations are the same numbers."""
+    rng, kept, found = torch.Generator().manual_seed(0), list[Tensor](), []
+    z = torch.randn(13, 2, 3, 18, generator=rng).requires_grad_()
+    angles = torch.rand(13, 2, 1, 3, generator=rng)
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    for implementation in ("reference", "triton"):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            q, k, _ = z.chunk(3, -1)
+            q, k = rotary(q, k, angles.cos(), angles.sin(), implementation=implementation)
+        q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+        found += [torch.autograd.grad(loss, z, retain_graph=True)[0] for loss in ((q.contiguous() @ k.mT).square().sum(), q.sum())]
+    assert all(relative(fused, plain) < 1e-6 for plain, fused in zip(found[:2], found[2:], strict=True))  # float32's rounding
+    assert {t.numel() for t in kept} == {angles.numel()} and len(kept) == 2
 
 
 # --- FEM's projection ------------------------------------------------------------------------------------------------------------

@@ -80,6 +80,10 @@ def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
     trace = layer("fem_softmax")
     ours = dict.fromkeys(("residual_norm", "time_decay_scan", "conditioner_features", "fem_projection"), "triton")
     assert trace.chosen == {"fem_attention": "cudnn", **ours}
+    for turning in ("transformer", "differential", "yuriiformer"):  # an installed flash-attn is not asked
+        trace = layer(turning)
+        assert trace.chosen["rotary"] == "triton"
+        assert [launch.backward for launch in trace.launches if launch.name == "rotary: rotary_kernel"] == [False, True]
     assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla", "residual_norm": "triton"}
     assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
     assert machine.architecture(machine.PAPER) == 90 and machine.device() != machine.PAPER
@@ -114,7 +118,7 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
     assert trace.reads == []
 
 
-MOST = 1.15  # of the Transformer's bytes, 1.146 now; of those moved pointwise 1.162: the packed product is written once more
+MOST = 1.155  # of the Transformer's bytes, 1.152 now; of those moved pointwise 1.175: the packed product is written once more
 READ = ("fem_attention: range", "fem_attention: constants", "fem_attention: stream", "fem_attention: epilogue")
 
 
@@ -124,7 +128,7 @@ def test_the_fem_block_stays_fused() -> None:
     own = sum(ours.bytes(POINTWISE, of=name) for name in READ)
     assert 0.05 < own / theirs.bytes(POINTWISE) < 0.2
     assert (ours.bytes() - own) / theirs.bytes() <= MOST
-    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= 1.17
+    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= 1.18
 
 
 def test_a_step_is_its_parts_and_more_on_a_slower_memory() -> None:

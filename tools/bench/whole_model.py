@@ -95,10 +95,6 @@ class Fused(OneProcess):
         """As `fem_megatron.parallel.Parallel`."""
         return fusions.swiglu(packed)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `fem_megatron.parallel.Parallel`."""
-        return fusions.turn(x, cos, sin)
-
 
 OUTER = {
     "embedding": "embedding.word_embeddings.weight",

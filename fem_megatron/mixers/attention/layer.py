@@ -10,7 +10,7 @@ from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
 from fem_megatron.parallel import Parallel
 from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
-from fem_megatron.update import Update, head_norms, normed, rotate
+from fem_megatron.update import Update, head_norms, normed, rotate_both
 from kernels.fem_attention import fem_attention
 
 
@@ -63,7 +63,7 @@ class Attention(Update):
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
-            q, k = (rotate(t, context, shape.rope, self.parallel) for t in (q, k))
+            q, k = rotate_both(q, k, context, shape.rope)
         return q, k, v
 
 

@@ -133,14 +133,14 @@ class AttentionShape(Shape):
         if training.again:
             return normed | {
                 "projection": self.hidden * (training.operand if self.bias else training.entered),
-                "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
+                "rope": e * self.head / training.micro_batch if self.rope else 0.0,
                 "attention": e * (query + keys),
                 "packed": packed,
                 "out_proj": training.operand * query,
             }
         return normed | {
             "projection": self.hidden * (training.operand if self.bias else training.entered),
-            "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
+            "rope": e * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + keys + blockwise) + WIDE * self.heads / t,
             "packed": packed,
             "out_proj": training.operand * query if training.operand < (e if training.cuda else WIDE) or blockwise else 0.0,

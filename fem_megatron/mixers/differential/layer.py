@@ -9,7 +9,7 @@ from fem_megatron.mixers.differential.shape import DifferentialShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
-from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate
+from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate_both
 
 
 class DifferentialAttention(Update):
@@ -45,7 +45,7 @@ class DifferentialAttention(Update):
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
-            q, k = (rotate(t, context, shape.rope, self.parallel) for t in (q, k))
+            q, k = rotate_both(q, k, context, shape.rope)
         return q, k, v
 
     def lam_now(self) -> Tensor:

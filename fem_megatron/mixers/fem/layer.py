@@ -12,7 +12,7 @@ from fem_megatron.parallel import Parallel
 from fem_megatron.scans import fading_sum
 from fem_megatron.shape import located
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, Update, head_norms, layer_norm, rotate, rotations
+from fem_megatron.update import Layer, Update, head_norms, layer_norm, rotate_both, rotations
 from kernels.conditioner_features import conditioner_features
 from kernels.fem_projection import fem_projection
 from kernels.residual_norm import residual_norm
@@ -60,7 +60,7 @@ class FemMixer(Update):
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
         if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
             q, k = head_norms(self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps)
-            parts |= {name: t if rope is None else rotate(t, context, rope, self.parallel) for name, t in (("q", q), ("k", k))}
+            parts["q"], parts["k"] = (q, k) if rope is None else rotate_both(q, k, context, rope)
         v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
         o = self.prior(parts, v, self.inverse_temperature(), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))

@@ -195,7 +195,7 @@ class FemShape(Shape):
         }
         if self.prior.qk_norm:  # a GPU's kernel keeps its arguments, so that what it gives is kept here
             terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
-            terms["rope"] = e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0
+            terms["rope"] = e * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
             terms["conditioner"] = self._conditioner_keeps(training)
             terms["scaling"] = 0.0 if cuda else e * 2 * packed

@@ -183,7 +183,7 @@ class HyperSet(Update):
             positions = torch.arange(context.past, context.past + z.shape[0], device=z.device)
         if not forth:
             positions, rope = -positions, replace(rope, factor=1.0 / rope.factor)
-        return rotate(z, replace(context, positions=positions), rope, self.parallel)
+        return rotate(z, replace(context, positions=positions), rope)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
         """What the step size multiplies, of g, the gradient (or minus it) of the energy ``name``; means run over the iterations.

@@ -18,8 +18,9 @@ from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrde
 from fem_megatron.parallel import Parallel
 from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
-from fem_megatron.update import Update, normed, rms_norm, rotate
+from fem_megatron.update import Update, normed, rms_norm, rotate, rotations
 from kernels.pairs import allowed_pairs
+from kernels.rotary import rotary
 from kernels.second_order_attention import second_order_attention
 from kernels.second_order_attention.reference import energy_linear_attention, free_energy, rotated
 
@@ -50,17 +51,15 @@ class _EnergyHeads(Update):
         """The slice z -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
         q, k = self.parallel.project(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
         if self.shape.rope is not None:
-            k = rotate(k, context, self.shape.rope, self.parallel)
+            k = rotate(k, context, self.shape.rope)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
     def turn(self, q: Tensor, context: Context) -> Tensor | None:
         """(cos | sin) of the positions of q [b, h, s, d_h], [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
         if self.shape.rope is None:
             return None
-        wide = torch.promote_types(q.dtype, torch.float32)
-        unit = torch.zeros(q.shape[2], 1, 1, self.shape.head, dtype=wide, device=q.device)
-        unit[..., : self.shape.head // 2] = 1.0
-        return rotate(unit, context, self.shape.rope).permute(1, 2, 0, 3)
+        found = rotations(q.permute(2, 0, 1, 3), self.shape.head, context, self.shape.rope)
+        return torch.cat(found, dim=-1).permute(1, 2, 0, 3)
 
     def back(self, o: Tensor) -> Tensor:
         """W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
@@ -162,8 +161,15 @@ class EnergyLinearAttention(_EnergyHeads):
             mean = self.shape.switches.linear_read == "mean"
             return o / self.tokens_seen(valid, k, context)[:, None, :, None] if mean else o
 
-        o = context.apart(read, rotated(q.to(wide), turn), k.to(wide), passes=context.causal)
-        return self.back(rotated(o, turn, back=True).to(k.dtype))
+        o = context.apart(read, self.rotated(q.to(wide), turn), k.to(wide), passes=context.causal)
+        return self.back(self.rotated(o, turn, back=True).to(k.dtype))
+
+    def rotated(self, x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
+        """x [b, h, s, d] rotated by (cos | sin) ``turn`` as `turn` returns it, or by the opposite angle; None: x itself."""
+        if turn is None:
+            return x
+        cos, sin = turn.permute(2, 0, 1, 3).chunk(2, dim=-1)
+        return rotary(x.permute(2, 0, 1, 3), None, cos, -sin if back else sin)[0].permute(1, 2, 0, 3)
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
         """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""

@@ -56,7 +56,7 @@ def report(options: argparse.Namespace) -> int:
         return 0
     if options.model:
         steps = [make(name) for name in (options.model, options.against) if name]
-        print(steps_table(steps))
+        print(f"{steps_table(steps)}\n{SAME}")
         if options.kernels:
             print("\n" + kernels_table(steps[0]))
         first = {"ratio": {roof.name: steps[0].total(roof) / steps[1].total(roof) for roof in ROOFS}} if options.against else {}
@@ -153,7 +153,10 @@ def _shown(table: str) -> str:
     return f"```text\n{table}\n```"
 
 
-INTRODUCTION = "Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100."
+SAME = """Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
+wherever it takes the widths."""
+INTRODUCTION = f"""Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100.
+{SAME}"""
 LEGEND = """KiB a token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
 pass; *host reads*: of a number. GLA is fem_gla without its switches; mha2nd has its longest
 sequences, of 512 tokens."""

@@ -55,6 +55,7 @@ SOURCES = {
     "attention backward": "450 TFLOP/s: assumed, under cuDNN's 499 there, which is without a mask; 2.5 times the forward's products",
     "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
     "delta rule": "flash-linear-attention's kernels as one a pass, which is less than they are",
+    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; flash-attn's is not used",
     "gap between kernels": "2 us: assumed",
     "optimizer": (
         f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "

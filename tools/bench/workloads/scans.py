@@ -25,6 +25,7 @@ from kernels.gated_delta_rule import gated_delta_rule
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
 from kernels.residual_norm import residual_norm
+from kernels.rotary import rotary
 from kernels.ssm_read import ssm_read
 from kernels.symmetric_attention import symmetric_linear_attention
 from kernels.time_decay_scan import time_decay_scan
@@ -157,6 +158,18 @@ def _projection(inputs: Inputs, implementation: str) -> Outputs:
     return tuple(fem_projection(z, [(features, weight)], (cos, sin), widths, 1e-6, implementation=implementation).values())
 
 
+def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
+    """Queries and keys as slices of the Transformer's projection, [q | k | v] of every head."""
+    z = draw.normal(size.tokens, size.batch, size.heads, 3 * size.key)
+    cos, sin = (t.to(z.dtype) for t in rotations(z, size.key, Context(), Rope(10000.0)))
+    return {"z": z, "cos": cos, "sin": sin}
+
+
+def _rotary(inputs: Inputs, implementation: str) -> Outputs:
+    q, k, _ = inputs["z"].chunk(3, dim=-1)
+    return tuple(rotary(q, k, inputs["cos"], inputs["sin"], implementation=implementation))
+
+
 def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     def unit(x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
@@ -227,6 +240,7 @@ SCANS = (
         flops=per_token(lambda size: size.heads * size.value // 16 * (2 * size.key + 3 * size.value)),
         small=(2, 32, 16),
     ),
+    Workload(name="rotary", op="rotary", inputs=_rotary_inputs, call=_rotary, flops=no_products, small=(2, 32, 16)),
     # Hyper-SET's attention in linear time, which has one implementation.
     Workload(
         name="symmetric_linear_attention",
