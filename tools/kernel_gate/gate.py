@@ -18,10 +18,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kernels
+from tools.kernel_gate.jit import argument, compiled
 
 # Names of integers that count tokens, or stand between rows of a number a token.
 COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
@@ -30,6 +32,9 @@ ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pas
 TOGETHER = 8  # builds that a process disassembles at a time
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
 ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
+
+T = TypeVar("T")
+Progress = Callable[[int, int, str], None]  # how many builds are done, of how many, and the name of one
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Build:
     def function(self) -> Any:
         """The function itself."""
         return getattr(importlib.import_module(self.module), self.kernel)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments and options, by name, for which the JIT compiles this build."""
+        given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
+        return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 
     @property
     def matrix(self) -> bool:
@@ -97,6 +107,11 @@ class Report:
         return found
 
 
+def reason(error: Exception) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def report(build: Build, arch: int) -> Report:
     """Compile ``build`` for sm_<arch> and read the machine code."""
     return reports([build], arch)[0]
@@ -104,30 +119,22 @@ def report(build: Build, arch: int) -> Report:
 
 def reports(builds: Sequence[Build], arch: int) -> list[Report]:
     """`report` of each. nvdisasm, which takes a third of a second to start, is called once."""
-    compiled = [_compiled(build, arch) for build in builds]
-    listings = iter(disassembled([cubin for _, cubin in compiled if cubin]))
-    return [_with_code(found, next(listings)) if cubin else found for found, cubin in compiled]
+    found = [_compiled(build, arch) for build in builds]
+    listings = iter(disassembled([cubin for _, cubin in found if cubin]))
+    return [_with_code(each, next(listings)) if cubin else each for each, cubin in found]
 
 
 def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
     """What the compilers say, and on sm_90 the machine code, which is still to be read; b"" elsewhere and where there is none."""
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
 
-    function, constants, types = build.function, dict(build.constants), dict(build.types)
-    names = function.arg_names
-    source = ASTSource(
-        function,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs=constants,
-        attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name in build.aligned},
-    )
     try:
-        made = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps, "num_stages": build.stages})
-    except Exception as error:  # whatever Triton's passes raise is this build's fault, to be told beside the others'
-        return Report(arch, failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"), b""
+        made = compiled(build.function, build.arguments(), arch)
+    except Exception as error:  # whatever Triton's passes raise is reported as this build's fault
+        return Report(arch, failed=reason(error)), b""
+    if missing := {"ttir", "ttgir", "ptx"} - set(made.asm):
+        kept = f"Triton's cache has it without {', '.join(sorted(missing))}: set TRITON_CACHE_DIR to another folder"
+        return Report(arch, failed=kept), b""
     tools = Path(get_ptxas(arch).path)
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -278,17 +285,23 @@ def in_rows(build: Build) -> Build | None:
     return None if short == build or 256 in (constants.get("DK"), constants.get("PADDED")) else short
 
 
-def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
-    """Every build; told(done, of, name) of each, some at a time. As many processes as there are cores."""
-    found: dict[Build, dict[int, Report]] = {}
+def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Progress) -> list[Built]:
+    """Every build with its reports."""
+    found = in_processes(partial(_reports, architectures=architectures), builds, told)
+    return [Built(build, by_arch) for build, by_arch in zip(builds, found, strict=True)]
+
+
+def in_processes(work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress) -> list[T]:
+    """``work`` of every build, some at a time, in as many processes as there are cores."""
+    found: dict[Build, T] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         some = (builds[start : start + TOGETHER] for start in range(0, len(builds), TOGETHER))
-        pending = {pool.submit(_reports, each, architectures): each for each in some}
+        pending = {pool.submit(work, each): each for each in some}
         for future in as_completed(pending):
-            for build, by_arch in zip(pending[future], future.result(), strict=True):
-                found[build] = by_arch
+            for build, result in zip(pending[future], future.result(), strict=True):
+                found[build] = result
                 told(len(found), len(builds), f"{build.module}: {build.label}")
-    return [Built(build, found[build]) for build in builds]
+    return [found[build] for build in builds]
 
 
 def page(built: list[Built], triton_version: str) -> str:

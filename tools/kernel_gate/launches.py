@@ -9,7 +9,7 @@ size, in bfloat16 and float32: masks, pasts, states, padding. Two launches that 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,15 @@ from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 from fem_megatron.trace import run_on_paper
 from kernels.check import Inputs, Suite, suites
+from tools.bench.speed import implementations
 from tools.kernel_gate.gate import Build, covering
+from tools.kernel_gate.jit import POINTERS
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 TOKENS, BATCH = 4096, 2
 OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel of ours
 IMPLEMENTATIONS = {"fem_attention": ("triton", "decode")}
 TYPES = (torch.bfloat16, torch.float32)
-POINTERS = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64", torch.bool: "*i1",
-    torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
 
 
 Launches = Sequence[tuple[Any, Mapping[str, Any]]]
@@ -51,13 +49,15 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
     aligned: list[str] = []
     for name in kernel.arg_names:
         value = given.get(name)
-        if name in _constexprs(kernel) or value is None or (isinstance(value, int) and value == 1):
+        if name in _constexprs(kernel) or value is None or (type(value) is int and value == 1):
             constants[name] = value
         elif isinstance(value, Tensor):
             types[name] = POINTERS[value.dtype]
             aligned += [name] if value.storage_offset() * value.element_size() % 16 == 0 else []
+        elif isinstance(value, bool):
+            types[name] = "u1"
         elif isinstance(value, int):
-            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned += [name] if value % 16 == 0 else []
         else:
             types[name] = "fp32"
@@ -72,13 +72,34 @@ def recorded() -> list[Build]:
     return sorted(found, key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno))
 
 
+def launched(only: Collection[str] = ()) -> list[Build]:
+    """A build of every distinct launch: of the layers, and of the operations' cases by all that is faster than the definition.
+
+    only: the cases of these operations, and their kernels in layers.
+    """
+    found: dict[str, Build] = {}
+    layers = ((label, [each for each in launches if not only or _room(each[0]) in only]) for label, launches in _layers())
+    for label, launches in (*layers, *_cases(only, _fast)):
+        for kernel, given in launches:
+            if _room(kernel):
+                build = build_of(label, kernel, given)
+                found.setdefault(repr(replace(build, label="")), build)
+    return list(found.values())
+
+
+def _room(kernel: Any) -> str:
+    """The operation whose folder a kernel of ours is in; "" for a package's."""
+    first, _, rest = kernel.fn.__module__.partition(".")
+    return str(rest.split(".")[0]) if first == "kernels" else ""
+
+
 def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
     """The builds of launches: of those alike but for what is known of numbers, the first, and one of which the least is known."""
     first: dict[tuple[Any, ...], Build] = {}
     least: dict[tuple[Any, ...], Build] = {}
     for label, launches in labelled:
         for kernel, given in launches:
-            if kernel.fn.__module__.startswith("kernels."):
+            if _room(kernel):
                 build = build_of(label, kernel, given)
                 kind = _kind(kernel, build)
                 first.setdefault(kind, build)
@@ -108,9 +129,19 @@ def _layers() -> Iterator[tuple[str, Launches]]:
                 yield f"{name}, own attention, documents", _layer(shape, model, "triton", documents=True)
 
 
-def _cases() -> Iterator[tuple[str, Launches]]:
+def _own(op: str) -> tuple[str, ...]:
+    """The operation's implementations of which every kernel is ours."""
+    return () if op in OTHERS else IMPLEMENTATIONS.get(op, ("triton",))
+
+
+def _fast(op: str) -> tuple[str, ...]:
+    """Those that the GPU suite checks, without the definition: kernels of ours run around others' attention too."""
+    return tuple(name for name in implementations(op, automatic=True) if name != "reference")
+
+
+def _cases(only: Collection[str] = (), chosen: Callable[[str], tuple[str, ...]] = _own) -> Iterator[tuple[str, Launches]]:
     for op, suite in suites().items():
-        for implementation in () if op in OTHERS else IMPLEMENTATIONS.get(op, ("triton",)):
+        for implementation in chosen(op) if not only or op in only else ():
             for case, make in suite.cases.items():
                 for dtype in TYPES:
                     try:
