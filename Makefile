@@ -32,14 +32,15 @@ help:  ## this list
 
 setup: $(ENVIRONMENT)  ## make .venv with the tested versions of everything, once
 
-$(VENV)/.installed: pyproject.toml constraints.txt tests/oldest-transformers.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tests/oldest-transformers.txt tests/oldest-triton.txt
 	@$(BASE) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(BASE),Python 3.11 to 3.13 is needed; install one or name one with PYTHON_BASE=/path/to/python)
 	@$(BASE) -c 'import ensurepip, venv' 2>/dev/null || $(call refuse,$(BASE),it has no venv; install that (Debian and Ubuntu: python3-venv) or name another with PYTHON_BASE=/path/to/python)
 	$(BASE) -m venv $(VENV)
 	@# --no-compile: Python does it at the first import, and most of these modules are never imported
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,eval,deepspeed]'
-	rm -rf $(VENV)/oldest
+	rm -rf $(VENV)/oldest $(VENV)/oldest-triton
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --target $(VENV)/oldest -r tests/oldest-transformers.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --target $(VENV)/oldest-triton -r tests/oldest-triton.txt
 	@touch $@
 
 check-python:
@@ -59,13 +60,11 @@ test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in three minut
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -m 'slurm and not slow' tests/slurm
 
-test-all: lint  ## the night's: the slow tests too, a real Slurm, ten of the mutants, and the kernels' machine code by Triton 3.6
+test-all: lint  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
 	$(PYTHON) -m tests.mutants --sample 10 --seed 1
-	$(PYTHON) -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
-	PYTHONPATH=build/triton-3.6 $(PYTHON) -m tools.kernel_gate --sm 90
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
 	$(PYTHON) -m ruff check

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import os
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fem_common.errors import UserError
 from kernels.check import suites
 from tests.test_house import python_sources
 from tools.kernel_gate.gate import Build, covering, kernels_under
 from tools.kernel_gate.launches import _case, recorded
+from tools.kernel_gate.warm import key_of
 
 ROOT = Path(__file__).parents[2]
+OLDEST = Path(os.environ.get("FEM_OLDEST_TRITON", ROOT / ".venv" / "oldest-triton"))
+PINNED = (ROOT / "tests" / "oldest-triton.txt").read_text().split("triton==")[1].split(";")[0]
 
 # One kernel that is as it should be and one for each fault; printed: label -> faults on sm_90.
 FAULTY = """
 import json
+from pathlib import Path
 import triton
 import triton.language as tl
 from tools.kernel_gate.gate import Build, reports
+from tools.kernel_gate.warm import _entries
 
 @triton.jit
 def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
@@ -65,7 +74,9 @@ if __name__ == "__main__":
         Build("__main__", "_unknown", "does not compile", (("a", "*fp32"),), (("N", 16),), (), 4, 1),
         Build("__main__", "_turned", "turned", (("a", "*fp32"),), (("N", 64),), ("a",), 4, 1),
     ]
-    print(json.dumps({each.label: found.faults(each) for each, found in zip(builds, reports(builds, 90), strict=True)}))
+    faults = {each.label: found.faults(each) for each, found in zip(builds, reports(builds, 90), strict=True)}
+    cached = _entries(builds[-2:], 90, Path(__file__).parent / "cache", "")
+    print(json.dumps({**faults, "cached": [bool(folder) for folder, _ in cached], "uncached": [fault for _, fault in cached if fault]}))
 """
 
 # Layers without g, whose heads are 85 or 102 wide: rows at multiples of 2 or 4 bytes. Printed: how many builds, and their faults.
@@ -115,6 +126,57 @@ builds = [build for op, sizes in SIZES.items() for size in sizes for build in co
 found = [each for n in range(0, len(builds), 8) for each in reports(builds[n : n + 8], 90)]
 print(len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
 """
+# FEM's attention, its backward pass and its decoding, in one case each; printed as above, after Triton's version.
+FEM = """
+import torch, triton
+from kernels.check import suites
+from tools.kernel_gate.gate import reports
+from tools.kernel_gate.launches import _alike, _case
+
+suite, launches = suites()["fem_attention"], []
+for implementation, case in (("triton", "normal"), ("decode", "one query over a past")):
+    launches.append((case, _case(suite, suite.cases[case], implementation, torch.bfloat16)))
+builds = list({build.kernel: build for build in _alike(iter(launches))}.values())
+found = reports(builds, 90)
+print(triton.__version__, len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
+"""
+
+# The launches of one case. "fill": their builds into a cache at argv[2], packed for argv[3]. Else: which of them a cache has, as the JIT
+# asks for tensors of these dtypes and addresses; and in float32, of which it has none.
+CACHED = """
+import sys
+from pathlib import Path, PurePosixPath
+import torch
+from triton import knobs
+from triton.runtime import driver
+from kernels.check import suites
+from tools.kernel_gate.jit import Driver
+from tools.kernel_gate.launches import _case, build_of
+from tools.kernel_gate.warm import fill, pack
+
+class Given:
+    def __init__(self, t):
+        self.dtype, self.offset = t.dtype, t.storage_offset() * t.element_size()
+    def data_ptr(self):
+        return 0x7F0000000000 + self.offset
+
+def launches(dtype):
+    suite = suites()["fem_attention"]
+    made = _case(suite, suite.cases["normal"], "triton", dtype)
+    return [(kernel, given) for kernel, given in made if kernel.fn.__module__.endswith("prep") and "backward" not in kernel.fn.__name__]
+
+if sys.argv[1] == "fill":
+    builds = [build_of("normal", *each) for each in launches(torch.bfloat16)]
+    entries = fill(builds, 90, Path(sys.argv[2]), "", lambda *_: None)
+    pack(Path(sys.argv[2]), [entry for entry, _ in entries], PurePosixPath(sys.argv[3]))
+else:
+    found = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    driver.set_active(Driver(90))
+    for kernel, given in launches(torch.bfloat16) + launches(torch.float32)[:1]:
+        kernel.run(grid=(1,), warmup=True, **{name: Given(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+    print(found)
+"""
 
 # Sizes at which gradients would spill: triton says so by name and names the nearest that do not.
 REFUSED = [
@@ -129,15 +191,37 @@ REFUSED = [
 ]
 
 
-def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command of this repository, in a process where Triton compiles."""
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    env = os.environ | variables
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def by_the_oldest(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """The same by the oldest Triton that is supported."""
+    if not OLDEST.is_dir():
+        pytest.skip(f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-triton.txt")
+    return run(*arguments, timeout=timeout, PYTHONPATH=os.pathsep.join(filter(None, (str(OLDEST), os.environ.get("PYTHONPATH")))))
 
 
 @pytest.mark.timeout(1500)
 def test_every_kernel_passes_on_an_h100() -> None:
     """In so many builds that every form and type of each occurs; all builds, with every size, are the slow test's."""
     done = run("-m", "tools.kernel_gate", "--sm", "90", "--few", timeout=1400)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_oldest_triton_compiles_fem_attention() -> None:
+    done = by_the_oldest("-c", FEM)
+    assert done.returncode == 0, done.stderr[-2000:]
+    triton, builds, faults = done.stdout.split(" ", 2)
+    assert triton == PINNED and int(builds) >= 12 and faults.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_kernel_passes_by_the_oldest_triton() -> None:
+    done = by_the_oldest("-m", "tools.kernel_gate", "--sm", "90", timeout=1400)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -188,6 +272,8 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
+    assert faults["cached"] == [False, True]  # the one after it is compiled all the same
+    assert [f"does not compile: {fault}" for fault in faults["uncached"]] == faults["does not compile"]
 
 
 def test_every_kernel_is_known_by_name() -> None:
@@ -242,8 +328,60 @@ def test_few_builds_have_each_form_and_type() -> None:
     [
         (["kernels.nothing"], "no module under 'kernels.nothing' has kernels"),
         (["kernels.cem_attention", "--write"], "--write and --check are about all"),
+        (
+            ["--warm", "cache", "--only", "fem_atention"],
+            "--only fem_atention: no operation of this name has kernels; did you mean fem_attention?",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line(arguments: list[str], message: str) -> None:
     done = run("-m", "tools.kernel_gate", *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_warm_cache_has_what_the_jit_asks_for(tmp_path: Path) -> None:
+    """Bool pointers, lengths that are no multiples of 16; from the archive alone, at the path that it was packed for."""
+    made, there = tmp_path / "made", tmp_path / "there"
+    done = run("-c", CACHED, "fill", str(made), str(there))
+    assert done.returncode == 0, done.stderr[-2000:]
+    with tarfile.open(tmp_path / "made.tgz") as archive:
+        assert {Path(name).suffix for name in archive.getnames()} == {".cubin", ".json"}
+        archive.extractall(there, filter="data")
+    made.rename(tmp_path / "gone")
+    done = run("-c", CACHED, "ask", TRITON_CACHE_DIR=str(there))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.lower()) == [True, True, True, False]
+
+
+@pytest.mark.slow
+def test_an_operation_s_cache_is_packed_for_another_path(tmp_path: Path) -> None:
+    done = run(
+        "-m", "tools.kernel_gate", "--warm", str(tmp_path / "cache"), "--only", "conditioner_features", "--at", "/there", timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    with tarfile.open(tmp_path / "cache.tgz") as archive:
+        groups = [json.load(content) for name in archive.getnames() if "__grp__" in name and (content := archive.extractfile(name))]
+    assert len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout  # of layers and of cases, in both types
+    assert all(path.startswith("/there/") for group in groups for path in group["child_paths"].values())
+
+
+def test_the_key_of_triton_for_another_python(tmp_path: Path) -> None:
+    """Its compiled library is part of the key; another version compiles other code."""
+    triton = pytest.importorskip("triton")
+    from triton.runtime.cache import triton_key
+
+    library = tmp_path / "triton" / "_C" / "libtriton.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"another")
+    info = tmp_path / "triton.dist-info" / "METADATA"
+    info.parent.mkdir()
+    info.write_text(f"Name: triton\nVersion: {triton.__version__}\n")
+    with (Path(triton.__file__).parent / "_C" / "libtriton.so").open("rb") as stream:
+        own = hashlib.file_digest(stream, "sha256").hexdigest()
+    assert key_of(tmp_path) == triton_key().replace(own, hashlib.sha256(b"another").hexdigest()) != triton_key()
+    info.write_text("Name: triton\nVersion: 3.5.1\n")
+    with pytest.raises(UserError, match=r"has Triton 3\.5\.1, and .* compiles here"):
+        key_of(tmp_path)
+    library.unlink()
+    with pytest.raises(UserError, match="has no Triton: pip install"):
+        key_of(tmp_path)

@@ -1,4 +1,8 @@
-"""`python -m tools.kernel_gate [kernels.<op>] [--write]`: compile the kernels for sm_90, sm_80 and sm_100 on any machine, and judge."""
+"""`python -m tools.kernel_gate [--only OP ...] [--write]`: compile the kernels for sm_90, sm_80 and sm_100 on any machine, and judge.
+
+With `--warm DIR` it fills a Triton cache instead: every kernel that a machine with GPUs (sm_90, or --sm) asks for, packed as DIR.tgz. It is
+unpacked there at the same path, or at --at, which TRITON_CACHE_DIR then names.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import argparse
 import importlib.metadata
 import sys
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fem_common.cli import Parser, run
 from fem_common.errors import UserError
 from fem_common.exits import Exit
+from fem_common.text import nearest
+from kernels.check import suites
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, in_rows, kernels_under, page
+from tools.bench.speed import implementations
+from tools.kernel_gate.gate import ARCHITECTURES, Progress, build_all, covering, in_rows, kernels_under, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -21,40 +28,98 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
     parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
     parser.add_argument("prefix", nargs="?", default="kernels", help="only modules under this one, as kernels.fem_attention")
+    parser.add_argument("--only", nargs="+", default=[], metavar="OP", help="only the kernels of these operations, as fem_attention")
     parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
     parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
     parser.add_argument("--documents", action="store_true", help="these few, for rows of documents of few tokens, no multiple of 16")
+    parser.add_argument("--warm", type=Path, metavar="DIR", help="fill a Triton cache for machines with GPUs, and pack it as DIR.tgz")
+    parser.add_argument("--at", type=PurePosixPath, metavar="PATH", help="with --warm: the cache's path there (default: DIR's)")
+    parser.add_argument(
+        "--triton",
+        type=Path,
+        metavar="TARGET",
+        help="with --warm: where pip has installed Triton for another Python (--target), to run there",
+    )
     asked = parser.parse_args(argv)
-    return run("tools.kernel_gate", lambda: _judge(asked))
+    return run("tools.kernel_gate", lambda: _warm(asked) if asked.warm else _judge(asked))
 
 
-def _judge(asked: argparse.Namespace) -> int:
+def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
+    """The kernels that the call is about; raises UserError where it cannot be carried out."""
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
         raise UserError(f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton")
     if interpreted():
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
-    whole = asked.prefix == "kernels" and asked.sm is None and not (asked.few or asked.documents)
-    if (asked.write or asked.check) and not whole:
+    rooms = {module.split(".")[1] for module, _ in kernels_under("kernels")}
+    if asked.warm:
+        rooms |= {op for op in suites() if "triton" in implementations(op)}  # some launch kernels of other operations alone
+    for op in asked.only:
+        if op not in rooms:
+            near = nearest(op, rooms)
+            meant = f"did you mean {near}?" if near else f"these have: {', '.join(sorted(rooms))}"
+            raise UserError(f"--only {op}: no operation of this name has kernels; {meant}")
+    if asked.warm and (asked.prefix != "kernels" or asked.write or asked.check or asked.few or asked.documents):
+        raise UserError("--warm goes with --only, --sm, --at and --triton alone")
+    if not asked.warm and (asked.at or asked.triton):
+        raise UserError("--at and --triton are about the cache of --warm DIR")
+    if asked.at and not asked.at.is_absolute():
+        raise UserError(f"--at {asked.at}: a path of another machine begins with /")
+    if (asked.write or asked.check) and not _whole(asked):
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
-    known = kernels_under(asked.prefix)
-    if not known:
+    chosen = {(module, name) for module, name in kernels_under(asked.prefix) if not asked.only or module.split(".")[1] in asked.only}
+    if not chosen:
         raise UserError(f"no module under {asked.prefix!r} has kernels; kernels.<operation> does")
-    from tools.kernel_gate.launches import recorded
+    return chosen
 
-    builds = [each for each in recorded() if (each.module, each.kernel) in known]
+
+def _whole(asked: argparse.Namespace) -> bool:
+    """Whether docs/kernels.md can be written of what is built."""
+    return asked.prefix == "kernels" and not (asked.only or asked.sm or asked.few or asked.documents)
+
+
+def _progress() -> Progress:
+    """Prints how much is done and the seconds that are left."""
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
+    return told
+
+
+def _warm(asked: argparse.Namespace) -> int:
+    _chosen(asked)
+    from tools.kernel_gate.launches import launched
+    from tools.kernel_gate.warm import fill, key_of, pack
+
+    key = key_of(asked.triton) if asked.triton else ""
+    folder, arch = asked.warm.absolute(), asked.sm or ARCHITECTURES[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    builds = launched(asked.only)
+    entries = fill(builds, arch, folder, key, _progress())
+    for build, (_, fault) in zip(builds, entries, strict=True):
+        if fault:
+            print(f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: {fault}", file=sys.stderr)
+    made, at = {entry for entry, _ in entries if entry}, asked.at or folder
+    archive = pack(folder, made, at)
+    size = archive.stat().st_size / 1e6
+    print(f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, which TRITON_CACHE_DIR names")
+    return Exit.FAULT if any(fault for _, fault in entries) else Exit.DONE
+
+
+def _judge(asked: argparse.Namespace) -> int:
+    known, whole = _chosen(asked), _whole(asked)
+    from tools.kernel_gate.launches import recorded
+
+    builds = [each for each in recorded() if (each.module, each.kernel) in known]
     chosen = covering(builds, sizes=False) if asked.few or asked.documents else builds
     if asked.documents:
         chosen = [short for each in chosen if (short := in_rows(each)) is not None]
-    built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), _progress())
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]

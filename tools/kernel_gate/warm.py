@@ -1,0 +1,88 @@
+"""A Triton cache for GPUs, made without one: each kernel under the key that the JIT there looks up, and an archive of them.
+
+The key covers the kernel's source, the types and alignment of its arguments, the options, ptxas, and Triton's own files. One of those is a
+library compiled for one version of Python, so `key_of` computes Triton's part for a machine that has another. A cache's group files hold
+absolute paths, so an archive is for one path. It holds machine code and metadata, which is all that a cache hit reads; the intermediate
+representations are four fifths of a cache. It has no launchers, which Triton 3.6 compiles in C for each signature: they are built against
+that machine's Python, by its own compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib.metadata import distributions, version
+from pathlib import Path, PurePath
+
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+from tools.kernel_gate.gate import Build, Progress, in_processes, reason
+from tools.kernel_gate.jit import compiled
+
+Entry = tuple[str, str]  # a folder of the cache, and why there is none ("": there is)
+
+
+def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
+    """Compile the builds into a cache at ``folder``; what it has stays. key: Triton's own, "": this process's."""
+    return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, told)
+
+
+def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list[Entry]:
+    from triton import knobs
+    from triton.runtime import cache
+
+    knobs.cache.dir, knobs.compilation.store_binary_only = str(folder), True
+    if key:
+        cache.triton_key = lambda: key
+    found = []
+    for build in builds:
+        try:
+            made = compiled(build.function, build.arguments(), arch)
+        except Exception as error:  # whatever Triton's passes raise; the other builds go on
+            found.append(("", reason(error)))
+        else:
+            found.append((Path(next(iter(made.metadata_group.values()))).parent.name, ""))
+    return found
+
+
+def key_of(installed: Path) -> str:
+    """Triton's key as a machine with the Triton in ``installed`` computes it; raises UserError where that is not of our version."""
+    from triton.runtime.cache import triton_key
+
+    library = Path("triton", "_C", "libtriton.so")
+    found = next((each.version for each in distributions(name="triton", path=[str(installed)])), None)
+    if found is None or not (installed / library).is_file():
+        options = f"--no-deps --only-binary :all: --python-version 3.12 --target {installed}"
+        raise UserError(f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of the Python there")
+    if found != version("triton"):
+        raise UserError(f"{installed} has Triton {found}, and {version('triton')} compiles here: put that version on PYTHONPATH")
+    import triton
+
+    own, other = (_digest(place / library) for place in (Path(triton.__file__).parents[1], installed))
+    return str(triton_key()).replace(own, other)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def pack(folder: Path, entries: Iterable[str], at: PurePath) -> Path:
+    """Write ``folder``.tgz with these entries, to be unpacked as ``at``; returns its path."""
+    archive, content = folder.with_name(f"{folder.name}.tgz"), io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as packed:
+        for entry in sorted(set(entries)):
+            files = {path.name: path.read_bytes() for path in sorted((folder / entry).iterdir()) if path.suffix in (".cubin", ".json")}
+            group = next(name for name in files if name.startswith("__grp__"))
+            children = {name: str(at / entry / name) for name in files if name != group}
+            files[group] = json.dumps({"child_paths": children}).encode()
+            for name, data in files.items():
+                member = tarfile.TarInfo(f"{entry}/{name}")
+                member.size = len(data)
+                packed.addfile(member, io.BytesIO(data))
+    write_whole(archive, content.getvalue(), synced=False)
+    return archive
