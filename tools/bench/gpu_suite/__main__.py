@@ -137,10 +137,11 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_suite-") as name:
         if any(task.kind == "train" for task in todo):
             write_data(Path(name))
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-        environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute()), "OMP_NUM_THREADS": threads}
+        environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute())}
         for phase in phases(todo, clock.budget):
-            workers = _workers(phase, count, log, environment)
+            at_once = count if phase.together else 1
+            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+            workers = _workers(phase, count, log, {**environment, "OMP_NUM_THREADS": threads})
             try:
                 Work(phase, clock, progress).run(workers)
             finally:

@@ -130,7 +130,7 @@ class Clock:
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
-        self.longest: dict[str, float] = {}
+        self.longest: dict[tuple[str, str], float] = {}  # by kind and part
 
     @property
     def elapsed(self) -> float:
@@ -139,7 +139,7 @@ class Clock:
 
     def expected(self, task: Task) -> float:
         """Seconds that a task may take: what the slowest of its kind took, at least a third and at most three times of the guess."""
-        return min(MARGIN * task.seconds, max(self.longest.get(task.kind, task.seconds), task.seconds / MARGIN))
+        return min(MARGIN * task.seconds, max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN))
 
     def fits(self, task: Task, until: float) -> bool:
         """Whether it may still be begun where its phase ends ``until`` seconds after the start."""
@@ -152,7 +152,8 @@ class Clock:
 
     def took(self, task: Task, seconds: float) -> None:
         """Note what one took."""
-        self.longest[task.kind] = max(self.longest.get(task.kind, 0.0), seconds)
+        key = task.kind, task.part
+        self.longest[key] = max(self.longest.get(key, 0.0), seconds)
 
 
 Report = Callable[[Outcome, int, float], None]
