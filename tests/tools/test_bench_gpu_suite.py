@@ -21,7 +21,7 @@ from tools.bench.engines.variants import VARIANTS, Job
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.gpu_suite import plan, trainer, worker
 from tools.bench.gpu_suite.plan import PARTS, Phase, Task, phases, tasks
-from tools.bench.gpu_suite.pool import LOST, Clock, Work, Worker
+from tools.bench.gpu_suite.pool import GONE, Clock, Work, Worker
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome, Record, Results
 from tools.bench.workloads import Size
 
@@ -144,7 +144,7 @@ def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(monk
 
 def test_a_process_that_has_lost_the_gpu_computes_nothing_on_the_cpu() -> None:
     line = json.dumps({"kind": "roofs", "arguments": {"matmul": 16, "copy": 16}, "device": GPU})
-    assert worker.answer(line) == ({"gap": f"the device of this process is cpu, not {GPU}", "lost": True}, False)
+    assert worker.answer(line) == ({"gap": f"the device of this process is cpu, not {GPU}", "lost": True, "gone": True}, False)
 
 
 def test_runs_of_the_trainer_are_compared_step_by_step() -> None:
@@ -221,10 +221,15 @@ def test_what_lacks_memory_beside_others_is_tried_alone(tmp_path: Path, monkeypa
     assert all(outcome.gap is None for outcome in outcomes) and len(outcomes) == 4
 
 
-def test_a_gpu_that_is_gone_ends_the_work_and_what_was_measured_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = answering(monkeypatch, lambda worker, task: {"result": 0} if task.name == "0" else {"gap": "no device", "lost": True}, 0.1)
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_gpu_that_is_gone_ends_the_work_and_kernels_that_break_it_do_not(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured stays. Each case of a kernel may break its worker; the next worker finds the GPU."""
+    lost = {"gap": "no device", "lost": True, "gone": True} if gone else {"gap": "illegal address", "lost": True}
+    clock = answering(monkeypatch, lambda worker, task: {"result": 0} if task.name == "0" else lost, 0.1)
     outcomes, left_out = performed([Task("op", str(number), {}, 0, 1) for number in range(20)], [Worker(tmp_path)], clock)
-    assert len(outcomes) == 1 + LOST and len(left_out) == 19 - LOST
+    assert len(outcomes) == (1 + GONE if gone else 20) and len(outcomes) + len(left_out) == 20
 
 
 def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

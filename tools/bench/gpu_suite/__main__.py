@@ -134,7 +134,8 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
     """Perform all phases; the working folder is temporary."""
     progress, log = Progress(clock, record), record.folder / LOG
-    with tempfile.TemporaryDirectory(prefix="gpu_suite-") as name:
+    # A run that was ended may still be writing there.
+    with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
         if any(task.kind == "train" for task in todo):
             write_data(Path(name))
         environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute())}

@@ -21,7 +21,7 @@ LIMIT = 120.0  # seconds for one task, its kernels' compilation included
 MARGIN = 3.0  # of a guess, to the longest that a task of the same kind took
 WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts processes of its own
 ENDING = 6.0  # seconds that those have to stop
-LOST = 5  # workers in a row that lost the GPU, after which it is believed gone
+GONE = 3  # workers in a row that did not find the GPU, after which no more are tried; one that a kernel broke finds it
 
 
 class Worker:
@@ -167,7 +167,7 @@ class Work:
 
     def __init__(self, phase: Phase, clock: Clock, report: Report) -> None:
         self.until, self.clock, self.report = phase.until, clock, report
-        self.lock, self.stopped, self.lost, self.at_once = threading.Lock(), False, 0, 1
+        self.lock, self.stopped, self.gone, self.at_once = threading.Lock(), False, 0, 1
         units: dict[str, list[Task]] = {}
         for task in phase.tasks:
             units.setdefault(task.unit or task.name, []).append(task)
@@ -213,7 +213,7 @@ class Work:
         while (unit := self._next(worker)) is not None:
             for task in unit:
                 with self.lock:
-                    if self.stopped or self.lost >= LOST or not self.clock.fits(task, self.until):
+                    if self.stopped or self.gone >= GONE or not self.clock.fits(task, self.until):
                         self.left_out.append(task)
                         continue
                 began = self.clock.now()
@@ -229,7 +229,7 @@ class Work:
     def _take(self, task: Task, answer: dict[str, Any], took: float, of_unit: int) -> None:
         with self.lock:
             self.clock.took(task, took)
-            self.lost = self.lost + 1 if answer.get("lost") else 0
+            self.gone = self.gone + 1 if answer.get("gone") else 0
             if self.at_once > 1 and answer.get("gap") == OUT_OF_MEMORY:
                 self.again.append(task)
                 return

@@ -203,9 +203,9 @@ class Results:
         elif task.kind == "roofs":
             self.roofs = result
 
-    def of_kind(self, *kinds: str, part: str = "") -> list[Outcome]:
-        """The outcomes of these kinds, of a part alone where one is named."""
-        return [outcome for outcome in self.outcomes if outcome.task.kind in kinds and part in ("", outcome.task.part)]
+    def of_kind(self, kind: str) -> list[Outcome]:
+        """The outcomes of this kind."""
+        return [outcome for outcome in self.outcomes if outcome.task.kind == kind]
 
     @property
     def wrong(self) -> list[Outcome]:

@@ -125,15 +125,22 @@ DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def _device_name() -> str:
+    try:
+        return platform.device_name()
+    except RuntimeError as error:
+        return f"out of reach ({str(error).splitlines()[0]})"
+
+
 def answer(line: str) -> tuple[dict[str, Any], bool]:
     """The answer to one line, and whether this process can go on."""
     asked = json.loads(line)
+    # A process that cannot reach the GPU would compute on the CPU without a word.
+    there = _device_name()
+    if there != asked.get("device", there):
+        return {"gap": f"the device of this process is {there}, not {asked['device']}", "lost": True, "gone": True}, False
     found: dict[str, Any]
     try:
-        # A process that cannot reach the GPU any more would compute on the CPU without a word.
-        there = platform.device_name()
-        if there != asked.get("device", there):
-            return {"gap": f"the device of this process is {there}, not {asked['device']}", "lost": True}, False
         found = {"result": perform(asked["kind"], asked["arguments"], asked.get("limit", 600.0))}
     except torch.OutOfMemoryError:
         found = {"gap": "out of memory"}
