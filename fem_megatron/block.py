@@ -57,7 +57,7 @@ class SwiGlu(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x, h = normed(x, self.norm.weight, self.eps)
+        x, h = normed(x, self.norm(), self.eps)
         return x + self.step(h, context)
 
     def step(self, h: Tensor, context: Context) -> Tensor:

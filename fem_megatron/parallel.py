@@ -118,8 +118,16 @@ def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.
     return made
 
 
+class Holder(nn.Module):
+    """Weights that an update multiplies by itself. A call returns one of them, so hooks that load, gather or free weights run first."""
+
+    def forward(self, name: str = "weight") -> Tensor:
+        """The parameter called ``name``."""
+        return self.get_parameter(name)
+
+
 def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None:
-    """Give ``module`` this rank's part of each weight: a matrix ``a.weight`` that is not bare as an nn.Linear ``a``, others alone."""
+    """Give ``module`` this rank's part of each weight: a matrix ``a.weight`` that is not bare in an nn.Linear, others in a `Holder`."""
     for name, weight in weights.items():
         *path, leaf = name.split(".")
         made = parallel.parameter(weight)
@@ -127,6 +135,6 @@ def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None
         for depth, part in enumerate(path):
             if not hasattr(owner, part):
                 linear = depth == len(path) - 1 and leaf == "weight" and made.ndim == 2 and not weight.bare
-                owner.add_module(part, parallel.linear(made) if linear else nn.Module())
+                owner.add_module(part, parallel.linear(made) if linear else Holder())
             owner = owner.get_submodule(part)
         setattr(owner, leaf, made)

@@ -117,7 +117,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def head_norms(owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """q and k [s, b, heads, d], each RMS-normalised over d, times ``owner``'s q_norm and k_norm [d], which all heads share (qk_norm)."""
-    return rms_norm(q, parallel.share(owner.q_norm.weight), eps), rms_norm(k, parallel.share(owner.k_norm.weight), eps)
+    return rms_norm(q, parallel.share(owner.q_norm()), eps), rms_norm(k, parallel.share(owner.k_norm()), eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

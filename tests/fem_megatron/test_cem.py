@@ -208,8 +208,9 @@ def test_as_it_starts() -> None:
             for name, weight in layer.named_parameters():
                 if name.endswith("precondition.u"):
                     weight.normal_(0, 0.02)
-        rows = torch.randn(layer.precondition.p.numel() // 16, 3, 16)
-        torch.testing.assert_close(layer.precondition.times(rows), rows * 1.3132617)
+        p = layer.precondition
+        rows = torch.randn(p.p.numel() // 16, 3, 16)
+        torch.testing.assert_close(p.times(rows, p.diagonal(), p.factors()), rows * 1.3132617)
     assert parts[0].diagonal.abs().max() == 0 and parts[0].self_bias == parts[0].cross_bias == 0
 
 

@@ -27,7 +27,7 @@ class Attention(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x, h = normed(x, self.norm.weight, self.shape.norm_eps)
+        x, h = normed(x, self.norm(), self.shape.norm_eps)
         return x + self.step(h, context)
 
     def step(self, h: Tensor, context: Context) -> Tensor:

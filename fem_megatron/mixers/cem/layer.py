@@ -56,7 +56,7 @@ class CemAttention(Update):
         self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        h = rms_norm(x, self.norm(), self.shape.norm_eps)
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x, context)
 
     def descend(self, h: Tensor, x: Tensor, context: Context) -> Tensor:
@@ -64,7 +64,7 @@ class CemAttention(Update):
         whole = self.parallel.enter(h)
         context = context.without_gap(whole.shape[0])
         k, seen = self.remember(whole, context)
-        back, biases = self.precondition(self.query.weight, whole.shape[0] * whole.shape[1]), self.biases(k)
+        back, biases = self.precondition(self.query(), whole.shape[0] * whole.shape[1]), self.biases(k)
         for step in range(self.shape.switches.steps_attention):
             # u of x = h from h as it was gathered: one exchange less.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
@@ -95,9 +95,9 @@ class CemAttention(Update):
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
         """u [s, b, D], normalised -> q [b, local heads, s, r] and the diagonal part of the scores among h [b, past + s, D]."""
         if h is None:
-            return self._heads(linear(u, self.query.weight)), None
+            return self._heads(linear(u, self.query())), None
         d = self.parallel.share(self.diagonal) if self.shape.switches.diagonal == "shared" else self.diagonal
-        return self._heads(linear(u, self.query.weight)), Diagonal(u.transpose(0, 1), h, d.view(-1, self.shape.hidden))
+        return self._heads(linear(u, self.query())), Diagonal(u.transpose(0, 1), h, d.view(-1, self.shape.hidden))
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ALiBi's slopes 2^(-8 k / heads) of this rank's heads, k = 1, 2, ..; b_self and b_cross."""
@@ -108,7 +108,7 @@ class CemAttention(Update):
 
     def start(self, x: Tensor) -> Tensor:
         """x, or the normalised stream."""
-        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+        return rms_norm(x, self.norm(), self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class CemAttention(Update):
         after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and [local heads]
         smallest_eigenvalue, of P_k, and largest_score, of the a_ij before. The context must be one without a state.
         """
-        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
         after = self.descend(h, start, context) if after is None else after
         k, seen = self.remember(self.parallel.enter(h), context)
@@ -156,31 +156,31 @@ class CemMlp(Update):
         self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=True)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        h = rms_norm(x, self.norm(), self.shape.norm_eps)
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x)
 
     def descend(self, h: Tensor, x: Tensor) -> Tensor:
         """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
         whole = self.parallel.enter(h)
         gamma = self.gamma(whole)
-        back = self.precondition(self.up.weight, whole.shape[0] * whole.shape[1])
+        back = self.precondition(self.up(), whole.shape[0] * whole.shape[1])
         for step in range(self.shape.switches.steps_mlp):
-            z = linear(self._norm(whole), self.up.weight) if step == 0 and x is h else self.parallel.project(self._norm(x), self.up.weight)
+            z = linear(self._norm(whole), self.up()) if step == 0 and x is h else self.parallel.project(self._norm(x), self.up())
             x = torch.add(x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp)
         return x
 
     def start(self, x: Tensor) -> Tensor:
         """x, or the normalised stream."""
-        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+        return rms_norm(x, self.norm(), self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
         """As `CemAttention.diagnose`, of the element-wise energy; smallest_eigenvalue is [1]."""
-        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
         after = self.descend(h, start) if after is None else after
         gamma = self.gamma(self.parallel.enter(h)[tokens])
-        points = [linear(self.parallel.enter(self._norm(end))[tokens], self.up.weight) for end in (start, after)]
+        points = [linear(self.parallel.enter(self._norm(end))[tokens], self.up()) for end in (start, after)]
         energies = [self.parallel.total(elementwise_energy(gamma, z)) for z in points]
         return _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
 
@@ -238,21 +238,22 @@ class Preconditioner(Layer):
         if self.kind == "identity":
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
+        diagonal, factors = self.diagonal(), self.factors() if self.kind == "low_rank" else None  # read here: offloaded ones are gone later
         if tokens > rows.shape[1]:
-            folded = self.times(rows).flatten(0, 1)
+            folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
 
         def apart(c: Tensor) -> Tensor:
             groups = c.reshape(-1, *rows.shape[:2]).transpose(0, 1) @ rows
-            return self.times(groups).sum(0).view(*c.shape[:-1], -1)
+            return self.times(groups, diagonal, factors).sum(0).view(*c.shape[:-1], -1)
 
         return apart
 
-    def times(self, rows: Tensor) -> Tensor:
-        """rows [G, n, D] -> rows P (P is symmetric), same shape and type."""
-        out = rows * self.diagonal().to(rows.dtype)[:, None]
-        if self.kind == "low_rank":
-            u, v = self.factors()
+    def times(self, rows: Tensor, diagonal: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:
+        """rows [G, n, D] -> rows P (P is symmetric), same shape and type; diagonal and factors as below."""
+        out = rows * diagonal.to(rows.dtype)[:, None]
+        if factors is not None:
+            u, v = factors
             out = out + (rows @ v) @ u.mT + (rows @ u) @ v.mT
         return out
 

@@ -31,7 +31,7 @@ class DeltaNet(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape = self.shape
-        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        x, h = normed(x, self.norm(), shape.norm_eps)
         (rates,), packed = self.parallel.project_beside(h, self.in_proj, lambda h: [self.rates(h)])
         heads = packed.unflatten(-1, (self.local_heads, shape.head_width))
         mixed, gate = heads.split([shape.mixed_width, shape.head_width - shape.mixed_width], dim=-1)
@@ -45,7 +45,7 @@ class DeltaNet(Update):
             return o
 
         o = context.apart(read, _unit(q), _unit(k), v, beta, log_decay)
-        o = rms_norm(o.permute(2, 0, 1, 3), self.parallel.share(self.head_norm.weight), shape.norm_eps)
+        o = rms_norm(o.permute(2, 0, 1, 3), self.parallel.share(self.head_norm()), shape.norm_eps)
         o = o * silu(gate) if shape.gated else o
         return x + self.parallel.leave(self.out_proj(o.flatten(2)))
 

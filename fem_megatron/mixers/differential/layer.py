@@ -27,14 +27,14 @@ class DifferentialAttention(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape = self.shape
-        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        x, h = normed(x, self.norm(), shape.norm_eps)
         q, k, v = self.project(h, context)
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
         wide = torch.promote_types(x.dtype, torch.float32)
         both = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=shape.scale).unflatten(1, (-1, 2))
         first, second = (t.to(wide) for t in both.unbind(2))
         o = first - self.lam_now() * second
-        o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
+        o = rms_norm(o, self.parallel.share(self.head_norm()).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

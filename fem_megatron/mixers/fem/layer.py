@@ -42,7 +42,7 @@ class FemMixer(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         one = self.parallel.size == 1 and bool(self.shape.conditioner)  # else the conditioner's norm is of what the ranks gather
-        x, h, u = residual_norm(x, self.norm.weight, self.shape.norm_eps, self.tdc.norm.weight if one else None)
+        x, h, u = residual_norm(x, self.norm(), self.shape.norm_eps, self.tdc.norm() if one else None)
         return x + self.step(h, context, u)
 
     def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
@@ -95,7 +95,7 @@ class TimeDecayConditioner(Layer):
 
         u: the norm of h, where it is known.
         """
-        made: Tensor = self.in_proj(layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u)
+        made: Tensor = self.in_proj(layer_norm(h, self.parallel.share(self.norm()), self.eps) if u is None else u)
         return made
 
     def forward(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -115,5 +115,5 @@ class TimeDecayConditioner(Layer):
         if self.parallel.size > 1:
             both = self.parallel.gather(torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)).unflatten(-1, (-1, 2))
             r, state = both[..., 0].to(r.dtype), both[..., 1]
-        features = conditioner_features(r, state, self.state_norm.weight, self.eps)
-        return self.parallel.share(features), self.out_proj.weight
+        features = conditioner_features(r, state, self.state_norm(), self.eps)
+        return self.parallel.share(features), self.out_proj()

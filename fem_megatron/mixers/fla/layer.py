@@ -37,7 +37,7 @@ class FlaLayer(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         self.require_gpu(x)
-        h = context.extend("h", rms_norm(x, self.norm.weight, self.shape.norm_eps).transpose(0, 1))
+        h = context.extend("h", rms_norm(x, self.norm(), self.shape.norm_eps).transpose(0, 1))
 
         def read(valid: Tensor | None, h: Tensor) -> Tensor:
             out: Tensor = self.layer(h, attention_mask=None if valid is None else valid.long())[0]

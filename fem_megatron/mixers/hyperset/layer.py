@@ -73,7 +73,7 @@ class HyperSet(Update):
     def project_heads(self, x: Tensor, context: Context) -> Tensor:
         """The slice x -> this rank's z [s, b, local heads, p], on its sphere."""
         z = self._project(x, "subspaces", context).unflatten(-1, (self.local_heads, self.shape.head))
-        return rms_norm(z, self.parallel.share(self.subspaces_norm.weight), self.shape.norm_eps)
+        return rms_norm(z, self.parallel.share(self.subspaces_norm()), self.shape.norm_eps)
 
     def attention_gradient(self, z: Tensor, context: Context) -> Tensor:
         """z [s, b, local heads, p] -> this rank's summand of sum_h W_h dE/dz_h, [s, b, D]; keeps turned z, or its sums, in the state."""
@@ -102,7 +102,7 @@ class HyperSet(Update):
         u = self._project(x, "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
-        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm.weight
+        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm()
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
         """u [s, b, M / size] -> this rank's summand of -D dE/du, [s, b, D] (table 19)."""
@@ -154,11 +154,12 @@ class HyperSet(Update):
     def _adapter(self, name: str, context: Context) -> tuple[Tensor, Tensor]:
         """A_t [rows / size, r] and B_t [r, D]; iterations past the trained ones use the last."""
         t = min(context.iteration, self.shape.iterations - 1)
-        return self.get_parameter(f"{name}_lora.a")[t], self.parallel.share(self.get_parameter(f"{name}_lora.b")[t])
+        lora = self.get_submodule(f"{name}_lora")
+        return lora("a")[t], self.parallel.share(lora("b")[t])
 
     def _project(self, x: Tensor, name: str, context: Context) -> Tensor:
         """(W + 4 A_t B_t) x of the whole sequence: the slice x -> [s, b, rows / size]."""
-        weight = self.get_parameter(f"{name}.weight")
+        weight = self.get_submodule(name)()
         if not self.shape.switches.lora_rank:
             return self.parallel.project(x, weight)
         a, b = self._adapter(name, context)
@@ -167,7 +168,7 @@ class HyperSet(Update):
 
     def _project_back(self, part: Tensor, name: str, context: Context) -> Tensor:
         """(W + 4 A_t B_t)^T part: [s, b, rows / size] -> this rank's summand of [s, b, D]."""
-        out = part @ self.get_parameter(f"{name}.weight")
+        out: Tensor = part @ self.get_submodule(name)()
         if not self.shape.switches.lora_rank:
             return out
         a, b = self._adapter(name, context)
@@ -233,7 +234,7 @@ class StepNet(Layer):
             embedding = self.time_out(gelu(self.time_in(embedding)))
         h = x + embedding
         if switches.step_norm:
-            h = rms_norm(h, self.norm.weight, self.shape.norm_eps)
+            h = rms_norm(h, self.norm(), self.shape.norm_eps)
         alpha, gamma = self.out(gelu(h)).chunk(2, dim=-1)
         return alpha, gamma
 

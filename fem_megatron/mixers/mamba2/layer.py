@@ -30,10 +30,10 @@ class Mamba2(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape, share = self.shape, self.parallel.share
-        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        x, h = normed(x, self.norm(), shape.norm_eps)
 
         def bc_and_steps(h: Tensor) -> list[Tensor]:
-            return [linear(h, share(self.bc_proj.weight)), self.steps(h)]
+            return [linear(h, share(self.bc_proj())), self.steps(h)]
 
         (bc, raw), uz = self.parallel.project_beside(h, self.in_proj, bc_and_steps)
         u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
@@ -43,7 +43,7 @@ class Mamba2(Update):
         y = y.flatten(2) * silu(z.flatten(2))
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / shape.inner
-        y = (wide * torch.rsqrt(mean + shape.norm_eps)).to(y.dtype) * self.out_norm.weight
+        y = (wide * torch.rsqrt(mean + shape.norm_eps)).to(y.dtype) * self.out_norm()
         return x + self.parallel.leave(self.out_proj(y))
 
     def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:

@@ -40,7 +40,7 @@ class _EnergyHeads(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x, h = normed(x, self.norm.weight, self.shape.norm_eps)
+        x, h = normed(x, self.norm(), self.shape.norm_eps)
         return x + self.parallel.leave(self.step(h, context))
 
     def step(self, z: Tensor, context: Context) -> Tensor:
@@ -49,7 +49,7 @@ class _EnergyHeads(Update):
 
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The slice z -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
-        q, k = self.parallel.project(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
+        q, k = self.parallel.project(z, self.in_proj()).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
         if self.shape.rope is not None:
             k = rotate(k, context, self.shape.rope)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
@@ -97,7 +97,7 @@ class SecondOrderAttention(_EnergyHeads):
 
     def gram(self) -> Tensor:
         """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""
-        weight = self.in_proj.weight.unflatten(0, (-1, 2, self.shape.head))[:, 0]
+        weight = self.in_proj().unflatten(0, (-1, 2, self.shape.head))[:, 0]
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return wide @ wide.mT
 
@@ -122,7 +122,7 @@ class SecondOrderAttention(_EnergyHeads):
         """
         temperature, _ = self.temperatures()
         moved = self(x, context)
-        before, after = (rms_norm(part, self.norm.weight, self.shape.norm_eps) for part in (x, moved))
+        before, after = (rms_norm(part, self.norm(), self.shape.norm_eps) for part in (x, moved))
         _, k = self.project(before, context)
         seen = allowed_pairs(tokens, k.shape[2], context.causal, context.valid)
         energies = []

@@ -33,10 +33,10 @@ class Accelerated(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        step = self.step(rms_norm(self.start(x), self.norm.weight, self.norm_eps), context)
+        step = self.step(rms_norm(self.start(x), self.norm(), self.norm_eps), context)
         x, v = x.chunk(2, dim=-1)
         v = torch.addcmul(self.beta.sigmoid() * v, F.softplus(self.gamma), step)
-        v = layer_norm(v, self.velocity_norm.weight, self.norm_eps)
+        v = layer_norm(v, self.velocity_norm(), self.norm_eps)
         return torch.cat((x + v, v), dim=-1)
 
     def start(self, x: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Models whose weights are on the CPU or the disk until they are used, by accelerate's hooks: the same numbers as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+from tests.tools.hf.small import COMBINED, NAMES, Exported, here, padded_batch
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Logits of a padded batch."""
+    ids, mask = padded_batch()
+    with torch.no_grad():
+        found: torch.Tensor = model(ids, attention_mask=mask).logits
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in COMBINED else name for name in NAMES])
+def test_weights_offloaded_to_the_cpu(name: str) -> None:
+    """Every weight is on the meta device but for the time of its module's forward, here with the CPU as the device that computes."""
+    model = here(name)
+    wanted = logits(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(logits(model), wanted)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["hybrid", pytest.param("cem", marks=pytest.mark.slow)])
+def test_a_device_map_with_layers_on_the_disk(
+    exported: Callable[[str], Exported], open_folder: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    given = exported(name)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    model = open_folder(given.folder, device_map=places, offload_folder=tmp_path)
+    assert all(parameter.is_meta for parameter in model.model.layers[1].parameters())
+    ids, mask = padded_batch()
+    generated = [each.generate(ids, attention_mask=mask, **GREEDY) for each in (model, given.model)]
+    assert torch.equal(logits(model), logits(given.model)) and torch.equal(*generated)
