@@ -123,7 +123,8 @@ class Holder(nn.Module):
 
     def forward(self, name: str = "weight") -> Tensor:
         """The parameter called ``name``."""
-        return self.get_parameter(name)
+        weight: Tensor = getattr(self, name)
+        return weight
 
 
 def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None:
