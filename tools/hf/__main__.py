@@ -40,6 +40,13 @@ def _parser() -> Parser:
     verb.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must not exist or be empty")
     verb.add_argument("--dtype", choices=["bfloat16", "float32"], help="type of the weights; default: as in the checkpoint")
     verb.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer; default: the checkpoint's own")
+    verb.add_argument(
+        "--license",
+        metavar="ID",
+        dest="license_id",
+        help="license of the weights, which the model card states: one that the Hub knows "
+        "(apache-2.0, cc-by-4.0), or NAME=LINK; default: none is stated",
+    )
     verb.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="cut the weights into files of this size; default: 5GB")
     verb.add_argument("--overwrite", action="store_true", help="replace OUT if an earlier export is there")
     verb.set_defaults(place=("export", "export_checkpoint"))

@@ -22,6 +22,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ COPIED = ("fem_common.", "fem_megatron.", "kernels.", HERE)
 OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools", "data_prep")
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 
-OPTIONAL = {"triton"}  # without it torch's forms of the operations run
+# Engines of some operations, used on a GPU where they are installed; torch's forms of the operations run without them.
+OPTIONAL = {"fla", "triton"}
+LICENSE, LICENSE_ID = "LICENSE", "Apache-2.0"
 
 Edits = dict[tuple[int, int], list[str]]
 """First and last line of a statement, from 1 -> the lines in its place."""
@@ -89,8 +92,14 @@ def _named(modules: set[str]) -> str:
 
 
 def packages(files: dict[str, str]) -> list[str]:
-    """Outside packages that the files need, imported at their top or inside functions, besides torch and transformers."""
+    """Outside packages that the files need, imported at their top or inside functions, besides torch, transformers and OPTIONAL."""
     return sorted(set().union(*(_outside_names(text) for text in files.values())) - OPTIONAL)
+
+
+def license_text() -> str:
+    """The license of this project, which is that of the files."""
+    file = ROOT / LICENSE  # absent from a wheel's folder of packages
+    return file.read_text(encoding="utf-8") if file.is_file() else distribution("fem-megatron").read_text(f"licenses/{LICENSE}") or ""
 
 
 def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:

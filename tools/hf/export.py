@@ -40,10 +40,10 @@ from pretrain.checkpoint.reader import Weights
 from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 
-from .bundle import bundle, packages
+from .bundle import LICENSE, bundle, license_text, packages
 from .configuration_fem import FemLMConfig, named_rope, older_names
 from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
-from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
+from .model_card import License, data_manifests, heldout_loss, model_card, run_config, training_card, training_record
 from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
@@ -65,6 +65,7 @@ def export(
     card: Mapping[str, Any],
     training: Mapping[str, Any] | None = None,
     known_ids: Mapping[str, Any] | None = None,
+    weights_license: License | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
@@ -73,7 +74,8 @@ def export(
 
     source: full tensors under the training code's names. card: what is known of the training (see ``model_card``), of which
     ``seq_length`` also becomes the configuration's context length. training: becomes training.json, for machines. known_ids: special
-    tokens where the tokenizer has none (see ``special_ids``). shard_bytes: where weights are cut into several files.
+    tokens where the tokenizer has none (see ``special_ids``). weights_license: stated on the model card; code brings its own along.
+    shard_bytes: where weights are cut into several files.
 
     Raises:
         ConfigError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty. ConfigError: the source is damaged, ``out``
@@ -98,6 +100,8 @@ def export(
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.copy_to(folder, tokens["pad_token_id"], config.model_type)
+        if has_code := any(folder.glob("*.py")):
+            (folder / LICENSE).write_text(license_text(), encoding="utf-8")
         if training is not None:
             _write_json(folder / TRAINING, training)
         text = model_card(
@@ -107,8 +111,11 @@ def export(
             card,
             architecture=(config.architectures or [""])[0],
             has_tokenizer=tokenizer is not None,
+            whole_tokenizer=tokenizer is not None and tokenizer.sha256 is not None,
             has_training=training is not None,
             packages=None if stock else packages(code),
+            has_code=has_code,
+            weights_license=weights_license,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -199,7 +206,7 @@ def beside(out: Path) -> Iterator[Path]:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: str | None, tokenizer: Path | None, max_shard_size: str, overwrite: bool
+    checkpoint: Path, out: Path, *, dtype: str | None, tokenizer: Path | None, license_id: str | None, max_shard_size: str, overwrite: bool
 ) -> None:
     """Exports ``checkpoint`` (of any layout; a run directory: its newest) to ``out``; dtype and tokenizer default to the checkpoint's own.
 
@@ -211,6 +218,7 @@ def export_checkpoint(
         size = byte_count(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {error}") from None
+    weights_license = None if license_id is None else License.read(license_id)
     _refuse(checkpoint, out, overwrite)
     found = find(checkpoint)
     _refuse_overlap(found.path, out)
@@ -231,6 +239,7 @@ def export_checkpoint(
             card=training_card(config, found, loss, manifests),
             training=training_record(found.manifest, loss),
             known_ids=found.inherited.special_ids,
+            weights_license=weights_license,
             overwrite=overwrite,
             shard_bytes=size,
             progress=progress,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
 from pretrain.plan.run_plan import flops_per_token
 
+from .bundle import LICENSE, LICENSE_ID
 from .encoding import trained_here
 
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
@@ -46,6 +48,31 @@ ROWS = {
 }
 
 
+@dataclass(frozen=True)
+class License:
+    """A license of weights: one that the Hub knows by its id, or another by its name and a link to its text."""
+
+    name: str
+    link: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> License:
+        """``ID`` or ``NAME=LINK``. Raises ConfigError where it is neither."""
+        name, equals, link = text.partition("=")
+        if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", name) or bool(equals) != bool(re.fullmatch(r"\S+", link)) or text == "other":
+            raise ConfigError(
+                f"--license {text}: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license, as my-license=URL"
+            )
+        return cls(name, link or None)
+
+    def metadata(self) -> dict[str, str]:
+        """As the Hub reads it from the beginning of a model card."""
+        return {"license": self.name} if self.link is None else {"license": "other", "license_name": self.name, "license_link": self.link}
+
+    def __str__(self) -> str:
+        return self.name if self.link is None else f"[{self.name}]({self.link})"
+
+
 def model_card(
     model: ModelConfig,
     parameters: int,
@@ -54,21 +81,25 @@ def model_card(
     *,
     architecture: str,
     has_tokenizer: bool,
+    whole_tokenizer: bool,
     has_training: bool,
     packages: list[str] | None,
+    has_code: bool,
+    weights_license: License | None,
 ) -> str:
     """Markdown text.
 
-    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers makes of the folder. packages: what the
-    folder's code imports besides torch and transformers; None: it has no code.
+    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers makes of the folder. whole_tokenizer: it
+    has a tokenizer.json. packages: what the model's code in the folder needs besides torch and transformers; None: it is transformers' own.
+    has_code: the folder has Python files, of the model or the tokenizer.
     """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
     code = f"The model is transformers' own `{architecture}`: nothing of this folder is run."
     if packages is not None:
-        needs = f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."
-        code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; {needs}"
+        needs = f"torch, transformers and {', '.join(packages)}" if packages else "torch and transformers alone"
+        code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; it needs {needs}."
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
     text = template.render(
         name=card.get("name", "A language model"),
@@ -78,7 +109,11 @@ def model_card(
         depth="." if model.recurrence == 1 else depth,
         has_tokenizer=has_tokenizer,
         has_training=has_training,
-        trust="" if packages is None else ", trust_remote_code=True",  # of the tokenizer, too: older versions look at the model first
+        # Of the tokenizer, too: transformers 5 reads the model's configuration first, and asks whether to run its code.
+        trust="" if packages is None else ", trust_remote_code=True",
+        notes=[] if packages is None else _notes(whole_tokenizer),
+        license={} if weights_license is None else weights_license.metadata(),
+        licenses=_licenses(weights_license, has_code),
         tested=TESTED,
         code=code,
         sizes=[(label, _text(value)) for label, value in _architecture(model, dtype)],
@@ -86,6 +121,24 @@ def model_card(
         papers=[PAPERS[paper] for paper in dict.fromkeys(mixer.paper for mixer in mixers.values()) if paper in PAPERS],
     )
     return text.rstrip("\n") + "\n"
+
+
+def _notes(whole_tokenizer: bool) -> list[str]:
+    """What a user of the folder's code is to know that does not hold for transformers' own models."""
+    notes = ['LoRA: peft does not know this model\'s layers by name; `LoraConfig(target_modules="all-linear")` finds them.']
+    if whole_tokenizer:
+        notes.insert(
+            0, "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`."
+        )
+    return notes
+
+
+def _licenses(weights: License | None, has_code: bool) -> list[str]:
+    """A sentence for the code and one for the weights; none of weights alone that nobody chose a license for."""
+    code = [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
+    if weights is not None:
+        return [*code, f"The weights are under {weights}."]
+    return [*code, "No license of the weights is stated."] if code else []
 
 
 def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any]]:

@@ -39,12 +39,16 @@ def version(name):
         raise metadata.PackageNotFoundError(name)
     return known(name)
 metadata.version = version
-import torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+import builtins, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+builtins.input = sys.exit  # a question whether to run code
 ids, mask, sentences, readers = torch.load(out)
 found = {}
 for folder, trust in readers:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    if trust == "by class":
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     found[folder, trust] = [tokenizer(text)["input_ids"] for text in sentences]
 for folder in folders:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -66,18 +70,24 @@ print(json.dumps([transformers.__version__, model.config.eos_token_id, model.gen
 """
 
 
-def with_readers(root: Path) -> dict[tuple[str, bool], Path]:
-    """Exported folder, trust_remote_code -> its tokenizer.json; of every family, and of tokenizers of other classes, one saved by 5."""
+Trust = bool | str | None
+
+
+def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
+    """Exported folder, trust_remote_code -> its tokenizer.json; of every family, and of tokenizers of other classes, one saved by 5.
+
+    Beside a model with code, AutoTokenizer of transformers 5 asks where trust_remote_code is None; its class by name does not.
+    """
     saved = write_reader(root / "saved", "regex", None)
     PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(saved)
     assert json.loads((saved / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
     given = dict.fromkeys(FAMILIES, saved)
     named = {"GPT2Tokenizer": "regex", "GPTNeoXTokenizerFast": "prefixed", "CohereTokenizerFast": "regex", "LlamaTokenizer": "pieces"}
     given |= {name: write_reader(root / f"of-{name}", kind, name) for name, kind in named.items()}
-    found: dict[tuple[str, bool], Path] = {}
+    found: dict[tuple[str, Trust], Path] = {}
     for name, tokenizer in given.items():
         folder = export(small(**FAMILIES.get(name, FAMILIES["llama"])), root / name, tokenizer=tokenizer)
-        found |= {(str(folder), trust): folder / "tokenizer.json" for trust in ([True] if name == "fem_lm" else [True, False])}
+        found |= {(str(folder), trust): folder / "tokenizer.json" for trust in (True, False, "by class" if name == "fem_lm" else None)}
     return found
 
 

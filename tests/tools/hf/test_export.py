@@ -181,6 +181,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another tokenizer": (tokenizer(VOCAB - 1), "RUN OUT --tokenizer TMP/tokenizer"),
     "no tokenizer": (nothing, "RUN OUT --tokenizer RUN"),
     "a tokenizer that is gone": (manifest(lambda told: told["config"]["data"].update(tokenizer="gone")), "RUN OUT"),
+    "a license": (nothing, "RUN OUT --license Apache-2.0"),
     "a size": (nothing, "RUN OUT --max-shard-size large"),
     "OUT is the checkpoint": (nothing, "STEP STEP --overwrite"),
     "OUT is the run": (nothing, "RUN RUN --overwrite"),

@@ -48,7 +48,7 @@ def test_every_family_opens_with_its_own_ids(tmp_path: Path, family: str) -> Non
     assert json.loads((out / "config.json").read_text())["model_type"] == family
     assert (out / "tokenization_fem.py").is_file() == (family == "qwen2")
     with quiet_transformers():
-        for trust in (True,) if family == "fem_lm" else (True, False):
+        for trust in (True, False):
             assert ids(auto_tokenizer(out, trust_remote_code=trust)) == ids(load_tokenizer(folder)), trust
 
 
