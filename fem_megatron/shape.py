@@ -1,4 +1,7 @@
-"""What every mixer's and MLP's shape tells: its layer, the weights it owns, what a token costs of the whole layer. Torch-free."""
+"""What every mixer's and MLP's shape tells: its layer, the weights it owns, what a token costs of the whole layer. Torch-free.
+
+Long, because all that a mixer may be asked is a method of one class.
+"""
 
 from __future__ import annotations
 
@@ -255,6 +258,10 @@ class Shape(ABC):
         """The longest sequence that the mixer takes, None: any. Longer ones raise ValueError when they come."""
         return None
 
+    def counts_padding(self) -> bool:
+        """Whether padding between two tokens changes the result: by distances, filters or windows that count places, not tokens."""
+        return self.external
+
     def uncapturable(self) -> str | None:
         """Why no CUDA graph may hold its passes (train.cuda_graphs): the host decides something anew in each. None: nothing."""
         return "another package computes it, which nobody captured yet" if self.external else None
@@ -351,6 +358,10 @@ class BlockShape:
     def reads(self) -> set[str]:
         """The keys of the model that one of the two reads, besides those that every part of a model has."""
         return self.mixer.reads() | (set() if self.mlp is None else self.mlp.reads())
+
+    def counts_padding(self) -> bool:
+        """Whether one of the two does (`Shape.counts_padding`)."""
+        return any(shape.counts_padding() for shape in (self.mixer, self.mlp) if shape is not None)
 
     def split_widths(self) -> dict[str, int]:
         """What the tensor-parallel size must divide."""

@@ -9,6 +9,7 @@ Long, because transformers wants a model's classes in one modeling file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
@@ -48,6 +50,7 @@ class FemCacheLayer(DynamicLayer):
     def after(self, x: Tensor) -> None:
         """The block has read them."""
         self.tokens += x.shape[0]
+        self.is_initialized = True
 
     def get_seq_length(self) -> int:
         """Tokens of the past."""
@@ -61,7 +64,7 @@ class FemCacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forgets the past."""
-        self.state, self.tokens = {}, 0
+        self.state, self.tokens, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes nothing: the state of an earlier step cannot be recovered from a later one."""
@@ -111,6 +114,7 @@ class FemStaticCacheLayer(FemCacheLayer):
     def after(self, x: Tensor) -> None:
         """In place: a compiled step knows the tensor, not its number."""
         self.room.taken.add_(x.shape[0])
+        self.is_initialized = True
 
     def get_seq_length(self) -> int:
         """Tokens of the past; waits for the device."""
@@ -124,7 +128,7 @@ class FemStaticCacheLayer(FemCacheLayer):
 
     def reset(self) -> None:
         """Forgets the past."""
-        self.state = {}
+        self.state, self.is_initialized = {}, False
         self.room.taken.zero_()
 
 
@@ -133,6 +137,20 @@ class FemCache(Cache):
 
     def __init__(self, config: FemLMConfig) -> None:
         super().__init__(layers=[FemCacheLayer() for _ in range(config.num_hidden_layers)])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each block's state, block after block; () before the first token."""
+        for layer in self.layers:
+            yield tuple(layer.state.values())  # type: ignore[union-attr]
+
+    def __getitem__(self, index: int) -> Any:
+        """Refused: by transformers' convention it would be a layer's keys and values."""
+        raise TypeError("a FemCache has no keys and values: read cache.layers[i].state, and cache.get_seq_length() for its tokens")
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every block has a state."""
+        return all(layer.is_initialized for layer in self.layers)  # type: ignore[union-attr]
 
     def nbytes(self) -> int:
         """Bytes of all tensors held."""
@@ -245,10 +263,11 @@ class FemLMModel(FemLMPreTrainedModel):
         model = ModelConfig.from_dict(config.model_fields())
         if config.recurrence < 1:
             raise ValueError(f"recurrence={config.recurrence}: every block is applied at least once")
-        self.causal = model.causal
+        self.causal, shapes = model.causal, model.blocks()
+        self.counts_padding = any(shape.counts_padding() for shape in shapes)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_velocities = nn.Embedding(config.vocab_size, config.hidden_size) if model.stream_size > config.hidden_size else None
-        self.layers = nn.ModuleList(FemBlock(shape, i, model.causal, config.recurrence) for i, shape in enumerate(model.blocks()))
+        self.layers = nn.ModuleList(FemBlock(shape, i, model.causal, config.recurrence) for i, shape in enumerate(shapes))
         self.norm = nn.RMSNorm(config.hidden_size, eps=model.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -264,18 +283,23 @@ class FemLMModel(FemLMPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """input_ids [b, t] or inputs_embeds [b, t, hidden]; attention_mask [b, past + t], 0 at padding -> last_hidden_state [b, t, hidden].
 
         Where position_ids do not go on by one another document begins, which is read by itself: transformers' convention for packed
-        documents. They have no padding and no cache.
+        documents, which have no padding and no cache. ``cu_seq_lens_q`` (of a single row) or ``seq_idx`` among the ``kwargs`` begin
+        documents as well. Other ``kwargs`` are not read, as in transformers' models.
 
         Raises:
             ValueError: not exactly one input, a mask of another length, a cache that is not a FemCache, or is given to an encoder; packed
-                documents with a cache or padding; attention maps are asked for.
+                documents with a cache or padding, or given in two ways that contradict each other; padding inside a row's text where the
+                model counts it; attention maps or another direction of reading are asked for.
         """
         if output_attentions:
             raise ValueError("output_attentions: this model has no attention maps to show")
+        if kwargs.get("is_causal") not in (None, self.causal):
+            raise ValueError(f"is_causal={kwargs['is_causal']}: this model was built with model.causal={self.causal}; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -283,17 +307,25 @@ class FemLMModel(FemLMPreTrainedModel):
             if input_ids is None:
                 raise ValueError("inputs_embeds: this model's tokens have velocities, too, from an embedding of their own; give input_ids")
             x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
-        documents = _packed(position_ids, attention_mask, x) if past_key_values is None else None
+        borders = _borders(kwargs, x)
+        if past_key_values is not None and borders is not None:
+            raise ValueError("past_key_values and cu_seq_lens_q or seq_idx: packed documents have no decoding state; leave one of them out")
+        documents = _packed(borders, position_ids, attention_mask, x) if past_key_values is None else None
         if documents is not None and use_cache:
-            raise ValueError("use_cache=True: position_ids pack several documents into a sequence, which have no decoding state")
+            raise ValueError("use_cache=True: this sequence packs several documents, which have no decoding state")
+        if documents is not None and position_ids is None:
+            position_ids = documents.positions.T
         cache = None if documents is not None else self._cache(past_key_values, use_cache)
-        valid, positions = _placed(cache, attention_mask, position_ids, x)
+        valid, positions = _placed(cache, attention_mask, position_ids, x, self.counts_padding)
         x = x.transpose(0, 1).contiguous()
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []
         for block in self.layers:
             if wanted:
                 states.append(x[..., : self.config.hidden_size].transpose(0, 1))
+                # The block reads what is returned, so that it has a gradient.
+                shown = states[-1].transpose(0, 1)
+                x = shown if self.embed_velocities is None else torch.cat((shown, x[..., self.config.hidden_size :]), dim=-1)
             x = block(x, positions=positions, valid=valid, past_key_values=cache, documents=documents)
         x = self.norm(x[..., : self.config.hidden_size]).transpose(0, 1)
         hidden = (*states, x) if wanted else None
@@ -318,7 +350,7 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
     """The language model: FemLMModel and the output layer."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    accepts_loss_kwargs = True
+    largest_static_cache = 0
 
     def __init__(self, config: FemLMConfig) -> None:
         super().__init__(config)
@@ -329,6 +361,12 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
     def new_cache(self, max_cache_len: int | None = None) -> FemCache:
         """An empty cache for ``generate(..., past_key_values=...)`` over several turns; with a length one of that fixed size."""
         return FemCache(self.config) if max_cache_len is None else FemStaticCache(self.config, max_cache_len)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refused, and with it ``generate_batch`` and the context manager, which call it: the blocks have states of their own."""
+        raise ValueError(
+            "continuous batching needs a paged cache of keys and values, which this model lacks: call generate() with a padded batch"
+        )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
@@ -343,24 +381,30 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         if given is not None:
             if kind is not None:
                 raise ValueError(f"cache_implementation={kind!r} and past_key_values: give one of them")
+            self.model._cache(given, True)  # before a mask is made for it
             return
         if kind not in (None, "dynamic", "static"):
             raise ValueError(f"cache_implementation={kind!r}: this model has 'dynamic' (the default) and 'static'")
         if generation_config.use_cache is not False and self.model.causal:
-            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, self.largest_static_cache)
             model_kwargs["past_key_values"] = self.new_cache(longest if kind == "static" else None)
+            if kind == "static":
+                self.largest_static_cache = longest  # the next one has this size, too: a compiled step knows it
 
-    def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
-        """transformers', whose arguments are another version's each time, less cache_position, which up to 5.0 every model was given."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
-        inputs.pop("cache_position", None)
-        return inputs
+    def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
+        """transformers' hook since 5.0. No positions: ``forward`` counts the mask's tokens at every step, right padding or not."""
 
-    def create_masks_for_generate(self, attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> Tensor | None:
-        """transformers' hook, for caches of a fixed size: the mask as wide as the cache, so that it has the same shape at every step."""
-        if attention_mask is None:
+    def create_masks_for_generate(
+        self, attention_mask: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
+        """transformers' hook, for caches of a fixed size: the mask as wide as the cache, so that it has the same shape at every step.
+
+        And where there is no padding, of which transformers since 5 says nothing.
+        """
+        if attention_mask is None and inputs_embeds is None:
             return None
-        return pad(attention_mask, (0, past_key_values.layers[0].room.places - attention_mask.shape[1]), value=1)
+        known = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask  # type: ignore[union-attr]
+        return pad(known.to(torch.bool), (0, max(0, past_key_values.layers[0].room.places - known.shape[1])), value=True)
 
     def forward(
         self,
@@ -374,10 +418,13 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: int | Tensor | None = None,
         return_dict: bool | None = None,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """As FemLMModel's; labels [b, t] (-100: ignored) are shifted here -> loss [], logits [b, t or logits_to_keep, vocab_size]."""
+        """As FemLMModel's; labels [b, t] (-100: ignored) are shifted here -> loss [], logits [b, t or logits_to_keep, vocab_size].
+
+        ``kwargs`` go to transformers' loss function, too (num_items_in_batch, shift_labels).
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -387,29 +434,34 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
         return output if return_dict is not False else output.to_tuple()
 
 
-def _placed(cache: Any, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+# By class name transformers' Trainer finds out whether it is to shift the labels itself (label_smoothing_factor).
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FemLMConfig.model_type] = FemLMForCausalLM.__name__
+
+
+def _placed(
+    cache: Any, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
+) -> tuple[Tensor | None, Tensor]:
     """valid, as `Context` has it, and the positions of the new tokens x [b, t, hidden], [t] or [t, b].
 
-    Unless they are given (as [b or 1, t]), positions are counted without the padding before them.
+    Unless they are given (as [b or 1, t]), positions are counted without the padding before them. gapless: none lies inside a row's text.
     """
     batch, length = x.shape[:2]
     room: Room | None = None if cache is None else cache.layers[0].room
     if room is not None and cache.layers[0].state:
-        return _placed_in_room(room, attention_mask, position_ids, x)
+        return _placed_in_room(room, attention_mask, position_ids, x, gapless)
     past = 0 if cache is None or room is not None else cache.get_seq_length()
     if room is not None and attention_mask is not None and attention_mask.shape[-1] == room.places:
         attention_mask = attention_mask[:, :length]
@@ -421,42 +473,95 @@ def _placed(cache: Any, attention_mask: Tensor | None, position_ids: Tensor | No
     # A compiled step is the same with padding and without.
     if valid is not None and not torch.compiler.is_compiling() and bool(valid.all()):
         valid = None
+    if gapless and valid is not None:
+        _check_gaps(valid)
     if position_ids is None and valid is None:
         return None, torch.arange(past, past + length, device=x.device)
     if position_ids is None:
         assert valid is not None
-        position_ids = (valid.long().cumsum(dim=-1) - 1).clamp_min(0)[:, past:]
+        position_ids = _counted(valid)[:, past:]
     return valid, _by_token(position_ids)
 
 
-def _packed(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Documents | None:
-    """The documents of x [b, t, hidden], as position_ids [b or 1, t] tell them; None: each sequence is one.
+def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
+    """Where the documents of x [b, t, hidden] begin by these keyword arguments, [b, t] bool on the CPU; None: none of them is given.
 
-    Raises ValueError where tokens are padding, and positions go back from one that is none to the next.
+    cu_seq_lens_q, cu_seq_lens_k: 0, and where each document of a single row ends. seq_idx [1 or b, t]: the number of each token's document.
+    Raises ValueError where they do not fit x, or contradict each other.
     """
-    if position_ids is None:
+    batch, length = x.shape[:2]
+    found: dict[str, Tensor] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if given.get(name) is not None:
+            ends = torch.as_tensor(given[name]).flatten().long().cpu()
+            if batch != 1 or len(ends) < 2 or (int(ends[0]), int(ends[-1])) != (0, length) or bool((ends.diff() < 0).any()):
+                raise ValueError(f"{name} does not rise from 0 to the {length} tokens of one row: flatten the batch without padding")
+            found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(1, ends[(ends > 0) & (ends < length)], True)
+    if (numbers := given.get("seq_idx")) is not None:
+        if numbers.shape not in ((1, length), (batch, length)):
+            raise ValueError(f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch}, {length}]")
+        found["seq_idx"] = pad(numbers.expand(batch, length).diff(dim=1) != 0, (1, 0)).cpu()
+    borders = list(found.values())
+    if any(not torch.equal(borders[0], other) for other in borders):
+        raise ValueError(f"{' and '.join(found)} begin documents in different places: give one of them")
+    return borders[0] if borders else None
+
+
+def _packed(borders: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Documents | None:
+    """The documents of x [b, t, hidden], as `_borders` and position_ids [b or 1, t] tell them; None: each sequence is one.
+
+    Raises ValueError where the two contradict each other; where tokens are padding, and documents begin or positions go back from one that
+    is none to the next.
+    """
+    if position_ids is None and borders is None:
         return None
-    positions = position_ids.expand(x.shape[:2])
-    if attention_mask is None or attention_mask.shape != positions.shape or bool(attention_mask.all()):
-        begins = pad(positions.diff(dim=1) != 1, (1, 0)).cpu()
-        return Documents.of(begins).to(x.device) if bool(begins.any()) else None
-    highest = positions.masked_fill(attention_mask == 0, -1).cummax(dim=1).values
-    if bool(((positions[:, 1:] <= highest[:, :-1]) & (attention_mask[:, 1:] != 0)).any()):
-        raise ValueError("position_ids pack several documents into a sequence, and attention_mask has padding: leave the mask out")
+    begins, positions = borders, None if position_ids is None else position_ids.expand(x.shape[:2])
+    if attention_mask is None or attention_mask.shape != x.shape[:2] or bool(attention_mask.all()):
+        if positions is not None:
+            jumps = pad(positions.diff(dim=1) != 1, (1, 0)).cpu()
+            begins = jumps if borders is None else borders
+            if bool((jumps & ~begins).any()):
+                raise ValueError("position_ids do not go on by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out")
+        return Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
+    back = False
+    if positions is not None:
+        highest = positions.masked_fill(attention_mask == 0, -1).cummax(dim=1).values
+        back = bool(((positions[:, 1:] <= highest[:, :-1]) & (attention_mask[:, 1:] != 0)).any())
+    if back or (borders is not None and bool(borders.any())):
+        raise ValueError("this sequence packs several documents, and attention_mask has padding: leave the mask out")
     return None
 
 
-def _placed_in_room(room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+def _placed_in_room(
+    room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
+) -> tuple[Tensor, Tensor]:
     """The same of tokens behind the past of a state of fixed size; attention_mask [b, any number up to its places] or None."""
     batch, length = x.shape[:2]
+    if not torch.compiler.is_compiling():
+        room.check(length)
     known = None if attention_mask is None else attention_mask.to(torch.bool)
     if known is not None and (known.dim() != 2 or known.shape[0] != batch or known.shape[1] > room.places):
         raise ValueError(f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up to {room.places}]")
+    if gapless and known is not None and not torch.compiler.is_compiling():
+        _check_gaps(known[:, : int(room.taken) + length])
     valid = room.valid(known, batch, length, x.device)
     if position_ids is None:
-        seen = valid.long().cumsum(dim=-1) - 1
-        position_ids = seen[:, room.places :].clamp_min(0)
+        position_ids = _counted(valid)[:, room.places :]
     return valid, _by_token(position_ids)
+
+
+def _counted(valid: Tensor) -> Tensor:
+    """The positions of valid [b, n], without padding, whose own are 1, as transformers 4 has them."""
+    return (valid.long().cumsum(dim=-1) - 1).masked_fill(~valid, 1)
+
+
+def _check_gaps(valid: Tensor) -> None:
+    """Raises ValueError where padding lies between two tokens of a row of valid [b, n]; waits for the device, and not in compiled code."""
+    if not torch.compiler.is_compiling() and bool(((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()):
+        raise ValueError(
+            "attention_mask has padding between two tokens of a row, which this model's mixer counts as distance: pad on the left only, "
+            "and begin a new cache with the text without that padding"
+        )
 
 
 def _by_token(position_ids: Tensor) -> Tensor:

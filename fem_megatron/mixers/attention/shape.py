@@ -91,6 +91,9 @@ class AttentionShape(Shape):
         kept = length if self.window is None else min(length, self.window - 1)
         return 2 * kept * self.groups * self.head * element
 
+    def counts_padding(self) -> bool:
+        return self.window is not None
+
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
 

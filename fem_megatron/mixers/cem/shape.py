@@ -158,6 +158,9 @@ class CemAttentionShape(Shape):
     def reads(self) -> set[str]:
         return {"cem.diagonal", "cem.scale"} | _reads(self.switches, "attention")
 
+    def counts_padding(self) -> bool:
+        return True
+
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 

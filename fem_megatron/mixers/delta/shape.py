@@ -113,6 +113,9 @@ class DeltaShape(Shape):
     def reads(self) -> set[str]:
         return {"delta"}
 
+    def counts_padding(self) -> bool:
+        return self.conv > 1
+
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
 

@@ -96,6 +96,9 @@ class Mamba2Shape(Shape):
     def reads(self) -> set[str]:
         return {"mamba2"}
 
+    def counts_padding(self) -> bool:
+        return self.conv > 1
+
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
+from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache, Trainer, TrainingArguments
 
+from tests.tools.hf.readers import write_reader
 from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
@@ -75,6 +76,33 @@ def test_prompts_as_embeddings(model: Any) -> None:
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY, **other)[:, 8:])
 
 
+def test_right_padding_is_none_of_the_text(model: Any) -> None:
+    """With each cache and without one as transformers 4 has it: positions are counted by the mask anew at every step."""
+    ids, mask = padded_batch()
+    mask = mask.flip(1)
+    text, seen = ids, mask
+    for _ in range(GREEDY["max_new_tokens"]):
+        positions = (seen.cumsum(1) - 1).masked_fill(seen == 0, 1)
+        with torch.no_grad():
+            new = model(text, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, -1:].argmax(-1)
+        text, seen = torch.cat((text, new), dim=1), torch.cat((seen, torch.ones_like(new)), dim=1)
+    for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(text, model.generate(ids, attention_mask=mask, **GREEDY, **other)), other
+
+
+def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
+    """The tokenizer that transformers needs for it goes through ``forward``; a misspelled argument does not."""
+    tokenizer, ids = PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)), tokens(1, 4)
+    whole = model.generate(ids, **GREEDY)
+    words = tokenizer.convert_ids_to_tokens(whole[0, 4:])
+    end = 4 + words.index(words[2]) + 1
+    assert len(words[2]) == 1 and end < whole.shape[1]
+    for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **GREEDY, **other), whole[:, :end]), other
+    with pytest.raises(ValueError, match="not used by the model.*max_new_token'"):
+        model.generate(ids, max_new_token=5)
+
+
 def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
     """In one line: what a state cannot do, other caches, a cache for nothing or for too much."""
     ids, long = tokens(1, 4), FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
@@ -91,6 +119,11 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
             model.generate(ids, **GREEDY, **ahead)
     raised(model.new_cache, 0, error=ValueError)
     raised(long.new_cache, 5000, error=ValueError)
+    raised(model.new_cache().__getitem__, 0, error=TypeError)
+    raised(model.generate_batch, [[1, 2]], error=ValueError)
+    raised(model.init_continuous_batching, error=ValueError)
+    with pytest.raises(ValueError, match="continuous batching needs"):
+        model.generate(ids, cache_implementation="paged")
     for method, given in (("crop", (-1,)), ("offload", ()), ("update", (None, None))):
         raised(getattr(model.new_cache().layers[0], method), *given, error=ValueError)
 
@@ -136,3 +169,18 @@ def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
     again = FemLMForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
         assert torch.equal(again(tokens(1, 5)).logits, tuned.eval()(tokens(1, 5)).logits)
+
+
+def test_the_trainer_smooths_the_labels_of_the_next_tokens(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    """transformers shifts labels for class names that it knows; here as for Llama, as it is and under adapters."""
+    ids = tokens(2, 9)
+    labels = ids.masked_fill(torch.arange(9) < 3, -100)
+    adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, report_to=[], use_cpu=True)
+    for given in (here("fem_gla"), get_peft_model(here("cem"), adapters), exported("transformer").model):
+        with torch.no_grad():
+            found: Any = Trainer(given, arguments).compute_loss(given, {"input_ids": ids, "labels": labels.clone()})
+            lost = -given(ids).logits[:, 2:-1].log_softmax(-1)
+        wanted = 0.8 * lost.gather(2, ids[:, 3:, None]).mean() + 0.2 * lost.mean()
+        # Rounding of float32.
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-5), type(given)

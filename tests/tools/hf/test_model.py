@@ -22,7 +22,7 @@ from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import rewrite
-from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, random_state, small, tokens
+from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, here, random_state, small, tokens
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
@@ -120,6 +120,53 @@ def test_other_ways_in_and_out(plain: Any) -> None:
         close(plain.lm_head(whole.hidden_states[-1]), whole.logits, 1e-12)
 
 
+@pytest.mark.parametrize("name", ["fem_softmax", "yuriiformer"])
+def test_hidden_states_have_gradients(name: str) -> None:
+    """At every layer, of a stream of tokens and of one with velocities; the first one's is the embedding's."""
+    model, ids = here(name, torch.float64), tokens(2, 7)
+    made = model(ids, labels=ids, output_hidden_states=True)
+    for state in made.hidden_states:
+        state.retain_grad()
+    made.loss.backward()
+    assert len(made.hidden_states) == 3 and all(state.grad is not None and state.grad.any() for state in made.hidden_states)
+    embedding = model.get_input_embeddings().weight
+    # float64 rounding: the loss is float32's, whose gradient both are computed from.
+    close(embedding.grad, torch.zeros_like(embedding).index_add(0, ids.flatten(), made.hidden_states[0].grad.flatten(0, 1)), 1e-12)
+    assert torch.equal(made.logits, model(ids).logits)
+
+
+def test_arguments_that_clients_of_llama_give() -> None:
+    """shift_labels and num_items_in_batch are the loss function's; what says nothing here is accepted, and what contradicts is not."""
+    plain, ids = here("fem_softmax", torch.float64), tokens(2, 9)
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    with torch.no_grad():
+        wanted = plain(ids, labels=ids)
+        nothing = {"cache_position": torch.arange(9), "token_type_ids": torch.zeros_like(ids), "max_length_q": 9, "is_causal": True}
+        assert torch.equal(plain(ids, **nothing).logits, wanted.logits)
+        assert plain(ids, labels=ids, shift_labels=shifted, **nothing).loss == wanted.loss
+        assert plain(ids, labels=ids, shift_labels=shifted.flip(1).contiguous()).loss != wanted.loss
+        # Rounding of float32: a mean of 16, or a sum through 8.
+        assert plain(ids, labels=ids, num_items_in_batch=8).loss.item() == pytest.approx(2 * wanted.loss.item(), rel=1e-6)
+
+
+def test_packed_documents_by_their_ends_or_numbers() -> None:
+    """As transformers' collator for flattened batches gives them, with position_ids or without: as if alone, and positions may go on."""
+    plain, row, ends = here("fem_softmax", torch.float64), tokens(1, 12), torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
+    positions, numbers = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None], torch.tensor([[0] * 5 + [1] + [2] * 6], dtype=torch.int32)
+    with torch.no_grad():
+        alone = torch.cat([plain(part, use_cache=False).logits for part in row.split([5, 1, 6], dim=1)], dim=1)
+        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+        for told in (lengths, {"cu_seq_lens_q": ends}, {"cu_seq_lens_k": ends}, {"seq_idx": numbers}, lengths | {"seq_idx": numbers}):
+            for given in (None, positions, torch.arange(12)[None]):
+                made = plain(row, position_ids=given, attention_mask=torch.ones_like(row), **told)
+                assert made.past_key_values is None
+                close(made.logits, alone, 1e-10)  # rounding of float64, in matrix products of other shapes
+        whole = plain(row, use_cache=False).logits
+        assert torch.equal(plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, whole) and not torch.allclose(whole, alone)
+        both = plain(torch.cat((row, row)), seq_idx=torch.cat((numbers, torch.zeros_like(numbers)))).logits
+        close(both, torch.cat((alone, whole)), 1e-10)
+
+
 def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     """Holes and right padding show that positions are counted without them: RoPE would not notice a shift of all."""
     ids, mask = tokens(1, 10), torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
@@ -142,6 +189,14 @@ def test_refused_inputs(plain: Any, raised: Refused) -> None:
             plain,
             {"input_ids": tokens(1, 5), "position_ids": torch.tensor([[1, 0, 1, 0, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
         ),
+        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 4])}),
+        (plain, {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])}),
+        (plain, {"input_ids": tokens(1, 5), "seq_idx": torch.zeros(1, 4)}),
+        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 3, 5])}),
+        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}),
+        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "past_key_values": plain.new_cache()}),
+        (plain, {"input_ids": tokens(1, 5), "is_causal": False}),
         (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
         (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
         (FemLMConfig, {"num_attention_heads": 5}),
