@@ -111,7 +111,7 @@ def model_card(
         has_training=has_training,
         # Of the tokenizer, too: transformers 5 reads the model's configuration first, and asks whether to run its code.
         trust="" if packages is None else ", trust_remote_code=True",
-        notes=[] if packages is None else _notes(whole_tokenizer),
+        notes=[] if packages is None else _notes(model, whole_tokenizer),
         license={} if weights_license is None else weights_license.metadata(),
         licenses=_licenses(weights_license, has_code),
         tested=TESTED,
@@ -123,12 +123,18 @@ def model_card(
     return text.rstrip("\n") + "\n"
 
 
-def _notes(whole_tokenizer: bool) -> list[str]:
+def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
     """What a user of the folder's code is to know that does not hold for transformers' own models."""
     notes = ['LoRA: peft does not know this model\'s layers by name; `LoraConfig(target_modules="all-linear")` finds them.']
     if whole_tokenizer:
         notes.insert(
             0, "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`."
+        )
+    blocks = zip(mixer_names(model), model.blocks(), strict=True)
+    if counting := dict.fromkeys(f"`{name}`" for name, block in blocks if block.counts_padding()):
+        notes.append(
+            f"Pad only before or after a row's text: {', '.join(counting)} counts places, not tokens, so padding between two turns of a "
+            "conversation would change the result; it raises an error."
         )
     return notes
 

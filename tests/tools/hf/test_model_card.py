@@ -1,4 +1,4 @@
-"""The model card: what it says of use, LoRA and licenses holds for the folder, and its code runs."""
+"""The model card: what it says of use, padding, LoRA and licenses holds for the folder, and its code runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from fem_common.errors import ConfigError
+from fem_megatron.mixers.attention.shape import AttentionConfig
 from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.readers import FAMILIES
 from tests.tools.hf.small import VOCAB, export, small, write_tokenizer
@@ -37,6 +38,26 @@ def test_the_code_on_the_card_runs(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("changes", "counting"),
+    [
+        ({"name": "fem_softmax"}, []),
+        ({"name": "transformer", "mlp": "cem"}, []),
+        ({"name": "cem"}, ["cem"]),
+        ({"num_layers": 3, "pattern": ("fem_softmax", "deltanet", "mamba2")}, ["deltanet", "mamba2"]),
+        ({"name": "gated_deltanet"}, ["gated_deltanet"]),
+        ({"pattern": ("transformer", "fem_softmax"), "attention": AttentionConfig(sliding_window=5)}, ["transformer"]),
+        ({"name": "transformer", "attention": AttentionConfig(sliding_window=5)}, []),  # transformers' own Mistral
+    ],
+)
+def test_padding_between_turns(changes: dict[str, Any], counting: list[str], tmp_path: Path) -> None:
+    """The card names the mixers whose result it changes, and no others; nothing is said of a transformers' own class."""
+    text = card(export(small(**changes), tmp_path / "model"))[1]
+    found = re.search(r"^- Pad only before or after a row's text: (.*) counts? places", text, re.MULTILINE)
+    assert (re.findall(r"`(\w+)`", found[1]) if found else []) == counting
+    assert (LORA in text) == ("modeling_fem.py" in text)
 
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "hyperset"])
