@@ -19,7 +19,7 @@ ifeq ($(origin PYTHON),command line)
 ENVIRONMENT := check-python
 else
 PYTHON := $(VENV)/bin/python
-ENVIRONMENT := $(VENV)/.installed
+ENVIRONMENT := $(VENV)/.installed $(VENV)/transformers-tests
 endif
 
 # Some images forbid Python to keep compiled modules; every process would compile torch and Megatron anew, for twenty seconds.
@@ -42,6 +42,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt tests/oldest-transformers.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --target $(VENV)/oldest -r tests/oldest-transformers.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --target $(VENV)/oldest-triton -r tests/oldest-triton.txt
 	@touch $@
+
+# transformers' own model tests, which only its source distribution has. No isolation: setuptools, which pip reads it with, is installed.
+$(VENV)/transformers-tests: $(VENV)/.installed
+	rm -rf $@ $@.new
+	$(VENV)/bin/python -m pip download --disable-pip-version-check --no-build-isolation --no-deps --no-binary transformers -c constraints.txt -d $@.new transformers || \
+		$(call refuse,$(VENV)/bin/python,transformers' source distribution was not downloaded; its tests are needed from PyPI or an index that has it)
+	tar -xzf $@.new/transformers-*.tar.gz -C $@.new --wildcards '*/tests' && rm $@.new/*.tar.gz && mv $@.new $@
 
 check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)

@@ -28,10 +28,9 @@ def model() -> Any:
     return here("hybrid", torch.float64)
 
 
-def generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
+def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     torch.manual_seed(0)
-    found: Tensor = model.generate(ids, **options)
-    return found
+    return model.generate(ids, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,6 +52,34 @@ def test_every_strategy_with_and_without_cache(exported: Callable[[str], Exporte
             alone = given(torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False).logits[0]
             # Rounding of float32.
             close(torch.cat((batch.logits[row, 8 - length :], after.logits[row])), alone, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["fem_softmax", "fem_gla", "cem", "hyperset", "hybrid", "transformer"])
+def test_what_generate_returns_beside_the_tokens(exported: Callable[[str], Exported], name: str) -> None:
+    """Scores, hidden states and the cache in the shapes that transformers documents, and without a cache the same; Llama is the control."""
+    given, (ids, mask), new = exported(name).model, padded_batch(), 4
+    rows, told = len(ids), {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
+    common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, **told}
+    for beams, drawn in ((1, False), (1, True), (2, False)):
+        found = [generate(given, ids, num_beams=beams, do_sample=drawn, use_cache=use, **common) for use in (True, False)]
+        for made, cached in zip(found, (True, False), strict=True):
+            assert torch.equal(made.sequences[:, :8], ids) and made.sequences.shape == (rows, 8 + new)
+            assert len(made.scores) == len(made.logits) == len(made.hidden_states) == new
+            assert all(step.shape == (rows * beams, given.config.vocab_size) for step in (*made.scores, *made.logits))
+            for step, states in enumerate(made.hidden_states):
+                width = 1 if cached and step else 8 + (0 if cached else step)
+                assert [tuple(state.shape) for state in states] == [(rows * beams, width, 32)] * 3
+                # Rounding of float32: one step of decoding, or all tokens at once.
+                close(states[-1][:, -1], found[1].hidden_states[step][-1][:, -1], 1e-5)
+                close(given.lm_head(states[-1][:, -1]), made.logits[step], 1e-5)
+            assert (made.past_key_values is not None) == cached
+            assert not cached or made.past_key_values.get_seq_length() == 8 + new - 1
+            indices = made.beam_indices if beams > 1 else None
+            gained = given.compute_transition_scores(made.sequences, made.scores, indices, normalize_logits=beams == 1)
+            if beams > 1:  # the mean of what each token adds, as length_penalty=1 has it
+                close(gained.sum(1) / new, made.sequences_scores, 1e-5)
+            elif not drawn:
+                assert torch.equal(torch.stack(made.logits, dim=1).argmax(-1), made.sequences[:, 8:])
 
 
 def test_a_conversation_in_one_cache(model: Any) -> None:
