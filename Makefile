@@ -48,7 +48,8 @@ $(VENV)/transformers-tests: $(VENV)/.installed
 	rm -rf $@ $@.new
 	$(VENV)/bin/python -m pip download --disable-pip-version-check --no-build-isolation --no-deps --no-binary transformers -c constraints.txt -d $@.new transformers || \
 		$(call refuse,$(VENV)/bin/python,transformers' source distribution was not downloaded; its tests are needed from PyPI or an index that has it)
-	tar -xzf $@.new/transformers-*.tar.gz -C $@.new --wildcards '*/tests' && rm $@.new/*.tar.gz && mv $@.new $@
+	$(VENV)/bin/python -m tarfile -e $@.new/transformers-*.tar.gz $@.new
+	rm -r $@.new/*.tar.gz $@.new/*/src && mv $@.new $@ && touch $@
 
 check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
