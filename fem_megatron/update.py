@@ -100,8 +100,11 @@ def frequencies(rope: Rope, size: int, dtype: torch.dtype = torch.float32, devic
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU."""
-    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU.
+
+    float16 is too narrow for the free energy's exponentials: float32.
+    """
+    return x.dtype if x.is_cuda and x.dtype != torch.float16 else torch.promote_types(x.dtype, torch.float32)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -111,8 +114,9 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, times the weight if there is one."""
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    """x / rms(x) over the last dimension, times the weight if there is one; in x's type, under torch.autocast too."""
+    made = torch.nn.functional.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    return made.to(x.dtype)
 
 
 def head_norms(owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -121,5 +125,5 @@ def head_norms(owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: floa
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LayerNorm without bias over the last dimension."""
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, eps)
+    """LayerNorm without bias over the last dimension; in x's type, under torch.autocast too."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps).to(x.dtype)

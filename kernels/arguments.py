@@ -2,13 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def autocast_on(x: Tensor) -> bool:
+    """Whether torch.autocast changes the types of operations on x's device."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(function: F) -> F:
+    """Makes a backward, called with tensors among its arguments, compute in the types that it is written in, as `operation` does."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        x = next(each for each in args if isinstance(each, Tensor))
+        if not autocast_on(x):
+            return function(*args)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(*args)
+
+    return cast(F, call)
+
+
+def operation(like: str, *, state: bool = False, wide: str | None = None) -> Callable[[F], F]:
+    """Makes a function of tensors an operation: torch.autocast changes no type inside, and float16 is computed in float32.
+
+    All float16 arguments, those within tuples and lists too, become float32. like: the name of the argument whose type the results have:
+    where it is float16 they become float16 again; state: of a pair of results the first alone; wide: the name of a keyword with which no
+    result does.
+    """
+
+    def decorate(function: F) -> F:
+        place = list(inspect.signature(function).parameters).index(like)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x: Tensor = args[place] if place < len(args) else kwargs[like]
+            if autocast_on(x):
+                with torch.autocast(x.device.type, enabled=False):
+                    return call(*args, **kwargs)
+            narrow = x.dtype == torch.float16
+            if not narrow and torch.float16 not in [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]:
+                return function(*args, **kwargs)
+            made = function(*_cast(args, torch.float16, torch.float32), **_cast(kwargs, torch.float16, torch.float32))
+            if not narrow or (wide is not None and kwargs.get(wide)):
+                return made
+            if state:
+                return _cast(made[0], torch.float32, torch.float16), made[1]
+            return _cast(made, torch.float32, torch.float16)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def _cast(x: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    """x, or what it holds, with the tensors of the type ``before`` in the type ``after``."""
+    if isinstance(x, Tensor):
+        return x.to(after) if x.dtype == before else x
+    if isinstance(x, dict):
+        return {name: _cast(each, before, after) for name, each in x.items()}
+    if isinstance(x, tuple | list):
+        parts = [_cast(each, before, after) for each in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return x
 
 
 def check_first(op: str, name: str, x: Tensor, layout: str = "[batch, heads, tokens, width]") -> None:
@@ -19,7 +86,7 @@ def check_first(op: str, name: str, x: Tensor, layout: str = "[batch, heads, tok
     if (x.dim() != 4 and "..." not in layout) or x.dim() == 0 or x.numel() == 0:
         raise ValueError(f"{op}: {name} has shape {list(x.shape)}, expected {layout}, not empty")
     if x.dtype not in FLOATS:
-        raise ValueError(f"{op}: {name} is {x.dtype}; use float64, float32 or bfloat16")
+        raise ValueError(f"{op}: {name} is {x.dtype}; use float64, float32, bfloat16 or float16")
 
 
 def check_others(op: str, first: str, x: Tensor, others: Mapping[str, tuple[Any, ...]]) -> None:

@@ -22,6 +22,7 @@ Inputs = dict[str, Any]
 Outputs = tuple[Tensor, ...]
 
 FLOAT32_BOUND = 1e-5  # norm-wise, of every output and gradient
+FLOAT16_ROUNDING = 2.0**-11  # of the one rounding of a result: float16 is computed in float32
 BFLOAT16_FACTOR = 1.5  # of the definition's own error when every step of it is bfloat16
 BFLOAT16_ROUNDING = 2.0**-9  # of one rounding of the result: half a unit in its last place
 BFLOAT16_MOST = 0.25  # whatever the definition's own error: where that is noise (small beta, wide ranges) it would bound nothing
@@ -145,7 +146,7 @@ def judge(suite: Suite, expected: Expected, implementation: str) -> list[Finding
         error = relative(got[name], true)
         if not got[name].isfinite().all() or (same and not torch.equal(got[name], again[name])):
             error = float("inf")
-        bound = suite.loose.get((case, name), FLOAT32_BOUND)
+        bound = suite.loose.get((case, name), FLOAT32_BOUND) + (FLOAT16_ROUNDING if dtype == torch.float16 else 0.0)
         if dtype == torch.bfloat16:
             own = relative(expected.rough[name], true)
             bound = BFLOAT16_FACTOR * max(own, BFLOAT16_ROUNDING)

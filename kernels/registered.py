@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kernels.arguments import without_autocast
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -78,6 +80,7 @@ def _operation(function: Callable[..., Any], name: str, defaults: dict[str, Any]
         made = function(**by_name(args))
         return _own(made, args) if isinstance(made, Tensor) else type(made)(_own(t, [*args, *made[:n]]) for n, t in enumerate(made))
 
+    @without_autocast
     def gradients(grads: list[Tensor], *args: Any) -> list[Tensor]:
         """Of every tensor of floats."""
         given = by_name(args)

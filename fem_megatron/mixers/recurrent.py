@@ -34,8 +34,8 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | N
     before = context.tokens_before(x, weight.shape[1] - 1) if past is None else past.to(x.dtype).transpose(0, 1)
     x = torch.cat((before, x))
     context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
-    y: Tensor = _Correlation.apply(x, weight)
-    return silu(y if bias is None else y + bias)
+    y: Tensor = _Correlation.apply(x, weight.to(x.dtype))
+    return silu(y if bias is None else y + bias.to(x.dtype))
 
 
 class _Correlation(torch.autograd.Function):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others, check_read
+from kernels.arguments import check_first, check_others, check_read, operation
 from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.registered import registered
@@ -37,6 +37,7 @@ OP = Op(
 )
 
 
+@operation("v", state=True)
 def aft_read(
     k: Tensor,
     v: Tensor,
@@ -61,7 +62,7 @@ def aft_read(
     state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
     [b, h, rows, d] in float32 or float64: running maxima and sums relative to them; 3 rows, 7 with beta, 10 where F has logits of its
     own; None where causal is False).
-    Types: k, v both float64, float32 or bfloat16, the others the same or float32; sums are float32 or float64.
+    Types: k, v both float64, float32, bfloat16 or float16, the others the same or float32; sums are float32 or float64.
     Any finite k and v: every sum has its own running maximum over the past. F - mu keeps its digits however small beta is as long as
     beta |v - v_0| stays under 2.5; beyond, F rounds at eps max |k + beta v| / beta. Cost O(t d), memory linear in t. An output does not
     move by a bit when later tokens change.

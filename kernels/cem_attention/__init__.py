@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.cem_attention.reference import Diagonal, Read
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import registered
@@ -31,6 +31,7 @@ OP = Op(
 )
 
 
+@operation("q")
 def cem_attention(
     q: Tensor,
     k: Tensor,
@@ -51,7 +52,7 @@ def cem_attention(
     [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone. i and j count all keys, padding
     too: where padding lies between two tokens, it adds to their distance.
     Returns [b, heads, t, r] in q's type.
-    Types: q, k, u, h alike, float64, float32 or bfloat16; computed in float32 (float64 for float64), d and the biases of any of them.
+    Types: q, k, u, h alike, float64, float32, bfloat16 or float16; computed in float32 or float64; d and the biases of any of them.
     Memory is linear in the tokens: pairs are made in blocks, again in the backward; the inputs are kept as they came, and the output.
     implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU even if over 64; not float64; bfloat16
     multiplies in bfloat16) or reference.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
 # [b, heads, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
@@ -61,6 +62,7 @@ class Read(torch.autograd.Function):
         return returned
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *given, slopes, alone, valid, out = ctx.saved_tensors
         q, k, u, h, d, d_out = _wide(slopes.dtype, *given, grads[0])

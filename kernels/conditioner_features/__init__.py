@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.registered import registered
 
@@ -24,14 +24,15 @@ OP = Op(
 )
 
 
+@operation("logits")
 @registered(lambda logits, *_, **__: logits.new_empty(logits.shape))
 def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto") -> Tensor:
     """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
 
     Shapes: logits and state [..., n], with any strides, weight [n] (LayerNorm's; it has no bias). Returns [..., n] in logits' type.
-    Types: logits float64, float32 or bfloat16; state the same, but float32 where logits are bfloat16; weight any of them. Computed in
-    state's type. The product with W_out that follows is a GEMM of its own: the vendor's runs at the speed of the matrix units, and what
-    fusing could save is one pass over n of the model's 16 n channels.
+    Types: logits float64, float32, bfloat16 or float16; state the same, but float32 where logits are narrower; weight any of them.
+    Computed in state's type. The product with W_out that follows is a GEMM of its own: the vendor's runs at the speed of the matrix units,
+    and what fusing could save is one pass over n of the model's 16 n channels.
     implementation: "triton", "reference" or "auto", the fastest that this call allows.
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equation: Free Energy Mixer, the time-decay conditioner, phi before W_out.

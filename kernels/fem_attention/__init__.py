@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others, check_read
+from kernels.arguments import check_first, check_others, check_read, operation
 from kernels.fem_attention.accelerated import Choice, accelerated_attention, fused_attention
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, reference_attention
@@ -45,6 +45,7 @@ def _traceable(q: Tensor, *_: Any, **__: Any) -> bool:
     return q.shape[2] == 1 and not torch.is_grad_enabled()
 
 
+@operation("q")
 @registered(lambda q, k, v, *_, **__: q.new_empty(*q.shape[:3], v.shape[3]), _traceable)
 def fem_attention(
     q: Tensor,
@@ -67,7 +68,7 @@ def fem_attention(
     (decoding: tq < tk). beta None: o = mu. lam None: o = F. gate None: no gate.
     keys_valid [b, tk] bool: False at padding, which no query reads but its own. cu_seqlens [n + 1], int32 or int64: where each of n
     documents begins, from 0, and in the end the token count; no document reads another (b = 1 and tq = tk; its numbers are not checked).
-    Types: q, k, v all float64, float32 or bfloat16; beta, lam, gate the same, or float32 beside bfloat16. The result has q's type.
+    Types: q, k, v all float64, float32, bfloat16 or float16; beta, lam, gate the same, or float32 beside narrower ones. The result has q's.
     implementation: one of OP's names. "reference" is exact for any finite values. "fused" (what "auto" takes on a CPU) is torch's attention
     on [v | U], right while beta * (max v - min v) over the sequence is at most 80 in every channel; beyond that, or with values that are
     not finite, the reference runs for that call and a warning says so, once; to know it, each call with beta waits for the device. The

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from kernels.arguments import without_autocast
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
 from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
@@ -116,6 +117,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         from kernels.fem_attention.triton.exact import exact_backward_
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.arguments import without_autocast
 from kernels.free_energy import mix
 from kernels.pairs import readable_keys
 
@@ -99,6 +100,7 @@ class _Read(torch.autograd.Function):
         return mu, free_energy
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, valid, free_energy, *documents = ctx.saved_tensors
         bounds = (documents[0], documents[1]) if documents else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, softplus
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import opaque, registered
 from kernels.rotary import turned
@@ -30,6 +30,7 @@ OP = Op(
 )
 
 
+@operation("z")
 def fem_projection(
     z: Tensor,
     conditioners: Sequence[tuple[Tensor, Tensor]],
@@ -46,7 +47,7 @@ def fem_projection(
     each with an n of its own; phi is the sum of all f W^T. turn (cos, sin), [s, 1 or b, 1, d / 2] each, of the pairs (x_i, x_(i + d/2))
     of "q" and "k", which stand first and are d wide; None: nothing is turned. eps: of the mean square.
     Returns name -> [s, b, heads, width] in z's type; without conditioners, turn, lam and gate views of z.
-    Types: z float64, float32 or bfloat16, features and weights the same; cos and sin the same, but float32 beside bfloat16.
+    Types: z float64, float32, bfloat16 or float16, features and weights the same; cos and sin the same, but float32 beside narrower ones.
     implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1, 1.4); RoFormer, equation 34.

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.arguments import without_autocast
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, padded, rows_of, strides_of
 from kernels.time_decay_scan.triton import softplus
@@ -49,6 +50,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, *grads):
         z, features, weight, cos, sin = ctx.saved_tensors
         launch = _Launch(z, features, cos, ctx.sizes)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.arguments import check_first, check_others, check_read
+from kernels.arguments import check_first, check_others, check_read, operation
 from kernels.free_energy.ranges import MAX_RANGE, Decision
 from kernels.implementations import Implementation, Op, lacks_triton
 
@@ -51,6 +51,7 @@ OP = Op(
 )
 
 
+@operation("v")
 def free_energy_read(
     v: Tensor,
     beta: Tensor | None,
@@ -69,7 +70,7 @@ def free_energy_read(
     """Two-level gated read o = gate * ((1 - lam) * mu + lam * F), with mu and F under the prior p that ``read`` reads with.
 
     Shapes: v, lam, gate [b, h, t, dv], beta [h, dv] (positive); returns [b, h, t, dv] in v's type. beta None: o = mu. lam None: o = F.
-    gate None: no gate. Types: float64, float32 or bfloat16; computed in float32 (float64 for float64).
+    gate None: no gate. Types: float64, float32, bfloat16 or float16; computed in float32 (float64 for float64).
     read(streams [b, h, t, n]) -> sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64, with sum_i p_t(i) = 1: called once, with
     n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;

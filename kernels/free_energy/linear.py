@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.arguments import operation
 from kernels.free_energy import free_energy_read
 from kernels.free_energy.ranges import Decision
 from kernels.linear_attention import linear_attention, log_weights
@@ -12,6 +13,7 @@ from kernels.linear_attention.log_read import log_read
 from kernels.registered import registered
 
 
+@operation("v")
 def linear_read(
     q: Tensor,
     k: Tensor,

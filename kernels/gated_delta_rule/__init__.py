@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, lacks_fla
 from kernels.registered import registered
 
@@ -39,6 +39,7 @@ def _shapes(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:2], q.shape[3], v.shape[3], dtype=wide)
 
 
+@operation("q", state=True)
 @registered(_shapes)
 def gated_delta_rule(
     q: Tensor,
@@ -57,8 +58,8 @@ def gated_delta_rule(
     Shapes: q and k [b, h, t, dk], v [b, h, t, dv], beta and log_decay g [b, h, t], initial [b, h, dk, dv] (None: zero); o [b, h, t, dv],
     S [b, h, dk, dv]. log_decay None: no decay, the plain delta rule. scale None: 1 / sqrt(dk).
     g <= 0 (-inf, a full reset, is allowed) and, for a stable memory, |k| <= 1 and beta in [0, 2] are the caller's promise.
-    Types: q, k, v all float64, float32 or bfloat16; the others the same or float32 (the state is float32 for bfloat16 and float32). o has
-    q's type; what is computed in between is float32 or wider in the reference.
+    Types: q, k, v all float64, float32, bfloat16 or float16; the others the same or float32 (the state is float32, float64 for float64).
+    o has q's type; what is computed in between is float32 or wider in the reference.
     implementation: "reference" is plain PyTorch in chunks of ``chunk`` tokens. "fla" is flash-linear-attention's chunked kernel, for
     bfloat16 on a GPU; its products are bfloat16's. "auto" takes it where it is installed and fits a call of more than one token, and the
     reference else. Which one runs is logged once.

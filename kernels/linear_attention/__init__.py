@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation, without_autocast
 from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
 from kernels.registered import registered
 
@@ -41,6 +41,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, normalise: bool, **__: Any
     return v.new_empty(v.shape), v.new_empty(*k.shape[:2], k.shape[3], v.shape[3] + normalise, dtype=wide)
 
 
+@operation("q", state=True)
 @registered(_shapes, traceable=lambda *_, **__: not torch.is_grad_enabled())  # its backward asks for gradients
 def linear_attention(
     q: Tensor,
@@ -61,8 +62,8 @@ def linear_attention(
     gives its own v. Then states have one column more, the sums over ones: [b, h, dk, dv + 1].
     causal False: all tokens, weighed by exp(-|c_t - c_i|); no initial.
     log_decay <= 0 is the caller's promise (-inf, a full reset, is allowed) and is not checked, since that would wait for the device.
-    Types: q, k, v all float64, float32 or bfloat16, log_decay the same or float32; sums are float32 (float64 for float64), the type of
-    states. y has q's. Time and memory are linear in t, forward and backward.
+    Types: q, k, v all float64, float32, bfloat16 or float16, log_decay the same or float32; sums and states are float32 (float64 for
+    float64). y has q's type. Time and memory are linear in t, forward and backward.
     implementation: "triton" multiplies float32 exactly and bfloat16 on the tensor cores; "reference" computes in float32 or float64; "fla"
     (only where asked for) takes bfloat16 and finite decays, and a weak decay behind a strong one loses digits there.
     Raises ValueError for shapes, types, devices or implementations that do not fit.
@@ -141,6 +142,7 @@ class LinearAttention(torch.autograd.Function):
         return torch.cat(outputs, dim=2), state
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """From the last segment to the first, each remade with gradients."""
         q, k, v, log_decay, starts = ctx.saved_tensors

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from kernels.arguments import FLOATS, check_first, check_others
+from kernels.arguments import FLOATS, check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.registered import opaque, registered
 
@@ -24,13 +24,14 @@ OP = Op(
 )
 
 
+@operation("x")
 def residual_norm(
     x: Tensor, weight: Tensor, eps: float, second: Tensor | None = None, *, implementation: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None without ``second``; over the last dimension.
 
     What goes on from the x returned, the residual, has its gradient added to the norms' in one pass. Shapes: x [..., n], weight and second
-    [n]; the results as x. Types: float64, float32 or bfloat16, the results x's. h is rounded to x's type before its LayerNorm.
+    [n]; the results as x. Types: float64, float32, bfloat16 or float16, the results x's. h is rounded to x's type before its LayerNorm.
     implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equations: RMSNorm and LayerNorm without biases.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.registered import registered
 
@@ -23,11 +23,12 @@ OP = Op(
 )
 
 
+@operation("q")
 def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementation: str = "auto") -> list[Tensor]:
     """[q, k], or [q] without k, with each pair (x_i, x_(i + d/2)) of the last dimension rotated by its angle.
 
     Shapes: q [s, b, h, d] and k [s, b, hk, d], with any strides; cos and sin [s, 1 or b, 1, d / 2]. Results have the shapes of q and k.
-    Types: q float64, float32 or bfloat16, k the same; cos and sin the same, or float32 beside bfloat16. They get no gradient.
+    Types: q float64, float32, bfloat16 or float16, k the same; cos and sin the same, or float32 beside narrower ones. They get no gradient.
     implementation: "triton" computes in float32, "reference" in the type of cos and sin; "auto" is the fastest that this call allows.
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equation: RoFormer, equation 34.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.registered import registered
 from kernels.second_order_attention.reference import step
@@ -30,6 +30,7 @@ OP = Op(
 )
 
 
+@operation("q")
 @registered(lambda q, *_, **__: q.new_empty(q.shape))
 def second_order_attention(
     q: Tensor,
@@ -56,7 +57,7 @@ def second_order_attention(
     |R q - k_i|^2 / 2, and r, C and b are those of q's own frame, with R^-1 k_i in place of k_i, so that they see differences of positions.
     jitter: times the mean of G's diagonal, added to the diagonal before it is factorised.
     Returns [b, h, t, d] in q's type. A token at padding sees itself alone, and nobody sees it. A G that has no Cholesky factor gives NaN.
-    Types: float64, float32 or bfloat16 for q and k; all is computed in float32 (float64 for float64), but for triton's products over
+    Types: float64, float32, bfloat16 or float16 for q and k; all is computed in float32 or float64, but for triton's products over
     the keys, whose operands are in q's type. Memory is linear in tk: blocks of rows, remade in the backward; exact holds tk d^2 numbers
     a head beside them.
     implementation: "triton" (not exact; d up to 128, on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this

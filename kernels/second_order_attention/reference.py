@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.pairs import allowed_pairs
 from kernels.rotary import turned
 
@@ -147,6 +147,7 @@ def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor
 CHUNK = 64
 
 
+@operation("q", state=True)
 def energy_linear_attention(
     q: Tensor, k: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -154,7 +155,7 @@ def energy_linear_attention(
 
     Shapes: q and k [b, h, t, d], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, d, d]: the past's sum_i
     k_i k_i^T (None: none). Returns (out [b, h, t, d] in q's type, the state after the last token).
-    Types: float64, float32 or bfloat16; sums and state are float32 (float64 for float64). Time and memory linear in t.
+    Types: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64). Time and memory linear in t.
     Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
     """
     check_first("energy_linear_attention", "q", q)

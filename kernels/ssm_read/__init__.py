@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.aft_read import counted, excess_gap, excess_stream, first_value
-from kernels.arguments import check_first, check_others, check_read
+from kernels.arguments import check_first, check_others, check_read, operation
 from kernels.free_energy import mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.registered import registered
@@ -38,6 +38,7 @@ OP = Op(
 )
 
 
+@operation("v", state=True)
 def ssm_read(
     delta: Tensor,
     rate: Tensor,
@@ -66,7 +67,8 @@ def ssm_read(
     state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
     [b, h, d, 4 n + 2 with beta, else 2 n], float32 or float64: sums of v, weights, exponentials and exp(x) - 1 - x (-1 once that is left
     for good), then c and m; normalise False: [b, h, d, 2 n + 1 or n], of v and exponentials, then m; None where causal is False).
-    Types: v float64, float32 or bfloat16, the others the same or float32; sums are float32 or float64. Signs are the caller's promise.
+    Types: v float64, float32, bfloat16 or float16, the others the same or float32.
+    Sums are float32 or float64. Signs are the caller's promise.
     Any finite v: the exponentials are kept relative to a running maximum that fades with each channel's slowest rate; F - mu keeps its
     digits however small beta is as long as beta |v - v_0| stays under 2.5. Cost O(t d n). The [t, d, n] states are made 64 tokens at a
     time and made again in the backward: memory is linear in t, with up to n / 16 numbers kept for each one of v. An output does not move

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton, uneven
 from kernels.pairs import allowed_pairs
 from kernels.registered import registered
@@ -33,6 +33,7 @@ OP = Op(
 )
 
 
+@operation("z")
 @registered(lambda z, *_, **__: z.new_empty(z.shape))
 def symmetric_attention(
     z: Tensor,
@@ -51,7 +52,7 @@ def symmetric_attention(
 
     Shapes: z [b, h, t, p], keys [b, h, tk, p] (the past's z, then this z; None: z alone), valid [b, tk] bool, False at padding.
     Returns [b, h, t, p] in z's type. A token at padding sees itself alone, and nobody sees it.
-    Types: float64, float32 or bfloat16. bfloat16 is computed in float32 inside; sdpa and triton round the operands of their products to it.
+    Types: float64, float32, bfloat16 or float16. bfloat16 is computed in float32 inside; sdpa and triton round the operands to it.
     Memory is linear in t.
     implementation: "sdpa" (torch's scaled_dot_product_attention), "triton" (p up to 64 in float32, 128 in bfloat16, there 256 for
     bisoftmax; on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this call allows.
@@ -77,6 +78,7 @@ def symmetric_attention(
     return _by_sdpa(z, keys, causal, valid)
 
 
+@operation("z", state=True)
 def symmetric_linear_attention(
     z: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def symmetric_linear_attention(
     It is the gradient of (1 / 4 sqrt(p)) sum_ij (Phi(z_i) . Phi(z_j))^2; causal: of each token's own terms, the keys held fixed.
     Shapes: z [b, h, t, p], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, p, p]: sum_j Phi(z_j) Phi(z_j)^T
     over the past (None: none). Returns (out [b, h, t, p] in z's type, the state after the last token).
-    Types: float64, float32 or bfloat16; sums and state are float32 (float64 for float64). Time and memory linear in t.
+    Types: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64). Time and memory linear in t.
     Raises ValueError for shapes or types that do not fit. Source: Hyper-SET, table 18, linear attention (the released code scales by
     1 / sqrt(t) instead, which a causal model cannot know).
     """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
@@ -47,6 +48,7 @@ class _Pairs(torch.autograd.Function):
         return out.to(z.dtype)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, keys, valid = ctx.saved_tensors
         q, k, d_out = (_wide(x) for x in (z, keys, *grads))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_first, check_others
+from kernels.arguments import check_first, check_others, operation
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.registered import registered
 
@@ -32,6 +32,7 @@ def _shape(x: Tensor, softplus: bool, **_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32) if softplus else x.dtype)
 
 
+@operation("x", wide="softplus")
 @registered(_shape)
 def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, softplus: bool = False, implementation: str = "auto") -> Tensor:
     """First-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with s_{-1} = initial (zero when None).
@@ -39,8 +40,8 @@ def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, soft
     Shapes: a and x [t, ...] alike, with any strides, initial [...] (the state before step 0; in decoding, the last state so far).
     Returns s [t, ...]. a <= 0 is the caller's promise (a log-decay; -inf, a full reset, is allowed) and is not checked, since that would
     wait for the device. softplus True: a holds logits, the log-decays are -softplus(a), and the step a logit of -inf keeps the state.
-    Types: a and x float64, float32 or bfloat16; bfloat16 is computed in float32. s and initial are of x's type; with softplus they are
-    float32 where x is bfloat16.
+    Types: a and x float64, float32, bfloat16 or float16, computed in float32 or float64. s and initial are of x's type; with softplus
+    they are float32 where x is bfloat16 or float16.
     implementation: "triton", "reference" or "auto", the fastest that this call allows.
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equation: Free Energy Mixer, the time-decay conditioner.

@@ -333,7 +333,7 @@ def test_products_in_bfloat16_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyP
 def test_the_query_gates_after_the_read() -> None:
     mixer = build(shape_of("aft", FemConfig(budget="ii", value_size=16, conditioner=False)))
     x = tokens(11, hidden=32)
-    parts, beta = by_head(mixer, x), mixer.inverse_temperature()
+    parts, beta = by_head(mixer, x), mixer.inverse_temperature(x)
     weights = parts["k"].exp()
     total = weights.cumsum(0)
     assert beta is not None

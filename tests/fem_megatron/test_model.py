@@ -38,7 +38,7 @@ def test_initialisation_is_as_documented() -> None:
             # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
             assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel()))
     mixer = model.get_submodule("decoder.layers.0.mixer")
-    assert mixer.inverse_temperature().mean().item() == pytest.approx(1.953, abs=1e-3)
+    assert mixer.inverse_temperature(torch.ones(1)).mean().item() == pytest.approx(1.953, abs=1e-3)
     weights = [model.get_parameter(f"decoder.layers.{i}.mlp.down.weight") for i in (0, 1)]
     assert not torch.equal(*weights)
 

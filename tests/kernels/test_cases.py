@@ -2,7 +2,8 @@
 
 `kernels.check` holds the bounds: 1e-5 of the norm in float32; in bfloat16 one and a half times the error that the definition has when
 each of its steps is rounded to it. Nothing may be left unwritten or not finite. Triton kernels run interpreted, at lengths that are no
-multiple of a block. `make test` takes every case in one of the two types, `make test-all` in both.
+multiple of a block. `make test` takes every case in one of the two types, `make test-all` in both. float16 is computed in float32, in one
+place for all: the first case of each definition has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kernels.check import Inputs, check, poisoned_memory, relative, results
 from tests.kernels.operations import ALL, FORMS, FULL, IMPLEMENTATIONS, ROWS, SIGMOID, SUITES, Form, both, fits, named, small_blocks
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # each type's unit roundoff
 # In float32 the references are off by more than the kernels: their log-sum-exp rounds at 1e-6, so they know F - mu to 1e-6 / beta only,
 # and sums whose terms cancel (of a bias's gradient, of a temperature's where keys lie far from zero) keep fewer digits, to 1e-4. Their
 # errors are held to twice what is seen. On a CPU torch adds up the gradient of a LayerNorm's weight in bfloat16.
@@ -48,7 +50,7 @@ def calls() -> Iterator[Any]:
     for op, suite in SUITES.items():
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             for n, case in enumerate(each for each in suite.cases if fits(op, implementation, each)):
-                for m, kind in enumerate(TYPES):
+                for m, kind in enumerate(TYPES if n or implementation != "reference" else (*TYPES, "float16")):
                     marks = [] if n == 0 or n % 2 == m else [pytest.mark.slow]
                     yield pytest.param(op, case, implementation, kind, marks=marks, id=f"{op}: {case}, {implementation}, {kind}")
 
@@ -67,7 +69,7 @@ def test_against_the_definition(op: str, case: str, implementation: str, kind: s
         SUITES[op],
         case,
         implementation,
-        TYPES[kind],
+        getattr(torch, kind),
         LOOSER.get((op, case, kind), {}) if implementation == "reference" else {},
     )
 
@@ -217,14 +219,15 @@ def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
     assert relative(*found) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("form", named((*FORMS, *FULL)))
-def test_bfloat16_is_rounded_once(form: Form) -> None:
-    x = form.inputs(torch.bfloat16)
+def test_a_narrow_type_is_rounded_once(form: Form, dtype: torch.dtype) -> None:
+    x = form.inputs(dtype)
     o, state = form.run(x)
     exact = form.run({name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()})[0]
-    assert relative(o, exact) < 2**-8  # bfloat16's unit roundoff
+    assert relative(o, exact) < NARROW[dtype]
     wide = form.op == "time_decay_scan" and form.case == "logits"
-    assert o.dtype == (torch.float32 if wide else torch.bfloat16) and (state is None or form.axis == 0 or state.dtype == torch.float32)
+    assert o.dtype == (torch.float32 if wide else dtype) and (state is None or form.axis == 0 or state.dtype == torch.float32)
 
 
 class Made(TorchDispatchMode):
@@ -308,7 +311,7 @@ def test_an_argument_of_another_shape_or_type_is_refused_in_one_line(form: Form)
         if isinstance(t := x.get(name), Tensor) and not (form.op == "free_energy" and name in ("q", "k", "log_decay")):
             for bad in (t[..., None], t[:0], *([t[..., :-1]] if name != "v" else [])):
                 refused(form.op, x | {name: bad}, r"\b(shape|expected|empty|multiple|must be|is) ")
-    refused(form.op, form.inputs(torch.float16), "use float64, float32 or bfloat16|is torch.float16")
+    refused(form.op, form.inputs(torch.int32), "use float64, float32, bfloat16 or float16|is torch.int32")
 
 
 zeros: Any = torch.zeros

@@ -1,4 +1,5 @@
-"""torch.compile sees every operation and every layer whole, and tensors without numbers get the shapes that numbers would have."""
+"""torch.compile sees every operation and every layer whole, tensors without numbers get the shapes that numbers would have,
+and torch.autocast changes no operation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from kernels import fem_projection, registered, residual_norm
-from kernels.check import relative, results
+from kernels.check import Inputs, Outputs, relative, results
 from kernels.registered import NAMESPACE
 from tests.kernels.operations import SUITES
 from tests.test_house import ROOT
@@ -46,6 +47,30 @@ def test_an_operation_is_one_graph(op: str) -> None:
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
     for name, got in results(whole, x, torch.float32, "cpu").items():
         assert relative(got, plain[name]) <= 1e-6, name  # float32's rounding, where a sum is taken in another order
+
+
+OWN_BACKWARD = ("fem_attention", "cem_attention", "linear_attention", "symmetric_attention")
+PRODUCTS = (*OWN_BACKWARD, "fem_projection", "free_energy", "gated_delta_rule", "second_order_attention", "ssm_read")
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_autocast_changes_no_bit(op: str) -> None:
+    """Of the results and the gradients; where an operation has its own backward, of one within autocast's region too."""
+    suite = SUITES[op]
+    x = suite.cases[next(iter(suite.cases))](suite.small)
+    if op == "second_order_attention":
+        x = {**x, "factor": torch.eye(x["q"].shape[3]).double().repeat(x["q"].shape[1], 1, 1)}  # whose square is exact
+    found = []
+    for forward, backward in ((False, False), (True, False), *([(True, True)] if op in OWN_BACKWARD else [])):
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+
+            def call(x: Inputs, on: bool = forward) -> Outputs:
+                with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                    return suite.call(x, "reference")
+
+            found.append(results(call, x, torch.float32, "cpu"))
+    # The suite makes the square itself.
+    assert all(torch.equal(way[name], found[0][name]) for way in found[1:] for name in way if name != "d factor")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS])

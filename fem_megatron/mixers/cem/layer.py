@@ -74,7 +74,7 @@ class CemAttention(Update):
         return x
 
     def read(self, q: Tensor, k: Tensor, biases: tuple[Tensor, Tensor, Tensor], diagonal: Diagonal | None, context: Context) -> Tensor:
-        """o [b, local heads, s, r], see `cem_attention`."""
+        """o [b, local heads, s, r] in k's type, see `cem_attention`."""
 
         slopes, self_bias, cross_bias = biases
 
@@ -84,13 +84,13 @@ class CemAttention(Update):
             own = None if u is None or h is None or d is None else Diagonal(u.squeeze(1), h.squeeze(1), d)
             return cem_attention(q, k, slopes, self_bias, cross_bias, own, scale=self.shape.scale, causal=context.causal, valid=valid)
 
-        u, h, d = (None, None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None], diagonal.d)
-        return context.apart(read, q, k, u, h, each=(slopes, d), keys=(1, 3))
+        u, h, d = (None, None, None) if diagonal is None else (diagonal.u[:, None].to(k.dtype), diagonal.h[:, None], diagonal.d)
+        return context.apart(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""
         k = context.extend("k", self._heads(self.key(whole)), dim=2)
-        return k, None if self.shape.switches.diagonal == "none" else context.extend("h", whole.transpose(0, 1), dim=1)
+        return k, None if self.shape.switches.diagonal == "none" else context.extend("h", whole.transpose(0, 1).to(k.dtype), dim=1)
 
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
         """u [s, b, D], normalised -> q [b, local heads, s, r] and the diagonal part of the scores among h [b, past + s, D]."""

@@ -53,7 +53,8 @@ class FemMixer(Update):
             return [each.project(h, u if name == "tdc" else None) for name, each in named.items()]
 
         inputs, z = self.parallel.project_beside(h, self.in_proj, projected) if named else ([], self.parallel.project(h, self.in_proj))
-        conditioners = [each(own, context.within(name)) for (name, each), own in zip(named.items(), inputs, strict=True)]
+        made = [each(own, context.within(name)) for (name, each), own in zip(named.items(), inputs, strict=True)]
+        conditioners = [(features.to(z.dtype), weight.to(z.dtype)) for features, weight in made]
         size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
@@ -62,18 +63,17 @@ class FemMixer(Update):
             q, k = head_norms(self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps)
             parts["q"], parts["k"] = (q, k) if rope is None else rotate_both(q, k, context, rope)
         v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
-        o = self.prior(parts, v, self.inverse_temperature(), lam, gate, context)
+        o = self.prior(parts, v, self.inverse_temperature(z), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
-    def inverse_temperature(self) -> Tensor | None:
-        """beta [local heads, d_v], fp32 or wider: softplus(b + 1.8), ones where T is off, None where L is off."""
+    def inverse_temperature(self, like: Tensor) -> Tensor | None:
+        """beta [local heads, d_v], fp32 or wider: softplus(b + 1.8), ones like ``like`` where T is off, None where L is off."""
         if not self.shape.free_energy:
             return None
-        size, weight = (self.local_heads, self.shape.value_head), self.in_proj.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        size = (self.local_heads, self.shape.value_head)
         if not self.shape.temperature:
-            return torch.ones(size, dtype=wide, device=weight.device)
-        return softplus(self.beta.to(wide) + BETA_OFFSET).view(size)
+            return torch.ones(size, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        return softplus(self.beta.to(torch.promote_types(self.beta.dtype, torch.float32)) + BETA_OFFSET).view(size)
 
 
 class TimeDecayConditioner(Layer):

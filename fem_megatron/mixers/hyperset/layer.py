@@ -102,7 +102,7 @@ class HyperSet(Update):
         u = self._project(x, "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
-        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm()
+        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm().to(u.dtype)
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
         """u [s, b, M / size] -> this rank's summand of -D dE/du, [s, b, D] (table 19)."""

@@ -39,11 +39,11 @@ class Mamba2(Update):
         u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
         u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(-1, (self.local_heads, -1))
         bc = short_convolution(bc, share(self.bc_conv), share(self.bc_conv_bias), context, "bc_conv")
-        y = self._scan(u, bc, raw, context) + u * self.skip[:, None]
+        y = self._scan(u, bc, raw, context) + u * self.skip[:, None].to(u.dtype)
         y = y.flatten(2) * silu(z.flatten(2))
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / shape.inner
-        y = (wide * torch.rsqrt(mean + shape.norm_eps)).to(y.dtype) * self.out_norm()
+        y = (wide * torch.rsqrt(mean + shape.norm_eps)).to(y.dtype) * self.out_norm().to(y.dtype)
         return x + self.parallel.leave(self.out_proj(y))
 
     def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:

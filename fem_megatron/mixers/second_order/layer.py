@@ -19,6 +19,7 @@ from fem_megatron.parallel import Parallel
 from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
 from fem_megatron.update import Update, normed, rms_norm, rotate, rotations
+from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs
 from kernels.rotary import rotary
 from kernels.second_order_attention import second_order_attention
@@ -93,13 +94,12 @@ class SecondOrderAttention(_EnergyHeads):
         def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor) -> Tensor:
             return whole(q, k, *each, causal=context.causal, valid=valid, turn=turn)
 
-        return self.back(context.apart(read, q, k, self.turn(q, context), each=(self.gram(), temperature, newton), keys=(1,)))
+        return self.back(context.apart(read, q, k, self.turn(q, context), each=(self.gram(q), temperature, newton), keys=(1,)))
 
-    def gram(self) -> Tensor:
-        """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""
-        weight = self.in_proj().unflatten(0, (-1, 2, self.shape.head))[:, 0]
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return wide @ wide.mT
+    def gram(self, q: Tensor) -> Tensor:
+        """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least; W_Q as rounded as what made q."""
+        weight = self.in_proj().to(q.dtype).unflatten(0, (-1, 2, self.shape.head))[:, 0]
+        return _squared(weight.to(torch.promote_types(weight.dtype, torch.float32)))
 
     def temperatures(self) -> tuple[Tensor, Tensor]:
         """T and T' of this rank's heads over the shape's sharpness, float32 at least.
@@ -135,6 +135,11 @@ class SecondOrderAttention(_EnergyHeads):
             "free_energy_after": energies[1],
             "step_norm": self.parallel.enter(moved - x)[tokens].to(energies[0].dtype).norm(dim=-1),
         }
+
+
+@without_autocast
+def _squared(w: Tensor) -> Tensor:
+    return w @ w.mT
 
 
 class EnergyLinearAttention(_EnergyHeads):

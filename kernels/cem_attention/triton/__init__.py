@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.arguments import without_autocast
 from kernels.cem_attention.triton.backward import d_keys, d_pairs, d_queries
 from kernels.cem_attention.triton.forward import Part, attend
 from kernels.tiles import rows_of
@@ -36,6 +37,7 @@ class Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, u, h, d, slopes, alone, valid, out, lse = ctx.saved_tensors
         (d_out,) = grads
