@@ -188,12 +188,19 @@ def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, A
     layers = getattr(answer.cache, "layers", None)
     if layers:
         assert answer.cache is not None
-        tokens = layers[0].get_max_cache_shape() if settings.compile else answer.cache.get_seq_length()
+        tokens = layer_places(layers[0]) if settings.compile else answer.cache.get_seq_length()
         found["cache_bytes"], found["cache_tokens"] = sum(map(layer_bytes, layers)), int(tokens)
         if opened.config is not None:
             one = decoding_state_bytes(opened.config, int(tokens), opened.dtype.itemsize)
             found["cache_formula_bytes"] = one * len(answer.rows) * settings.beams
     return found
+
+
+def layer_places(layer: Any) -> int:
+    """Tokens that a layer of a static cache has room for; the method's name depends on the version of transformers."""
+    name = "get_max_length" if hasattr(layer, "get_max_length") else "get_max_cache_shape"
+    places: int = getattr(layer, name)()
+    return places
 
 
 def layer_bytes(layer: Any) -> int:
