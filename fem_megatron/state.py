@@ -174,7 +174,8 @@ class Context:
             return
         value, old = value.detach(), self.recall(name)
         if self.room is None:
-            self.state[self.prefix + name] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+            part = torch.compiler.is_exporting() or value.untyped_storage().nbytes() > value.nbytes  # a traced tensor has no storage
+            self.state[self.prefix + name] = value.clone() if part else value
         elif old is None:
             self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)
         else:

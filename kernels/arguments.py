@@ -78,12 +78,22 @@ def _cast(x: Any, before: torch.dtype, after: torch.dtype) -> Any:
     return x
 
 
+def is_dynamic(*given: Any) -> bool:
+    """Whether torch.export runs and a size, or one of a tensor's sizes, is dynamic: asking for its value would fix it."""
+    if not torch.compiler.is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    sizes = [size for each in given for size in (each.shape if isinstance(each, Tensor) else [each])]
+    return any(isinstance(size, int | torch.SymInt) and not has_static_value(size) for size in sizes)
+
+
 def check_first(op: str, name: str, x: Tensor, layout: str = "[batch, heads, tokens, width]") -> None:
     """Raises ValueError unless x, beside which the others are checked, is not empty and of a type that operations take.
 
     layout: its dimensions; "[t, ...]" and the like: any number of them.
     """
-    if (x.dim() != 4 and "..." not in layout) or x.dim() == 0 or x.numel() == 0:
+    if (x.dim() != 4 and "..." not in layout) or x.dim() == 0 or (not is_dynamic(x) and x.numel() == 0):
         raise ValueError(f"{op}: {name} has shape {list(x.shape)}, expected {layout}, not empty")
     if x.dtype not in FLOATS:
         raise ValueError(f"{op}: {name} is {x.dtype}; use float64, float32, bfloat16 or float16")

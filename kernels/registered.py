@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kernels.arguments import without_autocast
+from kernels.arguments import is_dynamic, without_autocast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,12 +36,19 @@ NAMESPACE = _namespace()
 
 
 def registered(
-    shapes: Callable[..., Any], traceable: Callable[..., bool] = lambda *_, **__: True, name: str | None = None
+    shapes: Callable[..., Any],
+    traceable: Callable[..., bool] = lambda *_, **__: True,
+    name: str | None = None,
+    *,
+    any_size: bool = False,
+    kernels: bool = True,
 ) -> Callable[[F], F]:
     """Makes a function of tensors and settings, annotated, an operation of torch.library, which has its name or ``name``.
 
     shapes: called as the function, gives empty tensors like its results. traceable: called as the function, whether torch.compile can
     see through what a CPU does for this call, and fuse it with what is around it; on a GPU kernels run, which it cannot.
+    any_size: the steps on a CPU are the same for all sizes, so that torch.export can trace them where sizes are dynamic; else the function
+    is one node there. kernels False: the function calls operations of its own, and is one node there only.
     """
 
     def decorate(function: F) -> F:
@@ -51,7 +58,8 @@ def registered(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else kwargs[names[0]]
-            if opaque(first, lambda: traceable(*args, **kwargs)):
+            dynamic = not any_size and is_dynamic(*args, *kwargs.values())
+            if dynamic or (kernels and opaque(first, lambda: traceable(*args, **kwargs))):
                 given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
                 return op(*(given[name] for name in names))
             return function(*args, **kwargs)

@@ -25,7 +25,7 @@ OP = Op(
 
 
 @operation("logits")
-@registered(lambda logits, *_, **__: logits.new_empty(logits.shape))
+@registered(lambda logits, *_, **__: logits.new_empty(logits.shape), any_size=True)
 def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto") -> Tensor:
     """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
 

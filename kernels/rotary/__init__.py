@@ -44,7 +44,7 @@ def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementat
     return _rotary(q, k, cos, sin, implementation)
 
 
-@registered(lambda q, k, **_: [t.new_empty(t.shape) for t in (q, k) if t is not None], name="rotary")
+@registered(lambda q, k, **_: [t.new_empty(t.shape) for t in (q, k) if t is not None], name="rotary", any_size=True)
 def _rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, implementation: str) -> list[Tensor]:
     """As `rotary`, which has checked; an operation of torch.library that returns a list has no defaults."""
     d = q.shape[3]

@@ -7,6 +7,8 @@ Beside it: the free energies that the steps descend, token by token, and the fir
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.arguments import check_first, check_others, operation
 from kernels.pairs import allowed_pairs
+from kernels.registered import registered
 from kernels.rotary import turned
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
@@ -147,7 +150,13 @@ def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor
 CHUNK = 64
 
 
+def _shapes(q: Tensor, k: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), k.new_empty(*k.shape[:2], k.shape[3], k.shape[3], dtype=wide)
+
+
 @operation("q", state=True)
+@registered(_shapes, kernels=False)
 def energy_linear_attention(
     q: Tensor, k: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

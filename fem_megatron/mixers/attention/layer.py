@@ -12,6 +12,7 @@ from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rotate_both
 from kernels.fem_attention import fem_attention
+from kernels.registered import registered
 
 
 class Attention(Update):
@@ -45,7 +46,7 @@ class Attention(Update):
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
         """Attention over the window, [b, local heads, s, d]; a state that may shrink forgets what the next token will not see."""
         length = k.shape[2]
-        if context.room is None:
+        if context.room is None and context.state is not None:
             for name, t in (("k", k), ("v", v)):
                 context.keep(name, t[:, :, max(0, length - window + 1) :])
 
@@ -67,6 +68,7 @@ class Attention(Update):
         return q, k, v
 
 
+@registered(lambda q, v, **_: q.new_empty(*q.shape[:3], v.shape[3]), kernels=False)
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, keys_valid: Tensor | None = None, scale: float | None = None
 ) -> Tensor:

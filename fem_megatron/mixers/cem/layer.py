@@ -18,6 +18,7 @@ from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm
+from kernels.arguments import is_dynamic
 from kernels.cem_attention import Diagonal, cem_attention
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
 
@@ -239,7 +240,7 @@ class Preconditioner(Layer):
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
         diagonal, factors = self.diagonal(), self.factors() if self.kind == "low_rank" else None  # read here: offloaded ones are gone later
-        if tokens > rows.shape[1]:
+        if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
 

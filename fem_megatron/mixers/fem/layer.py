@@ -105,7 +105,7 @@ class TimeDecayConditioner(Layer):
 
         def scan(valid: Tensor | None, a: Tensor, f: Tensor) -> Tensor:
             if valid is not None:
-                padding = ~valid.T[-len(a) :, :, None]
+                padding = ~valid.T[-a.shape[0] :, :, None]
                 a, f = a.masked_fill(padding, -torch.inf), f.masked_fill(padding, 0.0)
             return fading_sum(a, f, None if self.backward else first, context, backward=self.backward)
 
