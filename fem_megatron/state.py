@@ -16,9 +16,11 @@ from fem_megatron.documents import Documents
 from kernels.machine import without_cudnn_attention
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Room:
     """Places for so many tokens, of which the first ``taken`` hold one: an int64 of no dimension, a tensor lest compiled steps know it.
+
+    Not frozen: a module that torch.export traces assigns its own buffer to ``taken``.
 
     A KV-cache here has one place more. In it a step's single token stands again, so that the new tokens are the last of the keys, as every
     kernel has it, and what lies between them and the past is masked.

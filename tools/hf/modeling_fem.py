@@ -105,7 +105,15 @@ class FemStaticCacheLayer(FemCacheLayer):
         self.room = Room(places, torch.zeros((), dtype=torch.int64))
 
     def before(self, x: Tensor) -> None:
-        """At the start the count goes where the block is. Raises ValueError where the tokens have no room."""
+        """At the start the count goes where the block is.
+
+        Raises ValueError where the tokens have no room, and where torch.export would store a tensor that the step writes as a constant.
+        """
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and type(self.room.taken) is Tensor:
+            raise ValueError(
+                "torch.export(strict=False) would store this cache as a constant: use strict=True, or assign the module's buffers to "
+                "layer.state and layer.room.taken in its forward"
+            )
         if not self.state and self.room.taken.device != x.device:
             self.room = Room(self.room.places, self.room.taken.to(x.device))
         if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""torch.export of the exported models: a program for any batch and length."""
+"""torch.export of the exported models: a program for any batch and length, and a decoding step with a static cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.export import Dim, export
 from tests.tools.hf.small import NAMES, close, here, tokens
 
 SHAPES = ((1, 5), (2, 17), (5, 2), (1, 1), (2, 70), (1, 300))  # under and over a window, a chunk of 64, CEM's 48 hidden channels
+STEPS = 7
 
 
 class Logits(nn.Module):
@@ -47,3 +48,47 @@ def test_a_program_takes_any_batch_and_length(name: str, mode: str) -> None:
         mask[0, : shape[1] // 2] = 0
         given = (ids, mask) if mode == "masked" else (ids,)
         close(program(*given), model(*given), 1e-10)  # float64 rounding
+
+
+class Step(nn.Module):
+    """A decoding step of ``batch`` sequences, whose static cache's tensors are the module's buffers."""
+
+    def __init__(self, model: Any, batch: int, places: int, assigned: bool) -> None:
+        super().__init__()
+        self.model, self.cache, self.assigned = model, model.new_cache(places), assigned
+        first = torch.zeros(batch, 1, dtype=torch.long)
+        model(first, attention_mask=first, past_key_values=self.cache)  # a masked token makes the tensors and leaves nothing in them
+        for n, layer in enumerate(self.cache.layers):
+            layer.room.taken.zero_()
+            for name, tensor in (*layer.state.items(), ("taken", layer.room.taken)):
+                self.register_buffer(self.name(n, name), tensor, persistent=False)
+
+    def name(self, layer: int, name: str) -> str:
+        """Of a buffer."""
+        return f"layer_{layer}_{name}".replace(".", "_")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.assigned:
+            for n, layer in enumerate(self.cache.layers):
+                layer.state = {name: self.get_buffer(self.name(n, name)) for name in layer.state}
+                layer.room.taken = self.get_buffer(self.name(n, "taken"))
+        logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+        return logits
+
+
+@pytest.mark.parametrize(("name", "strict"), some(("hybrid",), False, True))
+@torch.no_grad()
+def test_a_decoding_step_with_a_static_cache(name: str, strict: bool) -> None:
+    """Each step writes the program's buffers; the logits are those of whole sequences, and the cache of eager steps stays as it was."""
+    model, ids = here(name, torch.float64), tokens(2, STEPS)
+    program = export(Step(model, 2, STEPS, assigned=not strict), (ids[:, :1],), strict=strict)
+    assert len(program.run_decompositions().graph_signature.buffers_to_mutate) >= 2 * len(model.model.layers)
+    step: Any = program.module()
+    close(torch.cat([step(token) for token in ids.split(1, dim=1)], dim=1), model(ids, use_cache=False).logits, 1e-10)  # float64 rounding
+
+
+@torch.no_grad()
+def test_a_static_cache_is_no_constant_of_a_program() -> None:
+    ids = tokens(2, 1)
+    with pytest.raises(ValueError, match=r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True, or assign"):
+        export(Step(here("fem_softmax"), 2, STEPS, assigned=False), (ids,), strict=False)
