@@ -102,7 +102,7 @@ def _shapes(rate: Tensor, v: Tensor, beta: Tensor | None, normalise: bool, causa
     return [v.new_empty(v.shape), state] if causal else [v.new_empty(v.shape)]
 
 
-@registered(_shapes, name="ssm_read")
+@registered(_shapes, lambda *_, **__: not torch.compiler.is_exporting(), name="ssm_read")  # it calls torch.utils.checkpoint
 def _checked_read(
     delta: Tensor,
     rate: Tensor,
