@@ -176,7 +176,7 @@ class Context:
             return
         value, old = value.detach(), self.recall(name)
         if self.room is None:
-            part = torch.compiler.is_exporting() or value.untyped_storage().nbytes() > value.nbytes  # a traced tensor has no storage
+            part = torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes  # a traced tensor has no storage
             self.state[self.prefix + name] = value.clone() if part else value
         elif old is None:
             self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)

@@ -92,3 +92,16 @@ def test_a_static_cache_is_no_constant_of_a_program() -> None:
     ids = tokens(2, 1)
     with pytest.raises(ValueError, match=r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True, or assign"):
         export(Step(here("fem_softmax"), 2, STEPS, assigned=False), (ids,), strict=False)
+
+
+@torch.no_grad()
+def test_torch_compile_with_the_default_cache() -> None:
+    """Two lengths, so that the second is dynamic; the compiled graphs are run as they were traced, so nothing is rounded otherwise."""
+    torch.compiler.reset()
+    model = here("fem_softmax")
+    compiled = torch.compile(model, backend="eager")
+    for ids in (tokens(2, 5), tokens(2, 9)):
+        output = compiled(ids)
+        assert torch.equal(output.logits, model(ids).logits)
+        step = model(ids[:, :1], past_key_values=output.past_key_values).logits
+        close(step, model(torch.cat((ids, ids[:, :1]), dim=1)).logits[:, -1:], 1e-5)  # float32: sums in another order
