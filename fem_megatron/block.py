@@ -26,27 +26,29 @@ class Block(nn.Module):
         self.recurrence = shape.recurrence
         self.mixer: Update = located(shape.mixer.layer_class)(shape.mixer, parallel)
         self.mlp: Update | None = None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
+        # Kept here: a module of peft's that takes the place of an update passes its call on, not its attributes.
+        self.hidden, self.streams = shape.mixer.hidden, [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type.
 
         Where any layer of the model carries more than tokens x has it behind them, and what reads tokens alone hands it on.
         """
-        context = replace(context, origin=x[..., : self.mixer.hidden], memory={})
+        context = replace(context, origin=x[..., : self.hidden], memory={})
         for iteration in range(self.recurrence):
             here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
-            x = _updated(self.mixer, x, here.within("mixer"))
+            x = _updated(self.mixer, self.streams[0], x, here.within("mixer"))
             if self.mlp is not None:
-                x = here.again(partial(_updated, self.mlp), x, here.within("mlp"))
+                x = here.again(partial(_updated, self.mlp, self.streams[1]), x, here.within("mlp"))
         return x
 
 
-def _updated(update: Update, x: Tensor, context: Context) -> Tensor:
-    """x updated, what lies behind the channels that the update reads as it was."""
-    if x.shape[-1] == update.stream:
+def _updated(update: Update, stream: int, x: Tensor, context: Context) -> Tensor:
+    """x with its first ``stream`` channels updated, the others unchanged."""
+    if x.shape[-1] == stream:
         made: Tensor = update(x, context)
         return made
-    return torch.cat((update(x[..., : update.stream], context), x[..., update.stream :]), dim=-1)
+    return torch.cat((update(x[..., :stream], context), x[..., stream:]), dim=-1)
 
 
 class SwiGlu(Update):

@@ -20,6 +20,7 @@ import yaml
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
+from fem_megatron.shape import SwiGluShape
 from pretrain.checkpoint.folder import Found
 from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
@@ -125,7 +126,9 @@ def model_card(
 
 def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
     """What a user of the folder's code is to know that does not hold for transformers' own models."""
-    notes = ['LoRA: peft does not know this model\'s layers by name; `LoraConfig(target_modules="all-linear")` finds them.']
+    gated = any(isinstance(block.mlp, SwiGluShape) for block in model.blocks())
+    lora = 'target_modules="all-linear"' + (', target_parameters=["mlp.gate_up"]' if gated else "")
+    notes = [f"LoRA: peft does not know this model's layers by name; `LoraConfig({lora})` finds them."]
     if whole_tokenizer:
         notes.insert(
             0, "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`."
