@@ -71,6 +71,7 @@ def test_lora(name: str, tmp_path: Path) -> None:
     assert snippet is not None
     options = eval(f"dict({snippet[1]})")
     assert ("target_parameters" in options) == hasattr(plain.model.layers[0].mlp, "gate_up")
+    torch.manual_seed(0)  # draws the adapters
     model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options))
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
