@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import getpass
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fem_common.text import counted, nearest
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import seconds
+from launch.cluster.slurm import Node, all_nodes, fields, mebibytes, records
 from launch.node.checks import Check
 
 LISTED = 8  # names in a message
-UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node as Slurm has it in its configuration."""
-
-    name: str
-    state: str  # IDLE, ALLOCATED, MIXED+DRAIN, DOWN* ...
-    reason: str
-    gpus: int
-    cpus: int
-    memory: int  # MiB
-    partitions: tuple[str, ...]
-
-    @property
-    def in_service(self) -> bool:
-        """Whether it takes jobs, now or after those that it has."""
-        return not re.search(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state)
 
 
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
@@ -172,7 +152,8 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
     """Whether a job that is preempted is told so early enough to save."""
     if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
         return
-    if "preempt_send_user_signal" in configuration.get("SlurmctldParameters", ""):
+    # SlurmctldParameters=preempt_send_user_signal, or by its newer name PreemptParameters=send_user_signal.
+    if any("send_user_signal" in configuration.get(key, "") for key in ("SlurmctldParameters", "PreemptParameters")):
         yield Check("ok", "preemption", "a preempted job is sent its signal at once, and has the partition's GraceTime to save")
         return
     wait = configuration.get("KillWait", "30 sec")
@@ -189,42 +170,6 @@ def would_take(script: Path) -> Check:
     return Check("ok", "sbatch", "Slurm would take such a job")
 
 
-def all_nodes() -> list[Node]:
-    """Every node that Slurm knows. Raises SlurmError."""
-    return [
-        Node(
-            name=record["NodeName"],
-            state=record.get("State", "UNKNOWN"),
-            reason=record.get("Reason", "").partition(" [")[0],
-            gpus=sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", record.get("Gres", "")))),
-            cpus=int(record.get("CPUTot", 0)),
-            memory=int(record.get("RealMemory", 0)),
-            partitions=tuple(record.get("Partitions", "").split(",")),
-        )
-        for record in records(slurm.call("scontrol", "show", "nodes", "--oneliner"))
-    ]
-
-
 def hosts(lists: Sequence[str]) -> set[str]:
     """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
     return set(slurm.call("scontrol", "show", "hostnames", ",".join(lists)).split()) if lists else set()
-
-
-def records(text: str) -> list[dict[str, str]]:
-    """The records of scontrol's --oneliner, a line each."""
-    return [fields(line) for line in text.splitlines() if "=" in line]
-
-
-def fields(text: str, separator: str = " ") -> dict[str, str]:
-    """``A=b C=d e`` -> {A: b, C: d e}; with a line break for separator a field is a line, blanks around its = allowed."""
-    if separator == "\n":
-        pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
-        return {name.strip(): value.strip() for name, _, value in pairs}
-    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
-    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
-
-
-def mebibytes(size: str | None) -> float:
-    """A memory size as Slurm writes it (1800G, 16000) in MiB; the partition's default, or all of it, is 0."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)", size or "0")
-    return int(match[1]) * UNITS[match[2]] if match else 0.0

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fem_common.errors import UserError
 
 TIMEOUT = 60.0  # seconds for an answer: slurmctld's own message time-out is 10
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # say which Slurm, and who asks
+ANSWER_SECONDS = 20.0  # ... to a question that is asked while ranks run
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # which Slurm, and who asks
+# Partitions that are hidden, or closed to this user's groups, are left out of every answer otherwise, and the jobs and nodes in them.
+ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
 # Not over: the job holds, or will hold, nodes.
 ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -35,11 +39,16 @@ class QueueState:
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
     reason: str = ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
     nodes: str = ""  # as Slurm writes them: node[1-4]
+    command: str = ""  # the batch script, or the sbatch command line that ends with it; "": unknown
 
     @property
     def active(self) -> bool:
         """Whether it is in the queue or on nodes."""
         return self.state in ACTIVE
+
+    def runs(self, script: Path) -> bool:
+        """Whether it may be a job of this batch script: Slurm uses a job id again, for any job, after MaxJobId of them."""
+        return not self.command or self.command == str(script) or self.command.endswith((f" {script}", f" {shlex.quote(str(script))}"))
 
 
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -52,7 +61,13 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
     """What a command of Slurm's answers. Raises SlurmError: not installed, no answer in time, refused."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout, env=clean_environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env=clean_environment() | ALL,
         )
     except FileNotFoundError:
         raise SlurmError(
@@ -110,39 +125,50 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that the controller still knows, over or not."""
     try:
-        answer = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T|%r|%N")
+        answer = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", f"--format={_FORMAT}")
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
         return {}  # the only one of a question is unknown; of several, the unknown are passed over
-    return dict(_parse(line) for line in answer.splitlines() if line.count("|") >= 3)
+    return _parse(answer)
 
 
-def _parse(line: str) -> tuple[str, QueueState]:
-    name, state, reason, nodes = (field.strip() for field in line.split("|")[:4])
-    return name, QueueState(state, "" if reason in ("None", "(null)") else reason, nodes)
+_FORMAT = "%i|%T|%r|%N|%o"
+
+
+def _parse(answer: str) -> dict[str, QueueState]:
+    """The rows of squeue in `_FORMAT`; other lines, such as a site's notice, are skipped."""
+    found = {}
+    for line in answer.splitlines():
+        if line.count("|") < _FORMAT.count("|"):
+            continue
+        name, state, reason, nodes, command = (field.strip() for field in line.split("|", 4))
+        found[name] = QueueState(state, "" if reason in ("None", "(null)") else reason, nodes, "" if command == "(null)" else command)
+    return found
 
 
 def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that accounting knows, where there is accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
+    columns = "JobID,State,NodeList,SubmitLine"
     try:
-        answer = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}", "--format=JobID,State,NodeList")
+        answer = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}", f"--format={columns}")
     except SlurmError:
         return {}
     found = {}
     for line in answer.splitlines():
-        name, state, nodes = line.split("|")
-        found[name] = QueueState(state.split(" ")[0], "", "" if nodes == "None assigned" else nodes)
+        if line.count("|") < columns.count(","):
+            continue
+        name, state, nodes, command = line.split("|", 3)
+        found[name] = QueueState(state.partition(" ")[0], "", "" if nodes == "None assigned" else nodes, command.strip())
     return found
 
 
 def jobs_of(script: Path) -> dict[str, QueueState]:
-    """The jobs and array tasks in the queue that run this batch script, whoever noted their ids. Raises SlurmError."""
-    answer = call("squeue", "--noheader", "--array", "--format=%i|%T|%r|%N|%o")
-    rows = [line for line in answer.splitlines() if line.count("|") >= 4 and line.split("|", 4)[4].strip() == str(script)]
-    return dict(map(_parse, rows))
+    """The jobs and array tasks in the queue or on nodes that run this batch script. Raises SlurmError."""
+    rows = _parse(call("squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"))
+    return {job: row for job, row in rows.items() if row.active and row.command == str(script)}
 
 
 def cancel(job_ids: Sequence[str]) -> None:
@@ -169,6 +195,113 @@ def signal_batch(job_ids: Sequence[str], name: str) -> None:
                 raise
 
 
-def node_names() -> set[str]:
-    """The cluster's nodes. Raises SlurmError."""
-    return set(call("sinfo", "--noheader", "--Node", "--format=%N").split())
+@dataclass(frozen=True)
+class Node:
+    """A node in Slurm's configuration."""
+
+    name: str
+    state: str  # IDLE, ALLOCATED, MIXED+DRAIN, DOWN* ...
+    reason: str  # its first line
+    cpus: int
+    memory: int  # MiB
+    gres: str = ""  # gpu:h100:8(S:0-1),nvme:2
+    partitions: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of any type."""
+        return sum(count for name, _, count in amounts(self.gres) if name == "gpu")
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it takes jobs, now or after those that it has."""
+        return not re.search(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state)
+
+    def fits(self, job: Mapping[str, str]) -> bool:
+        """Whether it is of a job's partitions and has the job's features, GRES, CPUs and memory. ``job``: scontrol's fields.
+
+        A requirement that cannot be read counts as met.
+        """
+        partitions = job.get("Partition", "(null)").split(",")
+        if partitions != ["(null)"] and not set(partitions) & set(self.partitions):
+            return False
+        features, cpus = job.get("Features", "(null)"), number(job.get("MinCPUsNode")) or 1
+        if re.fullmatch(r"[\w.-]+(?:[&,][\w.-]+)*", features) and not set(re.split("[&,]", features)) <= {*self.features}:
+            return False
+        memory = max(mebibytes(job.get("MinMemoryNode")), mebibytes(job.get("MinMemoryCPU")) * cpus)
+        if self.cpus < cpus or self.memory < memory:
+            return False
+        mine = amounts(self.gres)
+        return all(
+            sum(has for name, kind, has in mine if name == wanted and of_kind in ("", kind)) >= count
+            for wanted, of_kind, count in amounts(job.get("TresPerNode", ""))
+        )
+
+
+_GRES = re.compile(r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>[A-Za-z_][\w.-]*))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?")
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
+
+
+def amounts(gres: str) -> list[tuple[str, str, int]]:
+    """(name, type or "", count) of each part of ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8``; parts in another form are left out."""
+    found = (_GRES.fullmatch(part) for part in re.split(r",(?![^(]*\))", gres) if part not in ("", "(null)"))
+    return [(part["name"], part["kind"] or "", int(part["count"] or 1)) for part in found if part]
+
+
+def number(text: str | None) -> int:
+    """The number that a field begins with; 0 where it has none."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else 0
+
+
+def mebibytes(size: str | None) -> float:
+    """A memory size as Slurm writes it (1800G, 62.50G, 16000) in MiB; the partition's default, or all of the node, is 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", size or "0")
+    return float(match[1]) * _UNITS[match[2]] if match else 0.0
+
+
+def all_nodes() -> list[Node]:
+    """Every node that Slurm lists; none where the site shows users no nodes (PrivateData). Raises SlurmError."""
+    return [
+        Node(
+            name=record["NodeName"],
+            state=record.get("State", "UNKNOWN"),
+            reason=record.get("Reason", "").partition(" [")[0],
+            cpus=number(record.get("CPUTot")),
+            memory=number(record.get("RealMemory")),
+            gres=record.get("Gres", ""),
+            partitions=tuple(record.get("Partitions", "").split(",")),
+            features=tuple(record.get("AvailableFeatures", "").split(",")),
+        )
+        for record in records(call("scontrol", "show", "nodes", "--oneliner"))
+        if record.get("NodeName")  # a line of its own may be the second one of a node's reason
+    ]
+
+
+def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
+    """Whether as many nodes as a job takes have what it asks for, without the excluded ones. ``job``: scontrol's fields.
+
+    Slurm lets a job wait for ever where that is not so (BadConstraints).
+    """
+    return sum(node.name not in exclude and node.fits(job) for node in nodes) >= (number(job.get("NumNodes")) or 1)
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """``scontrol show job``'s fields. Raises SlurmError."""
+    shown = records(call("scontrol", "show", "--oneliner", "job", job, timeout=ANSWER_SECONDS))
+    return next((record for record in shown if "JobId" in record), {})
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """The records of scontrol's --oneliner, a line each."""
+    return [fields(line) for line in text.splitlines() if "=" in line]
+
+
+def fields(text: str, separator: str = " ") -> dict[str, str]:
+    """``A=b C=d e`` -> {A: b, C: d e}; with a line break for separator a field is a line, blanks around its = allowed."""
+    if separator == "\n":
+        pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
+    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))

@@ -45,7 +45,6 @@ def start_time(pid: int) -> float | None:
 
 AT_WORK = ("checking", "running", "saving", "waiting")  # a supervisor's states with a process behind them
 OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of its own will
-SUBMISSIONS = 50  # so many of the last job ids are asked for; the queue is searched for the batch script besides
 
 
 @dataclass(frozen=True)
@@ -91,18 +90,23 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
 
 
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
-    """Item -> its job's id and state, of the items that are in the queue."""
+    """Item -> its job's id and state, of the items that are in the queue.
+
+    They are found by their batch script, not by the ids that were noted: Slurm may have given such an id to another job since.
+    """
     if job.profile.get("scheduler") != "slurm":
         return {}
-    ids = [line["job_id"] for line in submissions(job)]
-    states = slurm.queue(ids[-SUBMISSIONS:], past=False) if ids else {}
-    states |= slurm.jobs_of(launch_folder(Path(job.directory)) / "job.sh")
     rows = {}
-    for job_id, state in states.items():
+    for job_id, state in slurm.jobs_of(script_of(job)).items():
         _, underscore, task = job_id.partition("_")
-        if state.active and job.array == bool(underscore) and (not underscore or task.isdigit()):
+        if job.array == bool(underscore) and (not underscore or task.isdigit()):
             rows[int(task) if underscore else 0] = (job_id, state)
     return {index: row for index, row in rows.items() if index < len(job.items)}
+
+
+def script_of(job: Job) -> Path:
+    """A job's batch script."""
+    return launch_folder(Path(job.directory)) / "job.sh"
 
 
 def state_of(directory: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Quoted text arrives in bash and in #SBATCH lines unchanged, and nothing in it ru
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 import sys
@@ -66,7 +67,8 @@ def check(text: str, what: str) -> None:
         raise UserError(f"{what} = {text!r}: {fault}")
 
 
-HEAD_NODES = 3  # restarts of a job up to which a run whose supervisor cannot even be started on its node is tried on another
+# How long a run waits in the queue, at least, before its next start where its supervisor could not be started, for each time in a row.
+START_DELAYS = (0, 300, 1200)
 _DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
 _ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[1-9][0-9]*)?", re.ASCII)
 
@@ -93,7 +95,10 @@ def render(job: Job, profile: Profile, *, dependency: str | None = None, array: 
         "code": shell(job.code),
         "python": shell(profile.interpreters(sys.executable if profile.container.runtime != "none" else job.python)[1]),
         "directory": shell(job.directory),
-        "head_nodes": shell(str(HEAD_NODES)) if job.kind == "run" else None,
+        "start_delays": Quoted(" ".join(map(str, START_DELAYS))) if job.kind == "run" else None,
+        "starts": Quoted(str(len(START_DELAYS))),
+        "notice": shell(_notice(job)),
+        "notify": shell(profile.notify.command) if profile.notify.command and "stopped" in profile.notify.events else None,
     }
     return _template().render(values)
 
@@ -130,6 +135,13 @@ def _directives(job: Job, profile: Profile, dependency: str | None, array: str |
     for text in slurm.options:
         option, equals, value = text.partition("=")
         yield directive(option, value) if equals else Quoted(option)
+
+
+def _notice(job: Job) -> str:
+    """The event "stopped" of a job whose supervisor could not be started, as the beginning of a JSON object without its end."""
+    message = f"the supervisor could not be started {len(START_DELAYS) + 1} times in a row, the last time on this node"
+    facts = {"event": "stopped", "name": job.name, "directory": job.directory, "attempt": 0, "message": message}
+    return json.dumps(facts).removesuffix("}")
 
 
 def _of_pattern(text: str, pattern: re.Pattern[str], what: str) -> str:

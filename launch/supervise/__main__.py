@@ -16,13 +16,15 @@ from pathlib import Path
 from fem_common.cli import Parser, run
 from fem_common.errors import InUse, UserError
 from fem_common.exits import Exit
-from launch.job import Item, Job, attempts, launch_folder, load_job, read_json
+from launch.job import Item, Job, attempts, launch_folder, load_job, read_json, write_json
 from launch.supervise.journal import Journal
 from launch.supervise.loop import REQUEUE_SECONDS, Supervisor
 from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, end_orphans
+from launch.supervise.policy import BUSY_SECONDS, BUSY_TIMES
 from launch.supervise.watch import Signals, noted
 
 LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
+BUSY = "busy.json"  # in ITEM/launch: how often, and since when, a job found the item kept going by another one
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,8 +48,8 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     """Keep an item going to its end: the exit code. Raises UserError where another supervisor has it."""
     item, place = job.items[index], place_of(job)
     launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
-    with noted() as signals, _alone(item, place, signals) as alone:
-        journal = Journal(job, item, place.job_id)
+    journal = Journal(job, item, place.job_id)
+    with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
             journal.say("the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without")
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
@@ -75,7 +77,7 @@ def place_of(job: Job) -> Place:
 
 
 @contextmanager
-def _alone(item: Item, place: Place, signals: Signals) -> Iterator[bool]:
+def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iterator[bool]:
     """Hold the item against other supervisors: True, or False where the lock of an earlier start of this very job is left held.
 
     A file system without locks counts as free. Where another job has the item, this one goes back to the queue. Raises UserError.
@@ -94,28 +96,49 @@ def _alone(item: Item, place: Place, signals: Signals) -> Iterator[bool]:
                 if (read_json(folder / "state.json") or {}).get("job_id") == place.job_id:
                     yield False  # Slurm runs a job once at a time: a node that went down, or its file server, holds the lock
                     return
-                _back(item, place)
+                _back(item, place, journal)
             except OSError:
                 pass
             break
+        (folder / BUSY).unlink(missing_ok=True)
         yield True
 
 
-def _back(item: Item, place: Place) -> None:
-    """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit)."""
-    if (launch_folder(Path(item.directory)) / "stop.json").exists():
-        print(f"launch: {item.directory} is kept going by another job, and is to stop", flush=True)
+def _back(item: Item, place: Place, journal: Journal) -> None:
+    """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit).
+
+    It ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`, which `BUSY` counts over requeues. The other job's state.json is left
+    as it is.
+    """
+    folder = launch_folder(Path(item.directory))
+    other = read_json(folder / "state.json") or {}
+    holder = f"another job ({other.get('job_id') or 'of unknown id'}, on {other.get('host') or 'an unknown host'})"
+    if (folder / "stop.json").exists():
+        print(f"launch: {item.directory} is kept going by {holder}, and is to stop", flush=True)
         sys.exit(Exit.FAULT)
-    print(f"launch: {item.directory} is kept going by another job: back to the queue", flush=True)
-    while True:
+    seen = read_json(folder / BUSY) or {}
+    if seen.get("job_id") != place.job_id:
+        seen = {"job_id": place.job_id, "since": time.time(), "times": 0}
+    seen["times"] += 1
+    write_json(folder / BUSY, seen)
+    print(f"launch: {item.directory} is kept going by {holder}: back to the queue", flush=True)
+    why = "it does not end; see python -m launch status"
+    while seen["times"] <= BUSY_TIMES and time.time() - seen["since"] < BUSY_SECONDS:
         try:
             place.requeue(())
         except Unreachable as error:
             print(f"launch: {error}", flush=True)
             time.sleep(REQUEUE_SECONDS)
         except PlaceError as error:
-            print(f"launch: {item.directory} is kept going by another job; {error}", flush=True)
-            sys.exit(Exit.FAULT)
+            why = str(error)
+            break
+    (folder / BUSY).unlink(missing_ok=True)
+    minutes = (time.time() - seen["since"]) / 60
+    message = f"{item.directory} is kept going by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
+    print(f"launch: stopped: {message}", flush=True)
+    journal.event("stopped", message)
+    journal.settle()
+    sys.exit(Exit.FAULT)
 
 
 if __name__ == "__main__":

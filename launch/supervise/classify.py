@@ -149,10 +149,3 @@ def is_away(refusal: str) -> bool:
 def is_lasting(fault: str) -> bool:
     """Whether a node's fault is one of its hardware: a full disk, a busy GPU or a mount that is missing may be gone in hours."""
     return bool(_LASTING.search(fault))
-
-
-def has_features(available: str, wanted: str) -> bool:
-    """Whether a node with these features (``a,b``) may take a job that asks for ``wanted``; true where that is more than ``a&b``."""
-    if wanted in ("", "(null)") or not re.fullmatch(r"[\w.-]+(?:[&,][\w.-]+)*", wanted):
-        return True
-    return set(re.split("[&,]", wanted)) <= set(available.split(","))

@@ -18,17 +18,16 @@ from typing import Any
 
 from fem_common.errors import reason
 from fem_common.ports import server_port
-from launch.cluster.slurm import SlurmError, call, node_names
+from launch.cluster.slurm import ANSWER_SECONDS, SlurmError, all_nodes, call, enough_nodes, job_fields
 from launch.job import last_lines, launch_folder
 from launch.node.checks import check_command, read_reports
-from launch.supervise.classify import cancelled, has_features, is_away, taken
+from launch.supervise.classify import cancelled, is_away, taken
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command, started
 
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
 WRAPPER = 'trap "" USR1 USR2; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
 END_SECONDS = 60.0  # how long a node that does not answer is waited for
-ANSWER_SECONDS = 20.0  # for a question to Slurm while ranks run
 STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
 
 
@@ -118,15 +117,16 @@ class SlurmPlace(Place):
     def down_nodes(self) -> dict[str, str]:
         """Nodes of the allocation that are down, failing or draining -> the reason; empty when nothing is known."""
         try:
-            listed = ",".join(self.nodes())
-            answer = call("sinfo", "--noheader", "--Node", f"--nodes={listed}", "--format=%N|%T|%E", timeout=ANSWER_SECONDS)
+            nodes = self.nodes()
+            answer = call("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E", timeout=ANSWER_SECONDS)
         except (SlurmError, PlaceError):
             return {}
         down = {}
         for line in answer.splitlines():
-            node, state, reason = line.split("|", 2)
-            # `*`: it does not answer Slurm.
-            if state.endswith("*") or any(word in state.lower() for word in STATES_DOWN):
+            node, _, rest = line.strip().partition("|")
+            state, _, reason = rest.partition("|")
+            # A line without a node is the second one of a reason. `*`: the node does not answer Slurm.
+            if node in nodes and (state.endswith("*") or any(word in state.lower() for word in STATES_DOWN)):
                 down[node] = state + (f": {reason}" if reason not in ("", "none") else "")
         return down
 
@@ -145,15 +145,11 @@ class SlurmPlace(Place):
             return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Whether the partition has nodes enough besides these, of the job's features: Slurm would let it wait for ever otherwise."""
+        """Whether nodes enough that have what the job asks for are left without these; Slurm would let it wait for ever otherwise."""
         try:
-            job = self._shown()
-            partition = ["--partition", job["Partition"]] if job.get("Partition", "(null)") != "(null)" else []
-            rows = [line.strip().split("|", 1) for line in call("sinfo", "--noheader", "--Node", *partition, "--format=%N|%f").splitlines()]
+            return enough_nodes(all_nodes(), self._shown(), exclude)
         except SlurmError:
             return False
-        left = {row[0] for row in rows if row[0] not in exclude and has_features(row[-1], job.get("Features", ""))}
-        return len(left) >= int(self._environ.get("SLURM_JOB_NUM_NODES") or 1)
 
     def requeue(self, exclude: Sequence[str]) -> None:
         """Put this job back into the queue, never again on ``exclude``, and end this process (SystemExit). Raises PlaceError if it cannot.
@@ -190,17 +186,20 @@ class SlurmPlace(Place):
         return False
 
     def _exclude(self, exclude: Sequence[str]) -> None:
-        """Add to the nodes that the waiting job must not get. What Slurm refuses is told in the log, and the job waits without.
+        """Add to the nodes that the waiting job must not get. What Slurm refuses is written to the log, and the job waits without.
 
-        Where too few nodes would be left (the job waits for ever then: BadConstraints), only the profile's own are excluded.
+        Where too few nodes would be left (the job waits for ever then: BadConstraints), only the profile's own are excluded. A site that
+        lists no nodes (PrivateData) leaves that unknown; the names are taken as they are there.
         """
         try:
+            nodes = all_nodes()
             # Slurm refuses the whole list for one name that it does not know any more.
-            known = node_names()
-            had = self._shown().get("ExcNodeList", "(null)")
+            known = {node.name for node in nodes} or None
+            shown = self._shown()
+            had = shown.get("ExcNodeList", "(null)")
             before = call("scontrol", "show", "hostnames", had, timeout=ANSWER_SECONDS).split() if had != "(null)" else []
-            wanted = list(dict.fromkeys([*before, *(node for node in exclude if node in known)]))
-            if not self.enough_without(wanted):
+            wanted = list(dict.fromkeys([*before, *(node for node in exclude if known is None or node in known)]))
+            if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone", flush=True)
                 own = call("scontrol", "show", "hostnames", ",".join(self._own), timeout=ANSWER_SECONDS).split() if self._own else []
                 wanted = [node for node in own if node in known]
@@ -301,12 +300,6 @@ def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
     number = len(nodes)
     words = ["srun", f"--job-name={name}", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     return [*words, "--overlap", "--mem=0", "--mpi=none", "--export=ALL", "--input=none"]
-
-
-def job_fields(job: str) -> dict[str, str]:
-    """``scontrol show job``'s fields that are one word. Raises SlurmError."""
-    shown = call("scontrol", "show", "--oneliner", "job", job, timeout=ANSWER_SECONDS).splitlines()
-    return dict(word.split("=", 1) for word in (shown[0] if shown else "").split() if "=" in word)
 
 
 def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.cluster.slurm import SlurmError, call
+from launch.cluster.slurm import SlurmError, call, job_fields
 from launch.job import launch_folder, read_json
 from launch.job.item_state import OVER, start_time
-from launch.supervise.on_slurm import job_fields
 from launch.supervise.place import keepers, send, words_of
 
 TRIES = 20  # to requeue, every quarter of a second

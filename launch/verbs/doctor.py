@@ -23,7 +23,7 @@ from typing import Any
 
 from fem_common.errors import UserError, reason
 from fem_common.text import counted
-from launch.cluster import checks, trial
+from launch.cluster import checks, slurm, trial
 from launch.cluster.checks import LISTED
 from launch.cluster.profile import Profile, load_profile
 from launch.cluster.trial import Outcome
@@ -227,7 +227,7 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     names = set((profile.slurm.partition or "").split(",")) - {""}
-    known = [node for node in checks.all_nodes() if not names or names & set(node.partitions)]
+    known = [node for node in slurm.all_nodes() if not names or names & set(node.partitions)]
     gpus, away = profile.nodes.gpus or 0, checks.hosts(profile.slurm.exclude)
     fit = [node for node in known if node.in_service and node.gpus >= gpus and node.name not in away]
     return max(1, min(2, len(fit)))

@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fem_common.errors import UserError
-from launch.cluster import slurm
+from launch.cluster import checks, slurm
 from launch.cluster.profile import from_json, load_profile
 from launch.job import Job, launch_folder
 from launch.job.item_state import Standing, counted, find_job, standings, state_of
 from launch.job.plan import locked
 from launch.job.request import absolute
 from launch.job.snapshot import read_code
+from launch.supervise.journal import cordon_file
 from launch.verbs.local import run_items
 from launch.verbs.submit import excluded, send
 
@@ -113,4 +114,9 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     away = list(dict.fromkeys([*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]))
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
-    return f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
+    text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
+    nodes = slurm.all_nodes() if away else []
+    if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), checks.hosts(away)):
+        where = cordon_file(job.profile, job.working_directory)
+        text += f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, --exclude"
+    return text

@@ -29,7 +29,7 @@ from fem_common.errors import UserError
 from fem_common.text import count, duration
 from launch.cluster import slurm
 from launch.job import Job, attempts, last_json_lines, launch_folder, load_job, read_json
-from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, state_of, submissions
+from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, script_of, state_of, submissions
 from launch.node.logs import started
 
 LAST_SUBMISSIONS = 5  # of a job are asked for
@@ -143,7 +143,8 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
 def _queued(job: Job, index: int, queue: Queue) -> str | None:
     """The item's job id that Slurm knows: an active one before the last one."""
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
-    known = [job_id for one in submitted if (job_id := f"{one}_{index}" if job.array else one) in queue.states]
+    ids = [f"{one}_{index}" if job.array else one for one in submitted]
+    known = [job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(script_of(job))]
     return max(known, key=lambda job_id: (queue.states[job_id].active, known.index(job_id)), default=None)
 
 
@@ -153,7 +154,7 @@ def _word(job: Job, state: Mapping[str, Any], stop: Mapping[str, Any] | None, jo
     if said == "finished":
         return said, ""
     if found is not None and found.active:
-        return _in_queue(said, state, found)
+        return _in_queue(job, said, state, found)
     if said in (*AT_WORK, "requeued") and job.profile.get("scheduler") == "slurm" and silent:
         return f"{said}?", ""
     if said in AT_WORK and job.profile.get("scheduler") != "slurm":
@@ -174,10 +175,13 @@ def _word(job: Job, state: Mapping[str, Any], stop: Mapping[str, Any] | None, jo
     return ("unknown?" if silent and _submitted(job) else "new"), ""
 
 
-def _in_queue(said: str | None, state: Mapping[str, Any], found: slurm.QueueState) -> tuple[str, str]:
+def _in_queue(job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState) -> tuple[str, str]:
     """The state of a job that Slurm has."""
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
+        if found.reason == "BadConstraints":
+            why = "cannot start: too few nodes have what it asks for and are not excluded (BadConstraints)"
+            return "queued", f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again"
         return "queued", f"{told}waits: {found.reason or 'not yet looked at'}"
     if found.state == "RUNNING":
         return (str(said), "") if said in AT_WORK else ("starting", "")

@@ -41,13 +41,17 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
     ``ask`` False: without asking the queue.
 
     Raises:
-        UserError: a word is none of these, or the job of a directory is neither finished nor in the queue.
+        UserError: a word is none of these, the job of a directory is neither finished nor in the queue, or a job that is named by its
+            id ended so that what depends on it would never start.
     """
     told: list[str] = []
     for word in words:
         if re.fullmatch(r"\d+(_\d+)?", word):
             told.append(f"afterok:{_known(word) if ask else word}")
         elif all(WRITTEN.fullmatch(part) for part in word.split(",")):
+            for kind, *ids in (part.split(":") for part in word.split(",")):
+                for job_id in ids if ask and kind in _NEVER else ():
+                    _check(kind, job_id.partition("+")[0], f"{kind}:{job_id}")
             told.append(word)
         elif Path(word).is_dir():
             told += _of_directory(word, ask)
@@ -58,12 +62,21 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
 
 def _known(job_id: str) -> str:
     """A job's id. Raises UserError where it ended badly, or Slurm has forgotten it: a job after it would never, or at once, start."""
+    _check("afterok", job_id, job_id)
+    return job_id
+
+
+# Of a dependency's kind: the ends after which the other job would never start.
+_NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
+
+
+def _check(kind: str, job_id: str, word: str) -> None:
+    """Raises UserError where a job ended in a way after which a job that depends on it so would never start, or Slurm has forgotten it."""
     state = slurm.queue([job_id]).get(job_id)
     if state is None:
-        raise UserError(f"--dependency {job_id}: Slurm knows no such job, or has forgotten it; name the job by its directory")
-    if not state.active and state.state != "COMPLETED":
-        raise UserError(f"--dependency {job_id}: that job is {state.state}; a job after it would never start")
-    return job_id
+        raise UserError(f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory")
+    if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
+        raise UserError(f"--dependency {word}: that job is {state.state}; a job after it would never start")
 
 
 def _of_directory(directory: str, ask: bool) -> list[str]:
@@ -222,10 +235,13 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
 
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
-    """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has (``ask`` False: all)."""
+    """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has.
+
+    All cordoned ones where Slurm lists no nodes (PrivateData), or is not to be asked (``ask`` False).
+    """
     away = cordoned(cordon_file(job.profile, job.working_directory))
-    known = slurm.node_names() if away and ask else set(away)
-    return list(dict.fromkeys([*named, *sorted(set(away) & known)]))
+    known = {node.name for node in slurm.all_nodes()} if away and ask else set[str]()
+    return list(dict.fromkeys([*named, *sorted(set(away) & known if known else away)]))
 
 
 def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:

@@ -18,8 +18,8 @@ import pytest
 from fem_common.ports import server_port
 from launch.__main__ import main
 from launch.cluster import checks
-from launch.cluster.checks import Node
 from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
+from launch.cluster.slurm import Node, amounts, fields, mebibytes
 from launch.cluster.trial import Outcome
 from launch.node import measure
 from launch.node.checks import Report
@@ -133,14 +133,14 @@ LIMITS: list[tuple[dict[str, Any], dict[str, str], int | None, str]] = [
 ]
 MACHINES: list[tuple[dict[str, Any], int, str]] = [
     ({}, 4, "ok"),
-    ({"gpus": 4}, 1, "FAILED"),
-    ({"gpus": 0}, 1, "FAILED"),
+    ({"gres": "gpu:4"}, 1, "FAILED"),
+    ({"gres": "(null)"}, 1, "FAILED"),
     ({"cpus": 64}, 1, "FAILED"),
     ({"memory": 1000000}, 1, "FAILED"),
     ({"state": "IDLE+DRAIN", "reason": "bad fan"}, 1, "warning FAILED"),
     ({"state": "DOWN*"}, 1, "warning FAILED"),
     ({"state": "MIXED"}, 5, "FAILED"),
-    ({"gpus": 16}, 1, "warning ok"),
+    ({"gres": "gpu:h100:16"}, 1, "warning ok"),
     ({"partitions": ("cpu",)}, 1, "FAILED"),
 ]
 TWO = "ours|normal,high\nteam|normal\n"
@@ -153,7 +153,7 @@ ACCOUNTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 KNOWN = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits,qos"}
 PREEMPTION = [{"PreemptMode": "OFF"}, {"PreemptMode": "REQUEUE", "SlurmctldParameters": "x,preempt_send_user_signal"}]
-PREEMPTION.append({"PreemptMode": "REQUEUE", "KillWait": "30 sec"})
+PREEMPTION += [{"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"}, {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}]
 
 
 def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
@@ -162,7 +162,14 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
     found = []
     for changed, partition, wanted, levels in LIMITS:
         found.append((list(checks.limits(replace(PROFILE, slurm=SlurmProfile(**changed)), PARTITION | partition, wanted)), levels))
-    sound: dict[str, Any] = {"state": "IDLE", "reason": "", "gpus": 8, "cpus": 192, "memory": 2000000, "partitions": ("gpu", "all")}
+    sound: dict[str, Any] = {
+        "state": "IDLE",
+        "reason": "",
+        "gres": "gpu:h100:8(S:0-1)",
+        "cpus": 192,
+        "memory": 2000000,
+        "partitions": ("gpu", "all"),
+    }
     for changed, wanted, levels in MACHINES:
         nodes = [Node(name=f"n{number}", **{**sound, **changed}) for number in range(4)]
         found.append((list(checks.machines(PROFILE, nodes, ["gpu"], wanted)), levels))
@@ -170,7 +177,7 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
         program(tmp_path / "sacctmgr", f"#!/bin/sh\nprintf '%s' '{answer}'\n")
         found.append(([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels))
     found.append(([checks.account(PROFILE, {"AccountingStorageType": "accounting_storage/none"})], "ok"))
-    for known, levels in zip(PREEMPTION, ("", "ok", "warning"), strict=True):
+    for known, levels in zip(PREEMPTION, ("", "ok", "ok", "warning"), strict=True):
         found.append((list(checks.preemption(known)), levels))
     for lines, levels in found:
         assert " ".join(line.level for line in lines) == levels, lines
@@ -179,12 +186,39 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
 
 
 def test_slurms_own_writing_is_read() -> None:
-    sizes = {None: 0, "0": 0, "512": 512, "1800G": 1843200, "2T": 2097152, "2048K": 2}
-    assert {size: checks.mebibytes(size) for size in sizes} == sizes
+    sizes = {None: 0, "0": 0, "512": 512, "1800G": 1843200, "62.50G": 64000, "2T": 2097152, "2048K": 2}
+    assert {size: mebibytes(size) for size in sizes} == sizes
     line = "NodeName=n1 CPUTot=96 Gres=gpu:h100:8(S:0-1),lustre:1 OS=Linux 5.15.0 #1 SMP RealMemory=2000000 Reason=bad fan [root@2024]"
-    found = checks.fields(line)
+    found = fields(line)
     assert (found["OS"], found["CPUTot"], found["Reason"]) == ("Linux 5.15.0 #1 SMP", "96", "bad fan [root@2024]")
-    assert checks.fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    assert amounts(found["Gres"]) == [("gpu", "h100", 8), ("lustre", "", 1)]
+    assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [("gpu", "", 2), ("gpu", "a100", 4), ("gpu", "", 1)]
+    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1") == [("gpu", "h100", 4), ("nvme", "", 1)] and amounts("(null)") == amounts("") == []
+
+
+JOB = {"Partition": "gpu", "MinCPUsNode": "2", "MinMemoryNode": "300M", "Features": "(null)", "TresPerNode": "gres:gpu:h100:2"}
+NODE = Node("n1", "IDLE", "", 8, 16000, "gpu:h100:8(S:0-1)", ("gpu", "all"), ("ib", "fast"))
+FITS: list[tuple[dict[str, str], bool]] = [
+    ({}, True),
+    ({"TresPerNode": "gres:gpu:8"}, True),
+    ({"TresPerNode": "gres/gpu:h100:9"}, False),
+    ({"TresPerNode": "gres:gpu:a100:1"}, False),
+    ({"TresPerNode": "gres:nvme:1"}, False),
+    ({"MinCPUsNode": "9"}, False),
+    ({"MinMemoryNode": "62.50G"}, False),
+    ({"MinMemoryNode": "0", "MinMemoryCPU": "8001M"}, False),
+    ({"Partition": "cpu"}, False),
+    ({"Partition": "cpu,all"}, True),
+    ({"Partition": "(null)", "Features": "ib&fast"}, True),
+    ({"Features": "ib,slow"}, False),
+    ({"Features": "[slow|odd]"}, True),  # more than a list of names is left to Slurm
+]
+
+
+@pytest.mark.parametrize(("asked", "fits"), FITS)
+def test_a_node_fits_a_job_by_all_that_the_job_asks_of_it(asked: dict[str, str], fits: bool) -> None:
+    assert NODE.fits(JOB | asked) == fits
 
 
 CLOCKS: list[tuple[dict[str, float], float, float | None, str | None]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -10,17 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fem_common.exits import Exit
 from fem_common.ports import PORTS, server_port
-from launch.job import Item, Job, write_json
+from launch.cluster import slurm
+from launch.job import Item, Job, read_json, write_json
 from launch.supervise import __main__ as supervisor
 from launch.supervise import slurm_steps as guard
+from launch.supervise.journal import Journal
 from launch.supervise.on_slurm import SlurmPlace, SlurmRunning, container_parts
 from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
 from launch.supervise.watch import Signals
@@ -194,39 +199,104 @@ def test_a_controller_that_is_away_is_waited_for(commands: Commands) -> None:
     assert not isinstance(refused.value, Unreachable)
 
 
-SHOWN = "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast ExcNodeList=(null)"
+SHOWN = "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast NumNodes=2-2 TresPerNode=gres:gpu:h100:8 ExcNodeList=(null)"
+NODES = "".join(
+    f"NodeName=n{number} CPUTot=8 RealMemory=16000 AvailableFeatures={feature} Gres=gpu:{kind}:8 Partitions=main\\n"
+    for number, (feature, kind) in enumerate((("fast", "h100"),) * 4 + (("slow", "h100"), ("fast", "a100")))
+)
+
+
+def answers(commands: Commands, nodes: str) -> None:
+    """Let scontrol answer for job 7 and with these nodes."""
+    of_job, of_nodes = f"[[ $* == *job* ]] && echo '{SHOWN}'", f"[[ $2 == nodes ]] && printf '{nodes}'"
+    commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {of_job}; {of_nodes}; exit 0")
 
 
 @pytest.mark.parametrize(("exclude", "left"), [(["n1"], "n0,n1"), (["n1", "n2"], "n0")])
 def test_an_exclusion_that_cannot_be_is_not_asked_for(commands: Commands, exclude: list[str], left: str) -> None:
-    """Four nodes, one without the feature, and two are wanted; the profile excludes n0."""
-    commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; [[ $* == *job* ]] && echo '{SHOWN}'; exit 0")
-    rows = "n0|fast\\nn1|fast\\nn2|fast\\nn3|fast\\nn4|slow\\n"
-    commands.put("sinfo", f"if [[ $* == *%f* ]]; then printf '{rows}'; else printf 'n0\\nn1\\nn2\\nn3\\nn4\\n'; fi")
+    """Four nodes fit, one has not the feature, one another GPU, and two are wanted; the profile excludes n0. A gone node is passed over."""
+    answers(commands, f"a notice of the site\\n{NODES}the second line = of a reason\\n")
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
     assert place.enough_without(["n0", *exclude]) == (left == "n0,n1")
     with pytest.raises(SystemExit):
-        place.requeue(["n0", *exclude])
+        place.requeue(["n0", *exclude, "gone"])
     assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == [left]
 
 
-@pytest.mark.parametrize(("owner", "alone"), [("7", False), ("8", None)])
+def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: Commands) -> None:
+    """PrivateData=nodes: no answer is not an answer that there are none."""
+    answers(commands, "No nodes in the system\\n")
+    place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
+    assert not place.enough_without(["n1"])
+    with pytest.raises(SystemExit):
+        place.requeue(["n0", "n1"])
+    assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == ["n0,n1"]
+
+
+def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> None:
+    """Of a job in one, Slurm lists no step and no job otherwise: a hang would end nothing, and a run would be submitted twice."""
+    script = tmp_path / "job.sh"
+    hidden = f"case $* in *--steps*) echo '7.0|launch-1' ;; *) echo '7|RUNNING|None|n1|{script}' ;; esac"
+    commands.put("squeue", f'[ "$SQUEUE_ALL" ] && {{ {hidden}; }}; exit 0')
+    assert set(slurm.queue(["7"])) == set(slurm.jobs_of(script)) == {"7"}
+    with subprocess.Popen(["sleep", "600"]) as process:
+        commands.put("scancel", f"kill {process.pid}")
+        SlurmRunning(process, "7", "launch-1", here(tmp_path)).kill(0.5)
+    assert "--signal=KILL 7.0" in commands.calls("scancel")
+
+
+def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
+    """A node's reason may have two lines; a site may print a notice before any answer."""
+    commands.put("sinfo", "printf 'n1|draining|bad fan\\ncall | me\\nn2|idle|none\\n'")
+    place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2"})
+    assert place.down_nodes() == {"n1": "draining: bad fan"}
+    commands.put("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    commands.put("sacct", "printf 'maintenance on Monday\\n7|CANCELLED by 0|None assigned|sbatch --wrap=a|b\\n'")
+    assert slurm.queue(["7"]) == {"7": slurm.QueueState("CANCELLED", command="sbatch --wrap=a|b")}
+
+
+@pytest.fixture
+def alone(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[bool]]:
+    """Hold an item as a Slurm job; its notices go to ``notices``."""
+    answers(commands, "")
+    monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.0)
+    write_json(tmp_path / "launch" / "state.json", {"job_id": "7", "host": "n9"})
+    item = replace(ITEM, directory=str(tmp_path))
+    notify = {"command": f"cat >> '{tmp_path}/notices'", "events": ["stopped"]}
+
+    def hold(job_id: str) -> AbstractContextManager[bool]:
+        place = SlurmPlace({"SLURM_JOB_ID": job_id, "SLURM_RESTART_COUNT": "0"})
+        return supervisor._alone(item, place, Signals(), Journal(replace(JOB, items=(item,), profile={"notify": notify}), item, job_id))
+
+    return hold
+
+
 def test_a_lock_that_is_left_held_stops_no_run(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, alone: bool | None
+    commands: Commands, tmp_path: Path, alone: Callable[[str], AbstractContextManager[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's."""
-    commands.put("scontrol", f"[[ $* == *job* ]] && echo '{SHOWN}'; exit 0")
-    monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.5)
-    write_json(tmp_path / "launch" / "state.json", {"job_id": owner})
-    item, place = replace(ITEM, directory=str(tmp_path)), SlurmPlace({"SLURM_JOB_ID": "7"})
+    """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's.
+
+    Where that other job does not end, this one does, after as many starts or as long as the README says.
+    """
+    busy, notices = tmp_path / "launch" / supervisor.BUSY, tmp_path / "notices"
+
+    def refused() -> Any:
+        with pytest.raises(SystemExit) as left, alone("8"):
+            raise AssertionError
+        return left.value.code
+
     with (tmp_path / "launch" / "supervisor.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if alone is None:
-            with pytest.raises(SystemExit) as left, supervisor._alone(item, place, Signals()):
-                raise AssertionError
-            assert left.value.code == 0 and "requeue 7" in commands.calls("scontrol")
-        else:
-            with supervisor._alone(item, place, Signals()) as held:
-                assert held is alone
-    with supervisor._alone(item, place, Signals()) as held:
-        assert held
+        with alone("7") as held:
+            assert held is False
+        monkeypatch.setattr(supervisor, "BUSY_TIMES", 2)
+        assert [refused(), refused()] == [0, 0] and commands.calls("scontrol").count("requeue 8") == 2 and not notices.exists()
+        assert refused() == Exit.FAULT and commands.calls("scontrol").count("requeue 8") == 2 and not busy.exists()
+        told = json.loads(notices.read_text())
+        assert told["event"] == "stopped" and "another job (7, on n9), after 3 starts and 0 minutes" in told["message"]
+        monkeypatch.setattr(supervisor, "BUSY_SECONDS", 100.0)
+        write_json(busy, {"job_id": "8", "since": time.time() - 101.0, "times": 1})
+        assert refused() == Exit.FAULT
+        assert refused() == 0 and read_json(busy)["times"] == 1
+    with alone("8") as held:
+        assert held and not busy.exists()

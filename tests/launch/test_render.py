@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,12 +210,17 @@ def test_what_a_script_does(root: Path) -> None:
     assert recorded(root / "record")[0] == [*words, "--item", "7"]
 
 
-def scontrol(root: Path) -> dict[str, str]:
-    """The environment of a job with a scontrol that writes down how it is called, and sends what Slurm sends at a requeue."""
-    asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\ntrue\n'
+def scontrol(root: Path, comment: str = "(null)", enough: bool = True) -> dict[str, str]:
+    """The environment of a job with a scontrol that writes down how it is called, and sends what Slurm sends at a requeue.
+
+    The job has a ``comment`` and is kept from node3; ``enough``: Slurm would start it without node1, too.
+    """
+    asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     program(root / "bin" / "scontrol", asked)
-    program(root / "bin" / "squeue", "#!/bin/bash\necho node3\n")  # which is excluded already
-    calls = {"CALLS": str(root / "calls"), "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node1"}
+    program(root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n")
+    test = "--test-only --dependency= --exclude=node3,node1 "
+    program(root / "bin" / "sbatch", f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && {str(enough).lower()}\n")
+    calls = {"CALLS": str(root / "calls"), "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node1", "REFUSED": "nothing"}
     return {"PATH": f"{root}/bin:{os.environ['PATH']}", **calls}
 
 
@@ -233,16 +240,50 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(text: str, folder:
     shutil.rmtree(root / "gone", ignore_errors=True)
     script, calls, slurm = render(job, profile), root / "calls", scontrol(root)
     task = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "0"}
-    for more, name in (({}, "12"), (task, "11_0"), ({"SLURM_RESTART_COUNT": "2"}, "12")):
+    for more, name in (({}, "12"), (task, "11_0")):
         done = run(script, root, **slurm, **more)
         assert done.returncode == 0 and said in done.stderr, done.stderr
         assert b"launch: the supervisor did not start on node1: back to the queue, without that node" in done.stderr
-        assert calls.read_text().splitlines() == [f"requeue|{name}|", f"update|JobId={name}|ExcNodeList=node3,node1|"]
+        asked = [f"update|JobId={name}|Comment=not-started:1:1|", f"requeue|{name}|"]
+        assert calls.read_text().splitlines() == [*asked, f"update|JobId={name}|StartTime=now+0|ExcNodeList=node3,node1|"]
         calls.unlink()
-    # It is not the node's fault, is no run that may start anew, or the user ended it.
-    assert run(script, root, **slurm, SLURM_RESTART_COUNT="3").returncode == 2
+    # It is no run that may start anew.
     assert run(render(dataclasses.replace(job, kind="command"), profile), root, **slurm).returncode != 0
     assert not calls.exists() and not (root / "record").exists()
+
+
+STARTS = [  # the restarts so far, the comment, what scontrol refuses; the new comment and the delay, or None: it gives up
+    (7, "(null)", "nothing", ("not-started:8:1", 0)),
+    (7, "grant 12", "nothing", ("grant 12 not-started:8:1", 0)),
+    (7, "grant not-started:7:1", "nothing", ("grant not-started:8:2", 300)),
+    (8, "grant not-started:8:2", "nothing", ("grant not-started:9:3", 1200)),
+    (9, "grant not-started:9:3", "nothing", None),
+    (9, "grant not-started:8:3", "nothing", ("grant not-started:10:1", 0)),  # it has run since
+    (2, "(null)", "Comment", ("not-started:3:1", 1200)),
+    (3, "(null)", "Comment", None),
+    (0, "(null)", "requeue", None),
+]
+
+
+@pytest.mark.parametrize(("restarts", "comment", "refused", "told"), STARTS)
+def test_only_starts_that_failed_in_a_row_are_counted(
+    restarts: int, comment: str, refused: str, told: tuple[str, int] | None, root: Path
+) -> None:
+    """Requeues after a time limit or a preemption are not; the last failure is told to the profile's hook."""
+    profile = given(root, f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'\"}}\n")
+    job = hostile.job(root, profile, name="50% 'a\\b")
+    slurm = scontrol(root, comment, enough=False) | {"REFUSED": refused, "SLURM_RESTART_COUNT": str(restarts)}
+    done, calls = run(render(job, profile), root, **slurm), root / "calls"
+    asked = calls.read_text().splitlines() if calls.exists() else []
+    if told is None:
+        assert done.returncode == 2 and not any("StartTime" in call for call in asked)
+        event = json.loads((root / "notice").read_text())
+        known = {"event": "stopped", "name": job.name, "directory": job.directory, "job_id": "12", "nodes": ["node1"], "attempt": 0}
+        assert event == known | {"time": event["time"], "message": event["message"]} and abs(event["time"] - time.time()) < 60
+        return
+    assert done.returncode == 0 and not (root / "notice").exists()
+    # Without node1 too few nodes are left, so none is excluded.
+    assert asked == [f"update|JobId=12|Comment={told[0]}|", "requeue|12|", f"update|JobId=12|StartTime=now+{told[1]}|"]
 
 
 def test_a_run_that_is_cancelled_as_it_starts_or_whose_supervisor_ends_does_not_come_back(root: Path) -> None:

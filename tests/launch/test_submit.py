@@ -322,7 +322,7 @@ def test_dependencies_in_words() -> None:
     finish(job, 0)
     assert dependency(["d"]) is None
     told = {"SBATCH_PARTITION": "x", "SLURM_ARRAY_TASK_ID": "3", "SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "1"}
-    kept = {"SLURM_CONF": "/etc/x", "PATH": "/bin", "HF_TOKEN": "secret", "MY_SLURM_": "a"}
+    kept = {"SLURM_CONF": "/etc/x", "SLURM_CONF_SERVER": "n0:6817", "PATH": "/bin", "HF_TOKEN": "secret", "MY_SLURM_": "a"}
     assert clean_environment({**told, **kept}) == kept
 
 

@@ -39,7 +39,7 @@ SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
+SlurmctldParameters=preempt_send_user_signal,enable_configless
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={shape.slurmd_timeout}
@@ -67,14 +67,16 @@ class Shape:
     memory_mb: int
     grace_seconds: int
     slurmd_timeout: int
+    gpu_types: tuple[str, ...]  # a node's each, or none
 
 
 def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) -> None:
     """All files; ``ports``: slurmctld's, then one for each node."""
-    gres = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
+    types = shape.gpu_types or ("",) * len(nodes)
     lines = [
-        f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} RealMemory={shape.memory_mb}{gres}"
-        for name, port in zip(nodes, ports[1:], strict=True)
+        f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} RealMemory={shape.memory_mb}"
+        + (f" Gres=gpu:{f'{kind}:' if kind else ''}{shape.gpus}" if shape.gpus else "")
+        for name, port, kind in zip(nodes, ports[1:], types, strict=True)
     ]
     etc = root / "etc"
     # A node is DOWN after slurmd_timeout and two messages that were not answered in time.
@@ -87,5 +89,9 @@ def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) ->
     key.write_bytes(secrets.token_bytes(128))
     for number in range(shape.gpus):
         os.mknod(root / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    devices = f"NodeName=node[1-{len(nodes)}] Name=gpu File={root}/dev/nvidia[0-{shape.gpus - 1}]\n" if shape.gpus else ""
-    (etc / "gres.conf").write_text(f"AutoDetect=off\n{devices}")
+    devices = [
+        f"NodeName={name} Name=gpu{f' Type={kind}' if kind else ''} File={root}/dev/nvidia[0-{shape.gpus - 1}]"
+        for name, kind in zip(nodes, types, strict=True)
+        if shape.gpus
+    ]
+    (etc / "gres.conf").write_text("\n".join(["AutoDetect=off", *devices, ""]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from launch.cluster.checks import fields
+from launch.cluster.slurm import fields
 from tests.slurm import configuration, processes
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol", "sinfo", "srun", "scancel", "unshare", "mount", "hostname")
@@ -36,14 +36,24 @@ NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --b
 class MiniSlurm:
     """A Slurm of ``nodes`` nodes (7 at most), node1 to nodeN, each with ``cpus`` CPUs and ``gpus`` GPUs, as Slurm believes.
 
+    ``gpu_types``: the type of each node's GPUs, where they have types.
+
     Partition ``main`` (default) is preempted by ``urgent``: its jobs get the signal of their ``--signal``, ``grace_seconds`` to end,
     and are requeued. ``slurmd_timeout``: seconds of silence that Slurm allows a node; it is DOWN 10 to 15 s later. Use it by ``with``, or
     call ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
     """
 
-    def __init__(self, nodes: int = 2, cpus: int = 8, gpus: int = 8, grace_seconds: int = 10, slurmd_timeout: int = 10) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        cpus: int = 8,
+        gpus: int = 8,
+        grace_seconds: int = 10,
+        slurmd_timeout: int = 10,
+        gpu_types: tuple[str, ...] = (),
+    ) -> None:
         self.nodes = tuple(f"node{number}" for number in range(1, nodes + 1))
-        self.shape = configuration.Shape(cpus, gpus, 16000, grace_seconds, slurmd_timeout)
+        self.shape = configuration.Shape(cpus, gpus, 16000, grace_seconds, slurmd_timeout, gpu_types)
         inside = tempfile.gettempdir()
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp")).resolve()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_"))}

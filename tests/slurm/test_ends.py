@@ -33,7 +33,7 @@ exec {python} -m launch.supervise {directory}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MiniSlurm]:
-    with MiniSlurm(nodes=2, grace_seconds=60) as running:
+    with MiniSlurm(nodes=2, grace_seconds=60, gpu_types=("h100", "a100")) as running:
         yield running
 
 
@@ -156,6 +156,32 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
     cluster.run("scontrol", "release", str(case.id))
     case.completed("misplaced", "finished")
     assert [attempt["nodes"] for attempt in case.attempts] == [["node1"], ["node2"]] and cluster.job(case.id)["ExcNodeList"] == "node1"
+
+
+def test_a_node_that_no_other_can_stand_in_for_is_kept(cluster: MiniSlurm, tmp_path: Path) -> None:
+    """It failed twice; Slurm would let the job wait for ever without it: the other node has other GPUs."""
+    script: Script = [*({"to": step, "checkpoint": [step], "end": "hang"} for step in (3, 5)), {"to": 7}]
+    case = Submitted(cluster, tmp_path / "run", script)
+    case.submit("--gres=gpu:h100:1")
+    for attempt in (1, 2):
+        os.kill(case.ready(attempt), signal.SIGKILL)
+    case.completed("failed", "failed", "finished")
+    assert case.attempts[1]["decision"]["exclude"] == ["node1"] and "too few nodes are left without node1" in case.said
+    assert case.attempts[2]["nodes"] == ["node1"] and cluster.job(case.id)["ExcNodeList"] == "(null)"
+
+
+def test_a_drained_node_is_left_whatever_its_reason_looks_like(cluster: MiniSlurm, tmp_path: Path) -> None:
+    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}])
+    case.submit()
+    child = case.ready()
+    (node,) = case.attempts[0]["nodes"]
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=bad fan\ncall me | page | him")
+    try:
+        os.kill(child, signal.SIGKILL)
+        case.completed("failed", "finished")
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert case.attempts[0]["failure"]["message"] == f"{node} is down: draining: bad fan" and case.attempts[1]["nodes"] != [node]
 
 
 def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(make_cluster: MakeCluster, tmp_path: Path) -> None:

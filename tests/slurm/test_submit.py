@@ -233,7 +233,10 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
     for named, told in (
         ("run", "is not under way (the input is wrong, and stays so: "),
         (third, "that job is FAILED"),
+        (f"afterok:{second}:{third}", f"afterok:{third}: that job is FAILED"),
+        (f"afterany:{third},afternotok:{second}", f"afternotok:{second}: that job is COMPLETED"),
         ("99999", "knows no such"),
+        ("aftercorr:99999", "knows no such"),
     ):
         assert told in login.launch(*HELP, options=("--directory", "fourth", "--dependency", named), code=2)
     dry = login.launch(*HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run"))
@@ -284,16 +287,35 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
 
 
 def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) -> None:
-    """node1 is bad, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
+    """node1 goes bad after three ordinary requeues, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
     run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "job", "--dependency", login.job_that_is_over(), "--parsable")
-    bad = "setup.lines=['[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3']"
-    job = login.launch(*run, "--set", bad, "--set", "host_python=python3").strip()
+    bad = "'[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3'"
+    lines = f"setup.lines=['[ ${{SLURM_RESTART_COUNT:-0}} = 3 ] || [ $SLURMD_NODENAME != node1 ] || sleep 600', {bad}]"
+    job = login.launch(*run, "--set", lines, "--set", "host_python=python3", "--set", "slurm.options=[--comment=a grant]").strip()
+    for restarts in range(3):
+        wait_for(lambda: login.cluster.job(job).get("Restarts") == str(restarts) and login.cluster.state(job) == "RUNNING")  # noqa: B023
+        login.cluster.batch_pid(job)
+        login.cluster.run("scontrol", "requeue", job)
     assert login.cluster.wait(job) == "FAILED"
     shown = login.cluster.job(job)
-    assert (shown["Restarts"], shown["ExcNodeList"], shown["NodeList"]) == ("1", "node1", "node2")
+    assert (shown["Restarts"], shown["ExcNodeList"], shown["NodeList"]) == ("4", "node1", "node2")
+    assert shown["Comment"] == "a grant not-started:4:1"
     assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [["node2"]]
     told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
     assert told in login.launch("logs", "job")
+
+
+# A mount namespace in which munge's socket is where a client looks for it that has no slurm.conf yet.
+CONFIGLESS = 'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/munge/munge.socket.2 && exec "$@"'
+
+
+def test_a_site_without_configuration_files_is_reached(login: Login) -> None:
+    job = login.submit(*HELD, *HELP)
+    socket, port = login.cluster.root / "run" / "munge.socket", slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n")
+    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONFIGLESS, socket, "env", "-u", "SLURM_CONF"]
+    words = [*inside, f"SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}", sys.executable, "-m", "launch", "status", "job"]
+    board = login.cluster.run(*words, env={"PYTHONPATH": str(ROOT)}, cwd=login.folder).stdout
+    assert f"queued  {job}" in board and "JobHeldUser" in board, board
 
 
 def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +335,10 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     assert (states[array].state, states[held].state, states[held].reason) == ("RUNNING", "PENDING", "JobHeldUser")
     assert "99999" not in states and slurm.queue(["99999"]) == {} == slurm.queue([])
     assert set(slurm.jobs_of(script)) == {f"{array}_1", f"{array}_2", f"{held}_5"}
-    assert slurm.node_names() == {"node1", "node2"}
+    nodes = {node.name: (node.gpus, node.cpus, node.memory, node.partitions) for node in slurm.all_nodes()}
+    assert nodes == dict.fromkeys(("node1", "node2"), (8, 8, 16000, ("main", "urgent")))
+    asked = slurm.job_fields(held)
+    assert (asked["MinMemoryNode"], slurm.number(asked["NumNodes"]), asked["Partition"]) == ("10M", 1, "main")
     slurm.cancel([array, held, "99999"])
     wait_for(lambda: slurm.jobs_of(script) == {})
     slurm.signal_batch([f"{array}_1"], "USR1")
