@@ -6,7 +6,9 @@ cause.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,10 @@ _NODE = re.compile(
     r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device|CUDA error: (?:hardware|unknown error|system|device not ready)"
     r"|NVML|driver shutting down|Remote I/O error|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
+)
+# What a rank says of a process of its own that was killed.
+_KILLED_PROCESS = re.compile(
+    r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
 )
 _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE)
 
@@ -151,6 +157,21 @@ def kind_of(message: str, code: int | None, signal: str | None) -> str:
     return "signal" if signal else "exit"
 
 
+OUT_OF_MEMORY = ": out of memory (OOM kill)"  # ends the message of a rank that the kernel killed, or a process of it
+
+
+def killed_for_memory(error: str | None, code: int | None) -> str | None:
+    """The message of a rank whose end may be an out-of-memory kill (SIGKILL, or an error that tells of a killed process), or None."""
+    if code == Exit.KILLED:
+        return f"killed by SIGKILL{OUT_OF_MEMORY}"
+    return f"{error.rstrip('. ')}{OUT_OF_MEMORY}" if error and _KILLED_PROCESS.search(error) else None
+
+
+def told_to_end(told: Mapping[str, float], at: float) -> bool:
+    """Whether a rank with these signals (name -> time) was told to end before a time."""
+    return any(name in _ENDING and since <= at for name, since in told.items())
+
+
 def blameless_signal(signal: str | None, traceback: str | None) -> bool:
     """Whether a signal only followed the error: after an exception of Python's, gloo or NCCL may abort the interpreter on its way out."""
     return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
@@ -219,7 +240,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
         message = "its process vanished without a word: killed from outside, or its node went down"
         return Failure(**said, message=message, kind="lost", time=seen, lost_peer=False, reported=False)
     if error:
-        message = f"{error} ({by})" if by else error
+        message = f"{error} ({by})" if by and by not in error else error
     elif by:
         message = f"killed by {by}" + (": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else "")
     else:
@@ -242,5 +263,4 @@ def _order(failure: Failure, record: dict[str, Any]) -> int:
 
 def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
     """Whether a rank was told to end before it failed."""
-    told = [at for name, at in (record.get("told") or {}).items() if name in _ENDING]
-    return bool(told) and (record.get("ended") is None or min(told) <= failure.time)
+    return told_to_end(record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf)

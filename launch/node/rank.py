@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import selectors
 import signal
 import socket
@@ -31,7 +32,7 @@ from fem_common.exits import Exit
 from fem_common.signals import signal_name
 from launch.job import rank_log, rank_record, write_json
 from launch.node import stacks
-from launch.node.failures import Findings, blameless_signal, kind_of
+from launch.node.failures import Findings, blameless_signal, killed_for_memory, kind_of, told_to_end
 from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -39,6 +40,7 @@ PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the com
 _PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
 _FLIGHT_FOLDERS = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
 _NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
+OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +68,8 @@ class Keeper:
         self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
         self._child: subprocess.Popen[bytes] | None = None
         self._told: dict[str, float] = {}
+        self._oom_counter = oom_counter()
+        self._oom_kills = oom_kills(self._oom_counter)
         self._changed = self._dump = False
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
 
@@ -194,14 +198,17 @@ class Keeper:
         by = signal_name(-child.returncode) if child.returncode < 0 else None
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
+        error = found.message if found else None
+        if oom_kills(self._oom_counter) > self._oom_kills and not told_to_end(self._told, self._child_ended):
+            error = killed_for_memory(error, code) or error
         telling = None if found and blameless_signal(by, found.traceback) else by
-        kind = kind_of(found.message if found else "", code, telling) if code else None
+        kind = kind_of(error or "", code, telling) if code else None
         self._save(
             ended=self._child_ended,
             exit=code,
             signal=by,
             kind=kind,
-            error=found.message if found else None,
+            error=error,
             error_time=found.time if found else None,
             traceback=found.traceback if found else None,
         )
@@ -239,6 +246,28 @@ def _may_have_gpus(environ: Mapping[str, str]) -> bool:
     """Whether the command may find an NVIDIA GPU, and so use NCCL."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
+
+
+def oom_counter() -> Path | None:
+    """The file in which the kernel counts the out-of-memory kills in this process's memory cgroup; None where it is not known."""
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text(errors="replace").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            folder, name = (CGROUPS / controllers, "memory.oom_control") if controllers else (CGROUPS, "memory.events")  # version 1, 2
+            for counter in (folder / path.lstrip("/") / name, folder / name):  # a container may show its own cgroup as the root
+                if counter.is_file():
+                    return counter
+    return None
+
+
+def oom_kills(counter: Path | None) -> int:
+    """The out-of-memory kills that `oom_counter` counts, 0 where they are not known."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", counter.read_text() if counter else "", re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 def _die_with_parent() -> None:

@@ -5,20 +5,28 @@ Standard library alone.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fem_common.exits import Exit
-from launch.job import last_lines
+from launch.job import TAIL_BYTES, last_lines
+from launch.node.failures import OUT_OF_MEMORY, all_told, first_failure, killed_for_memory, wrong_on
 from launch.node.failures import Failure as RankFailure
-from launch.node.failures import first_failure, wrong_on
 from launch.supervise.policy import Failure
 from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
+_OOM_BYTES = 16 * TAIL_BYTES  # of an agent's log are searched for what Slurm says of memory: torchrun's words may follow it
+# Not "Exceeded job memory limit at some point": files that were read are counted there, and nothing is killed.
+_OOM = re.compile(
+    rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
+)
 # What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
 _TELLING = re.compile(r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:")
 
@@ -38,6 +46,8 @@ class Observed:
     cancelled: bool = False  # someone asked the item to stop
     taken: bool = False  # its allocation is being taken away
     queue: bool = False  # there is one, with other nodes, which may not answer for a while
+    oom_kill: bool = False  # the kernel killed a process of the supervisor's own memory cgroup for want of memory
+    limit: str | None = None  # `memory_limit`
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
@@ -85,7 +95,10 @@ def last_step(seen: Observed) -> int | None:
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
-    """Why it failed: a node that went down, else the first rank that failed, else what the agents said."""
+    """Why it failed: want of memory, a node that went down, else the first rank that failed, else what the agents said."""
+    if (words := _out_of_memory(seen, folder, first)) is not None:
+        rank, host, code = (first.rank, first.host, first.exit) if first else (None, None, seen.code)
+        return Failure("memory", f"{words}; {seen.limit}" if seen.limit else words, rank=rank, host=host, step=step, exit=code)
     if seen.down and (first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"):
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
@@ -98,6 +111,48 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
     signal = _SIGNALS.get(seen.code or 0)
     message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (f": {said}" if said else "")
     return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
+
+
+def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
+    """The message of an attempt that an out-of-memory kill ended, by what the kernel or Slurm says; None where it was none."""
+    if first is None:
+        words = killed_for_memory(None, Exit.KILLED) if seen.code else None
+    elif OUT_OF_MEMORY in first.message:  # so says the rank's keeper
+        return first.message
+    elif first.kind in ("config", "diverged", "busy") or all_told(folder):
+        return None
+    else:
+        words = killed_for_memory(first.message, Exit.KILLED if first.kind == "lost" else first.exit)
+    return words if words and (seen.oom_kill or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))) else None
+
+
+def _tells_oom(log: Path) -> bool:
+    """Whether an agent's log has Slurm's words of an out-of-memory kill."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
+        return bool(_OOM.search(file.read(_OOM_BYTES)))
+    return False
+
+
+def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The limit of the ranks' memory on a node, and how to raise it: from the job's environment, or else from its profile."""
+    nodes = profile.get("nodes") or {}
+    counts = {"NODE": 1, **{name: environ.get(f"SLURM_{name}S_ON_NODE") or nodes.get(f"{name.lower()}s") for name in ("CPU", "GPU")}}
+    sizes = {name: environ.get(f"SLURM_MEM_PER_{name}", "") for name in counts}
+    mib = next((int(size) * int(counts[name] or 1) for name, size in sizes.items() if size.isdecimal() and int(size)), 0)
+    asked, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
+    number, unit = str(asked or "").rstrip("KMGT"), str(asked or "")[-1:]
+    if slurm and asked is not None and not int(number):
+        return "the job may use a node's whole memory (nodes.memory): use less, or nodes with more"
+    if mib:
+        size = f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
+    elif not slurm:
+        return "the limit is the memory of this machine, or of its container"
+    elif asked is None:
+        return "the limit is the partition's default, or a node's whole memory: nodes.memory of the profile is null"
+    else:
+        size = f"{number} {unit if unit in 'KMGT' else 'M'}iB"
+    return f"the job's limit is {size} a node: raise nodes.memory of the profile"
 
 
 def agents_words(folder: Path) -> str | None:

@@ -16,8 +16,9 @@ from fem_common.signals import taken
 from launch.job import rank_log
 from launch.node.failures import all_told
 from launch.node.logs import Source, Tail
+from launch.node.rank import oom_counter, oom_kills
 from launch.node.stacks import stopped_ranks
-from launch.supervise.classify import Observed
+from launch.supervise.classify import Observed, memory_limit
 from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, Running
 from launch.supervise.run_files import Sight, has_stepped, look
@@ -129,6 +130,8 @@ class Watch:
 
     def run(self, before: Sight, *, show: bool) -> Observed:
         """Start the ranks and stay until they are gone; ``show``: print what rank 0 says. Raises PlaceError where they do not start."""
+        counter = oom_counter()
+        kills = oom_kills(counter)
         running = self.place.start(self.attempt)
         try:
             code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
@@ -149,6 +152,8 @@ class Watch:
             down={} if code == 0 else {node: why for node, why in self.place.down_nodes().items() if node in self.attempt.nodes},
             cancelled=cancelled or (told and self.place.cancelled()),
             taken=taken,
+            oom_kill=oom_kills(counter) > kills,
+            limit=memory_limit(self.attempt.job.profile, self.attempt.environment),
         )
 
     def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:

@@ -14,6 +14,7 @@ from launch.node.failures import Cause, Findings, all_told, failures, first_fail
 from launch.node.hardware import Gpu
 from launch.supervise.classify import Observed, cancelled, classify, is_away, is_lasting, last_step, taken
 from launch.supervise.journal import cordon, cordoned
+from launch.supervise.policy import blamed
 from launch.supervise.run_files import Sight, has_stepped, look
 from tests.launch.folders import RESET, record, trace
 
@@ -226,6 +227,77 @@ def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_f
     assert failure and (failure.kind, failure.host, failure.exit) == ("node", "node1", 2) and "x.bin not found" in failure.message
     record(tmp_path, 0, 2001.0, **missing)
     assert (failure := classify("run", tmp_path, end())[1]) and failure.kind == "config"
+
+
+KILLED, VANISHED = {"exit": 137, "signal": "SIGKILL"}, {"ended": None, "exit": None}
+WORKER = {"error": "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "}
+OOM_LINES = [
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+    "[2026-01-01T00:00:00.784] error: Detected 11 oom_kill events in StepId=12.0. Some of the step tasks have been OOM Killed.",
+    "slurmstepd-n1: error: Detected 1 oom-kill event(s) in step 12.0 cgroup. Some of your processes may have been killed by",
+    "srun: error: node1: task 0: Out Of Memory",
+    "srun: error: node1: tasks 0-2,5: Out Of Memory",
+    "slurmstepd: error: StepId=12.0 exceeded memory limit (12 > 10), being killed",
+    "slurmstepd: error: Step 12.0 exceeded 4194304 KB memory limit, being killed",
+    "slurmstepd: error: Exceeded job memory limit",
+]
+NO_OOM_LINES = ["slurmstepd: error: Exceeded job memory limit at some point.", "torch.OutOfMemoryError: CUDA out of memory.", ""]
+WORDS = ": out of memory (OOM kill); the job's limit is 300 MiB a node"
+
+
+def said(attempt: Path, line: str, after: int = 0) -> Path:
+    """What srun or a node's agent said, and lines of torchrun's after it; the attempt."""
+    (attempt / "logs").mkdir(parents=True)
+    log = attempt / "logs" / ("agents.log" if line.startswith("srun") else "agents_node0.log")
+    log.write_text(f"W torchrun\n{line}\n" + "E torch.distributed.elastic: x\n" * after)
+    return attempt
+
+
+def memory_of(attempt: Path, code: int = 1, **changes: Any) -> tuple[str, str]:
+    """The kind and the message of an attempt's failure."""
+    _, failure = classify("run", attempt, end(code, limit=WORDS.partition("; ")[2], **changes))
+    assert failure is not None and (failure.kind != "memory" or blamed(failure) is None)
+    return failure.kind, failure.message
+
+
+def test_slurms_words_make_a_kill_one_for_want_of_memory(tmp_path: Path) -> None:
+    expected = ("memory", f"killed by SIGKILL{WORDS}")
+    for number, line in enumerate([*OOM_LINES, *NO_OOM_LINES]):
+        attempt = said(tmp_path / str(number), line, after=5000)
+        record(attempt, 0, 1999.0, error=RESET)
+        record(attempt, 1, 2000.0, **KILLED)
+        record(attempt, 2, 2001.0, told=TOLD, **KILLED)
+        assert memory_of(attempt) == expected if line in OOM_LINES else memory_of(attempt)[0] == "signal", line
+        failure = classify("run", attempt, end())[1]
+        assert failure and (failure.rank, failure.host, failure.exit) == (1, "node0", 137)
+    ends: dict[str, tuple[dict[str, Any] | None, str, str]] = {
+        "lost": (VANISHED, *expected),
+        "worker": (WORKER, "memory", WORKER["error"].rstrip(". ") + WORDS),
+        "bash": ({"exit": 137, "last_line": "job.sh: line 3: 17 Killed"}, *expected),
+        "no rank": (None, *expected),
+        "told": ({"told": TOLD, **KILLED}, "signal", "killed by SIGKILL: the kernel's out-of-memory killer, or someone"),
+        "its own": ({"error": "ValueError: boo"}, "exit", "ValueError: boo"),
+        "the GPU's": ({"error": "RuntimeError: CUDA error: out of memory"}, "memory", "RuntimeError: CUDA error: out of memory"),
+        "input": ({"exit": 2, "error": "a worker died with <Signals.SIGKILL: 9>"}, "config", "a worker died with <Signals.SIGKILL: 9>"),
+    }
+    for name, (values, kind, message) in ends.items():
+        attempt = said(tmp_path / name, OOM_LINES[0])
+        if values is not None:
+            record(attempt, 0, 2000.0, **values)
+        assert memory_of(attempt, 137) == (kind, message), name
+    assert memory_of(tmp_path / "lost", down={"node0": "DRAINING: Kill task failed"}) == expected
+
+
+def test_the_kernels_count_makes_a_kill_one_for_want_of_memory(tmp_path: Path) -> None:
+    ends: dict[str, dict[str, Any]] = {"killed": KILLED, "lost": VANISHED, "worker": WORKER, "own": {"error": "ValueError: boo"}}
+    for what, values in ends.items():
+        record(tmp_path / what, 0, 2000.0, **values)
+    kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
+    assert kinds == ["memory", "memory", "memory", "exit", "memory"], "the supervisor's own count"
+    assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == ["signal", "lost", "exit", "exit", "lost"]
+    record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")  # so does a rank's keeper
+    record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
+    assert memory_of(tmp_path) == memory_of(tmp_path / "killed", oom_kill=True)
 
 
 def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.supervise import policy
+from launch.supervise.classify import memory_limit
 from launch.supervise.policy import FAILED, Decision, End, Failure, Limits, Situation, blamed, decide, repetitions
 from tests.wording import Wording
 
@@ -37,6 +38,13 @@ def unhealthy(*nodes: str) -> End:
     return End("unhealthy", Failure("health", f"{nodes[0]}: ECC", host=nodes[0]))
 
 
+def oom(host: str, step: int = 7, limit: str = "300 MiB", **end: Any) -> End:
+    """An attempt one of whose ranks the kernel killed for want of memory."""
+    return failed(
+        f"killed by SIGKILL: out of memory (OOM kill); the job's limit is {limit}", kind="memory", host=host, step=step, code=137, **end
+    )
+
+
 NCCL, SAVED, KEPT, BUSY = failed("Watchdog", kind="nccl", stepped=False), End("saved", time=1.0), End("saved", progress=True), End("busy")
 QUEUE, HERE = Situation(can_requeue=True, nodes=4), Situation()
 ENDING, HERE_ENDING = replace(QUEUE, ending=True), replace(HERE, ending=True)
@@ -54,6 +62,10 @@ TABLE: list[tuple[str, list[End], Situation, dict[str, Any], str]] = [
     ("... by a bus error", [killed("n2", 135)] * 2, QUEUE, {}, "requeue -n2"),
     ("... days apart", [killed("n2", time=0), killed("n2", time=4e5)], QUEUE, {}, "restart 60"),
     ("... without a queue", [killed("n2")] * 2, HERE, {}, "restart 60"),
+    ("out of memory", [oom("n1")], QUEUE, {}, "restart 30"),
+    ("... twice", [oom("n1"), oom("n2", limit="400 MiB")], QUEUE, {}, "stop!"),
+    ("... twice on a node, with progress", [oom("n1", 6, progress=True), oom("n1", progress=True)], QUEUE, {}, "restart 30"),
+    ("... with progress, five times", [oom(f"n{n % 2}", n, progress=True) for n in range(5)], QUEUE, {}, "stop!"),
     ("a node that is down", [failed("down", kind="node", host="n3")], replace(QUEUE, down={"n3": "DOWN"}), {}, "requeue"),
     ("an unhealthy node", [unhealthy("n2")], replace(QUEUE, unhealthy={"n2": "ECC"}), {}, "requeue -n2"),
     ("all of several", [unhealthy("n1", "n2")], replace(QUEUE, nodes=2, unhealthy=dict.fromkeys(("n1", "n2"), "ECC")), {}, "restart 30"),
@@ -204,3 +216,22 @@ def test_what_is_counted() -> None:
     ]  # SIGBUS, SIGKILL
     waits = [decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE) for count in range(1, 8)]
     assert [decision.delay_seconds for decision in waits] == [30, 60, 120, 240, 480, 900, 900]
+
+
+NODE, CPU, GPU = (f"SLURM_MEM_PER_{name}" for name in ("NODE", "CPU", "GPU"))
+LIMITS: list[tuple[str, str | None, dict[str, str], str]] = [
+    ("slurm", "1G", {NODE: "300"}, "300 MiB a node: raise nodes.memory"),
+    ("slurm", None, {CPU: "2048", "SLURM_CPUS_ON_NODE": "8"}, "16 GiB a node: raise nodes.memory"),
+    ("slurm", None, {GPU: "2048"}, "4 GiB a node: raise nodes.memory"),
+    ("slurm", "1800G", {}, "1800 GiB a node: raise nodes.memory"),
+    ("slurm", "16000", {}, "16000 MiB a node: raise nodes.memory"),
+    ("slurm", "0", {NODE: "2000000"}, "may use a node's whole memory"),
+    ("slurm", None, {NODE: "0"}, "the partition's default, or a node's whole memory"),
+    ("local", "4G", {}, "of its container"),
+]
+
+
+def test_the_limit_is_that_of_the_allocation_and_none_is_made_up() -> None:
+    for scheduler, memory, environment, expected in LIMITS:
+        profile = {"scheduler": scheduler, "nodes": {"cpus": 4, "gpus": 2, "memory": memory}}
+        assert expected in memory_limit(profile, environment), (profile, environment)

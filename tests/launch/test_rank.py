@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launch.job import rank_log, rank_record
-from launch.node import stacks
+from launch.node import rank, stacks
 from launch.node.failures import Findings
 from launch.node.logs import Scribe
 from tests.launch.supervised import alive, state_of, wait_for
@@ -29,10 +29,12 @@ HANDLES = "import faulthandler, signal, sys, time; faulthandler.register(signal.
 class Kept:
     """A command under its keeper, in an attempt folder of its own."""
 
-    def __init__(self, attempt: Path, *command: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, attempt: Path, *command: str, environment: Mapping[str, str], begin: str | None = None) -> None:
+        """``begin``: Python that the keeper runs first."""
         self.attempt = attempt
         environ = {**os.environ, "RANK": "3", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), **environment}
-        argv = [sys.executable, "-m", "launch.node.rank", str(attempt), "--", *command]
+        keeper = ["-c", f"{begin}; raise SystemExit(rank.main())"] if begin else ["-m", "launch.node.rank"]
+        argv = [sys.executable, *keeper, str(attempt), "--", *command]
         # As torchrun does: a session of its own, and USR1, USR2 ignored from the start.
         self.process = subprocess.Popen(
             argv, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_users
@@ -84,9 +86,9 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     """Starts commands, or one word of Python, under keepers; what is left at the end is killed."""
     started: list[Kept] = []
 
-    def start(*command: str, **environment: str) -> Kept:
+    def start(*command: str, begin: str | None = None, **environment: str) -> Kept:
         words = command if len(command) > 1 else (sys.executable, "-c", *command)
-        started.append(Kept(tmp_path / f"{len(started) + 1:04}", *words, environment=environment))
+        started.append(Kept(tmp_path / f"{len(started) + 1:04}", *words, environment=environment, begin=begin))
         return started[-1]
 
     yield start
@@ -125,6 +127,60 @@ def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_rec
     running.says("up")
     record = running.record
     assert record["ended"] is None and record["exit"] is None and record["host"] == "node7" and alive(record["child"])
+
+
+FOREIGN = "1:cpu:/\n0::/\n"
+COUNTERS = {  # /proc/self/cgroup -> the counter under /sys/fs/cgroup
+    "0::/slurm/job_7/step_0\n": "slurm/job_7/step_0/memory.events",
+    f"4:memory:/slurm/job_7\n{FOREIGN}": "memory/slurm/job_7/memory.oom_control",
+    f"{FOREIGN}4:memory:/docker/af31\n": "memory/memory.oom_control",  # a container's mount begins at its own
+    "0::/": "memory.events",
+    FOREIGN: None,
+    "": None,
+}
+
+
+def test_the_kernels_counter_of_out_of_memory_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (cgroups, counter) in enumerate(COUNTERS.items()):
+        monkeypatch.setattr(rank, "OWN_CGROUPS", tmp_path / f"cgroup-{number}")
+        monkeypatch.setattr(rank, "CGROUPS", tmp_path / f"{number}")
+        rank.OWN_CGROUPS.write_text(cgroups)
+        if counter is not None:
+            (rank.CGROUPS / counter).parent.mkdir(parents=True)
+            (rank.CGROUPS / counter).write_text("oom 9\noom_kill 3\noom_group_kill 5\n")
+        found = rank.oom_counter()
+        assert found == (counter and rank.CGROUPS / counter) and rank.oom_kills(found) == (3 if counter else 0), cgroups
+    monkeypatch.setattr(rank, "OWN_CGROUPS", tmp_path / "nowhere")
+    assert rank.oom_counter() is None and rank.oom_kills(tmp_path / "nowhere") == 0
+
+
+def test_a_kill_that_the_kernel_counts_is_want_of_memory_but_not_of_a_rank_that_was_told_to_end(keep: Keep, tmp_path: Path) -> None:
+    own, counter = tmp_path / "cgroup", tmp_path / "memory.events"
+    own.write_text("0::/")
+    counter.write_text("oom_kill 1\n")
+    begin = "from pathlib import Path; from launch.node import rank"
+    begin += f"; rank.OWN_CGROUPS, rank.CGROUPS = Path({str(own)!r}), Path({str(tmp_path)!r})"
+    torch_says = "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "
+    trace = f"echo 'Traceback (most recent call last):'; echo '{torch_says}'; exit 1"
+    untouched = keep("bash", "-c", "kill -KILL $$", begin=begin)
+    assert untouched.wait() == 137 and (untouched.record["kind"], untouched.record["error"]) == ("signal", None)
+    wait = "echo ready; until [ -e go ]; do sleep 0.02; done;"
+    ends = {
+        "kill -KILL $$": ("memory", "killed by SIGKILL: out of memory (OOM kill)"),
+        "exit 137": ("memory", "killed by SIGKILL: out of memory (OOM kill)"),
+        trace: ("memory", f"{torch_says.rstrip('. ')}: out of memory (OOM kill)"),
+        "kill -SEGV $$": ("signal", None),
+        "exit 0": (None, None),
+        "trap '' TERM; kill -TERM $PPID; sleep 0.5; kill -KILL $$": ("signal", None),
+    }
+    kept = {end: keep("bash", "-c", f"cd {tmp_path}; {wait} {end}", begin=begin) for end in ends}
+    for one in kept.values():
+        one.says("ready")
+    counter.write_text("oom_kill 2\n")
+    (tmp_path / "go").touch()
+    for end, one in kept.items():
+        one.wait()
+        assert (one.record["kind"], one.record["error"]) == ends[end], end
 
 
 def fed(data: bytes, chunks: random.Random, tmp_path: Path, *hidden: str) -> str:
