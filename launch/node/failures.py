@@ -43,12 +43,22 @@ _LOST_PEER = re.compile(
 _MEMORY = re.compile(r"out ?of ?memory|MemoryError|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 _NODE = re.compile(
     r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device|CUDA error: (?:hardware|unknown error|system|device not ready)"
-    r"|NVML|driver shutting down|Remote I/O error|devices? unavailable|device\(s\) is/are busy",
+    r"|NVML|driver shutting down|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
 )
 # What a rank says of a process of its own that was killed.
 _KILLED_PROCESS = re.compile(
     r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
+)
+# A file system that went away, in the words of Python, of Rust, of C++, and of our commands ("FILE: reason"). A peer that is lost, over
+# sockets or InfiniBand, may have the same reasons, but neither such a number nor a file before them.
+_REASONS = (
+    r"(?:Input/output error|Transport endpoint is not connected|Cannot send after transport endpoint shutdown|Host is down"
+    r"|Stale (?:NFS )?file handle|Remote I/O error)"
+)
+_PLACE = re.compile(
+    r"(?:\[Errno |\(os error )(?:5|107|108|112|116|121)[\])]|Stale (?:NFS )?file handle"
+    rf"|{_REASONS} \(\d+\)|(?<!\S)[^\s:]*/[^\s:]*: (?:{_REASONS}|Connection timed out)\b|\[Errno 110\] Connection timed out: b?['\"]"
 )
 _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE)
 
@@ -70,7 +80,7 @@ class Failure:
     host: str
     message: str  # one line
     traceback: str | None
-    kind: str  # config | diverged | busy | memory | node | nccl | signal | lost | exit
+    kind: str  # config | diverged | busy | memory | node | place | nccl | signal | lost | exit
     time: float
     exit: int | None  # 128 + n after a signal n; None: its keeper died, too
     signal: str | None  # the signal's name
@@ -147,11 +157,11 @@ class Findings:
 
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
-    """What kind of failure it is: config | diverged | busy | memory | node | nccl | signal | exit."""
+    """What kind of failure it is: config | diverged | busy | memory | node | place | nccl | signal | exit."""
     named: dict[int | None, str] = {Exit.WRONG_INPUT: "config", Exit.DIVERGED: "diverged", Exit.IN_USE: "busy"}
     if code in named:
         return named[code]
-    for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("nccl", _NCCL)):
+    for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("place", _PLACE), ("nccl", _NCCL)):
         if pattern.search(message):
             return kind
     return "signal" if signal else "exit"

@@ -49,6 +49,7 @@ NCCL, SAVED, KEPT, BUSY = failed("Watchdog", kind="nccl", stepped=False), End("s
 QUEUE, HERE = Situation(can_requeue=True, nodes=4), Situation()
 ENDING, HERE_ENDING = replace(QUEUE, ending=True), replace(HERE, ending=True)
 PLACE = failed("srun", kind="place", step=None, host=None)
+STALE = failed("OSError: [Errno 116] Stale file handle", kind="place")
 WRONG, NAN = failed(kind="config", code=2), failed("nan", kind="diverged", code=3, progress=True)
 # What happened, where, under which limits -> action, "!" where it gave up; seconds to wait; nodes to leave.
 TABLE: list[tuple[str, list[End], Situation, dict[str, Any], str]] = [
@@ -82,6 +83,9 @@ TABLE: list[tuple[str, list[End], Situation, dict[str, Any], str]] = [
     ("... without a queue", [NCCL] * 2, HERE, {}, "stop!"),
     ("... again and again", [NCCL] * 5, QUEUE, {}, "stop!"),
     ("Slurm does not answer, twice", [PLACE] * 2, QUEUE, {}, "restart 60"),
+    ("a stale file handle twice at a step", [STALE] * 2, QUEUE, {}, "restart 60"),
+    ("... for each of the failures allowed", [STALE] * 5, QUEUE, {}, "restart 480"),
+    ("... once more", [STALE] * 6, QUEUE, {}, "stop!"),
     ("taken away twice", [End("interrupted")] * 2, ENDING, {}, "requeue"),
     ("an excluded node", [End("misplaced")], QUEUE, {}, "requeue"),
     ("saved five times in vain", [SAVED] * 5, ENDING, {}, "requeue"),
