@@ -90,6 +90,9 @@ def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nod
     """The partitions' nodes against what the profile takes of a node, and how many are in service."""
     mine = [node for node in known if set(node.partitions) & set(chosen)]
     wanted, gpus = profile.nodes, profile.nodes.gpus or 0
+    unasked = bool(gpus) and wanted.gres is not None and "gpu" not in wanted.gres
+    if unasked:
+        gpus = 0  # Slurm need not know of any
     if not mine:
         yield Check("FAILED", "nodes", f"partition {', '.join(chosen)} has no nodes", "choose another slurm.partition")
         return
@@ -97,7 +100,8 @@ def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nod
     fit = [node for node in mine if node.gpus >= gpus and node.cpus >= wanted.cpus and node.memory >= mebibytes(wanted.memory)]
     if most < gpus:
         text = f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}"
-        yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else "a partition with GPUs; Slurm knows of none here (Gres)")
+        none = "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), nodes.gres: none"
+        yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else none)
         return
     if not fit:
         cpus, memory = max(node.cpus for node in mine), max(node.memory for node in mine)
@@ -107,6 +111,9 @@ def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nod
         return
     if gpus and most > gpus and wanted.exclusive:
         yield Check("warning", "nodes", f"nodes have {most} GPUs, the profile takes {gpus} and the whole node", f"nodes.gpus: {most}")
+    if unasked and most:
+        text = f"nodes.gres = {wanted.gres} asks for none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
+        yield Check("warning", "nodes", text, "nodes.gres: null")
     away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
     left = [node for node in fit if node.in_service and node.name not in excluded]
     if away:

@@ -45,8 +45,8 @@ class NodesProfile:
     processes: int | None = setting(None, "Ranks a node; null: one a GPU, or one.", least=1)
     gres: str | None = setting(
         None,
-        "What to ask Slurm for, such as gpu:h100:8; null: gpu:<gpus>.",
-        check=profile_values.matches(r"[A-Za-z][A-Za-z0-9_.,:-]*", "gpu:8 or gpu:h100:8"),
+        "What to ask Slurm for, such as gpu:h100:8; null: gpu:<gpus>; none: nothing, on clusters whose Slurm knows no GPUs (no Gres).",
+        check=profile_values.matches(r"[A-Za-z][A-Za-z0-9_.,:-]*", "gpu:8, gpu:h100:8 or none"),
     )
     exclusive: bool = setting(True, "No other job on the nodes.")
     numa: str = setting(

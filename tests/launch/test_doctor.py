@@ -173,6 +173,9 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
     for changed, wanted, levels in MACHINES:
         nodes = [Node(name=f"n{number}", **{**sound, **changed}) for number in range(4)]
         found.append((list(checks.machines(PROFILE, nodes, ["gpu"], wanted)), levels))
+    for gres, gpus, levels in ((None, 0, "FAILED"), ("none", 0, "ok"), ("none", 8, "warning ok"), ("gpu:h100:8", 0, "FAILED")):
+        unasked = replace(PROFILE, nodes=replace(PROFILE.nodes, gres=gres))
+        found.append((list(checks.machines(unasked, [Node(name="n1", **{**sound, "gpus": gpus})], ["gpu"], 1)), levels))
     for slurm, answer, levels in ACCOUNTS:
         program(tmp_path / "sacctmgr", f"#!/bin/sh\nprintf '%s' '{answer}'\n")
         found.append(([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels))
