@@ -22,6 +22,13 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # whi
 # Partitions that are hidden, or closed to this user's groups, are left out of every answer otherwise, and the jobs and nodes in them.
 ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
+# What says which rank of somebody else's MPI job the submitting shell is: by Hydra, MVAPICH, PALS, PMIx, Open MPI. Settings
+# (PMIX_MCA_*, OMPI_MCA_*) stay, but for those that mpirun gives its ranks.
+OTHERS_RANK = re.compile(
+    r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$|PMIX_(?!MCA_|INSTALL_PREFIX)"
+    r"|OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|NUM_APP|FIRST_RANKS|ARGV|COMMAND|FILE_LOCATION)"
+    r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num|num_nodes|(jobfam|top)_session))"
+)
 # Not over: the job holds, or will hold, nodes.
 ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING"}
 ACTIVE |= {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -54,7 +61,7 @@ class QueueState:
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment without what a surrounding job or the user's shell says to Slurm's commands, and so to a job that inherits it."""
     environ = os.environ if environ is None else environ
-    return {name: value for name, value in environ.items() if name in KEPT or not OURS.match(name)}
+    return {name: value for name, value in environ.items() if name in KEPT or not (OURS.match(name) or OTHERS_RANK.match(name))}
 
 
 def call(*command: str, timeout: float = TIMEOUT) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
+from launch.cluster.slurm import OTHERS_RANK
 from launch.job import Item, Job, attempts, last_json_lines, launch_folder, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure
 
@@ -74,7 +75,7 @@ def newest_checkpoint(directory: Path) -> int | None:
     return max((int(match[1]) for match in map(_CHECKPOINT.match, names) if match), default=None)
 
 
-# Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's.
+# Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's, another MPI job's.
 _FOREIGN = ("SLURM_ARRAY_", "TORCHELASTIC_", "PET_", "MASTER_", "ROLE_", "GROUP_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -175,9 +176,11 @@ def ranks_environment(job: Job, item: Item, folder: Path, environ: Mapping[str, 
     """The ranks' whole environment, from the supervisor's ``environ``.
 
     ``local``: no batch script has set the profile's variables. Variables of a Slurm array reach only commands that are its tasks: any other
-    program would take itself for one.
+    program would take itself for one. sbatch takes over what mpirun or srun gave to the shell that submits, and libraries (accelerate,
+    DeepSpeed, mpi4py) would take a rank for that shell.
     """
-    ours = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
+    foreign = [name for name in environ if name.startswith(_FOREIGN) or name in _FOREIGN_NAMES or OTHERS_RANK.match(name)]
+    ours = {name: value for name, value in environ.items() if name not in foreign}
     if local:
         ours |= {name: str(value) for name, value in (job.profile.get("environment") or {}).items()}
     ours |= {"PYTHONPATH": job.code, "PYTHONSAFEPATH": "1", "LAUNCH_ATTEMPT": str(folder)}

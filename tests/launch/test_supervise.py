@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from fem_common.exits import Exit
+from launch.cluster.slurm import clean_environment
 from launch.job import read_json, write_json
 from launch.supervise.place import processes
+from launch.supervise.run_files import ranks_environment
 from launch.supervise.watch import Watchdog, noted
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
 from tests.wording import Wording
@@ -199,6 +201,23 @@ def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
         assert case.run(environment={"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "12"})[0] == 0
         line = (tmp_path / name / "attempts/0001/logs/rank_00000.log").read_text()
         assert json.loads(line.partition(" ")[2]) == {"TUNED": "1", **array}
+
+
+# What Open MPI 4 and 5, Hydra, MVAPICH, PALS and PMIx set for rank 3 of a job; then settings, which are not about a rank.
+RANK_OF_MPI = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_UNIVERSE_SIZE OMPI_APP_CTX_NUM_PROCS OMPI_MCA_ess OMPI_MCA_ess_base_vpid"
+    " OMPI_MCA_orte_hnp_uri OMPI_MCA_orte_ess_num_procs OMPI_MCA_orte_app_num PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 PMI_RANK PMI_FD"
+    " HYDI_CONTROL_FD MPI_LOCALRANKID MPI_LOCALNRANKS MV2_COMM_WORLD_RANK MPISPAWN_ID PALS_RANKID PALS_LOCAL_RANKID RANK LOCAL_RANK"
+).split()
+SETTINGS = "OMPI_MCA_btl OMPI_MCA_orte_tmpdir_base OMPI_CC PMIX_MCA_gds PMIX_INSTALL_PREFIX I_MPI_FABRICS HYDRA_FULL_ERROR".split()
+
+
+def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    environ = {**dict.fromkeys(RANK_OF_MPI, "3"), **dict.fromkeys(SETTINGS, "x")}
+    found = ranks_environment(case.job, case.job.items[0], tmp_path / "attempts" / "0001", environ, local=True)
+    assert [name for name in RANK_OF_MPI if name in found] == [] and [name for name in SETTINGS if name not in found] == []
+    assert clean_environment(environ) == {"RANK": "3", "LOCAL_RANK": "3", **dict.fromkeys(SETTINGS, "x")}
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
