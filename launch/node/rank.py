@@ -31,7 +31,7 @@ from fem_common.errors import reason
 from fem_common.exits import Exit
 from fem_common.signals import signal_name
 from launch.job import rank_log, rank_record, write_json
-from launch.node import stacks
+from launch.node import caches, stacks
 from launch.node.failures import Findings, blameless_signal, killed_for_memory, kind_of, told_to_end
 from launch.node.logs import Scribe
 
@@ -63,7 +63,9 @@ class Keeper:
         self.attempt, self.command = attempt, list(command)
         self.rank, self.local_rank = int(environ.get("RANK") or 0), int(environ.get("LOCAL_RANK") or 0)
         self._started = self._child_ended = time.time()
-        self._environ = {**self._defaults(environ), **environ}
+        self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
+        compiled, fault = caches.variables(environ, self._host, Path(__file__).resolve().parents[2])
+        self._environ = {**self._defaults(environ), **compiled, **environ}
         self._findings = Findings()
         self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
         self._child: subprocess.Popen[bytes] | None = None
@@ -71,7 +73,8 @@ class Keeper:
         self._oom_counter = oom_counter()
         self._oom_kills = oom_kills(self._oom_counter)
         self._changed = self._dump = False
-        self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
+        if fault:
+            self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
 
     def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Variables the command gets where nobody set them: lines as they are said, stacks of a crash, NCCL's flight recorder.
@@ -79,14 +82,17 @@ class Keeper:
         Its older names are added where there may be a GPU: older versions of torch know these alone, and newer ones warn of them.
         """
         flight = str(self.attempt / "flight" / "rank_")
-        pipe = str(Path(tempfile.gettempdir()) / f"launch_{int(self._started * 1000)}_{os.getpid()}_")
+        pipe = {}
+        with contextlib.suppress(FileNotFoundError):  # no folder that can be written: no pipe
+            name = f"launch_{int(self._started * 1000)}_{os.getpid()}_"
+            pipe["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(Path(tempfile.gettempdir()) / name)
         return {
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": flight,
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
+            **pipe,
             **({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight} if _may_have_gpus(environ) else {}),
         }
 
@@ -183,9 +189,9 @@ class Keeper:
         self._scribe.flush()
         if left:
             self._scribe.note(f"ended {left} {'process' if left == 1 else 'processes'} that the command left running")
-        pipe = self._environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
-        with contextlib.suppress(OSError):
-            os.unlink(f"{pipe}{self.rank}.pipe")
+        if pipe := self._environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{pipe}{self.rank}.pipe")
 
     def _drain(self, source: int) -> None:
         """Take all that the pipe holds now."""

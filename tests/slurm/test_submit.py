@@ -312,7 +312,7 @@ CONFIGLESS = 'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/mu
 def test_a_site_without_configuration_files_is_reached(login: Login) -> None:
     job = login.submit(*HELD, *HELP)
     socket, port = login.cluster.root / "run" / "munge.socket", slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n")
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONFIGLESS, socket, "env", "-u", "SLURM_CONF"]
+    inside = ("unshare", "--mount", "--propagation", "private", "sh", "-c", CONFIGLESS, str(socket), "env", "-u", "SLURM_CONF")
     words = [*inside, f"SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}", sys.executable, "-m", "launch", "status", "job"]
     board = login.cluster.run(*words, env={"PYTHONPATH": str(ROOT)}, cwd=login.folder).stdout
     assert f"queued  {job}" in board and "JobHeldUser" in board, board
