@@ -253,7 +253,7 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of S
 def amounts(gres: str) -> list[tuple[str, str, int]]:
     """(name, type or "", count) of each part of ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8``; parts in another form are left out."""
     found = (_GRES.fullmatch(part) for part in re.split(r",(?![^(]*\))", gres) if part not in ("", "(null)"))
-    return [(part["name"], part["kind"] or "", int(part["count"] or 1)) for part in found if part]
+    return [(part["name"], part["kind"] or "", int(part["count"] or 1)) for part in found if part and part["name"] != "none"]
 
 
 def number(text: str | None) -> int:

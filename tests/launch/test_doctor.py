@@ -175,7 +175,7 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
         found.append((list(checks.machines(PROFILE, nodes, ["gpu"], wanted)), levels))
     for gres, gpus, levels in ((None, 0, "FAILED"), ("none", 0, "ok"), ("none", 8, "warning ok"), ("gpu:h100:8", 0, "FAILED")):
         unasked = replace(PROFILE, nodes=replace(PROFILE.nodes, gres=gres))
-        found.append((list(checks.machines(unasked, [Node(name="n1", **{**sound, "gpus": gpus})], ["gpu"], 1)), levels))
+        found.append((list(checks.machines(unasked, [Node(name="n1", **{**sound, "gres": f"gpu:{gpus}"})], ["gpu"], 1)), levels))
     for slurm, answer, levels in ACCOUNTS:
         program(tmp_path / "sacctmgr", f"#!/bin/sh\nprintf '%s' '{answer}'\n")
         found.append(([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels))
@@ -197,7 +197,9 @@ def test_slurms_own_writing_is_read() -> None:
     assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
     assert amounts(found["Gres"]) == [("gpu", "h100", 8), ("lustre", "", 1)]
     assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [("gpu", "", 2), ("gpu", "a100", 4), ("gpu", "", 1)]
-    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1") == [("gpu", "h100", 4), ("nvme", "", 1)] and amounts("(null)") == amounts("") == []
+    assert (
+        amounts("gpu:h100:4(IDX:0,2-3),nvme:1") == [("gpu", "h100", 4), ("nvme", "", 1)] and amounts("(null)") == amounts("gres:none") == []
+    )
 
 
 JOB = {"Partition": "gpu", "MinCPUsNode": "2", "MinMemoryNode": "300M", "Features": "(null)", "TresPerNode": "gres:gpu:h100:2"}

@@ -22,15 +22,19 @@ import pytest
 from fem_common.exits import Exit
 from fem_common.ports import PORTS, server_port
 from launch.cluster import slurm
-from launch.job import Item, Job, read_json, write_json
+from launch.job import Item, Job, launch_folder, read_json, write_json
+from launch.job.item_state import standings
 from launch.supervise import __main__ as supervisor
 from launch.supervise import slurm_steps as guard
 from launch.supervise.journal import Journal
 from launch.supervise.on_slurm import SlurmPlace, SlurmRunning, container_parts
 from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
 from launch.supervise.watch import Signals
+from launch.verbs.status import Queue, Row, rows_of
+from tests.launch.folders import make_job, says
 from tests.launch.hostile import program
 from tests.launch.supervised import wait_for
+from tests.wording import Wording
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
 JOB = Job("a", "run", "/shared/runs/a", "/project/work", "/shared/runs/a/launch/code", "/env/python", 2, 8, True, (ITEM,), {}, "p.yaml")
@@ -253,6 +257,34 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
     commands.put("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     commands.put("sacct", "printf 'maintenance on Monday\\n7|CANCELLED by 0|None assigned|sbatch --wrap=a|b\\n'")
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("CANCELLED", command="sbatch --wrap=a|b")}
+
+
+def stands(job: Job, state: slurm.QueueState) -> Row:
+    """The job's row by Slurm's word on job 12."""
+    (row,) = rows_of(job, Queue({"12": state}), time.time())
+    return row
+
+
+def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_path: Path) -> None:
+    """By squeue's command, by sacct's submit line, and for `cancel`, which ends whatever `standings` finds."""
+    job = make_job(tmp_path / "a run")
+    script = launch_folder(Path(job.directory)) / "job.sh"
+    says(job, "running", job_id="12", pid=4711, host="n1")
+    for command in (str(script), f"sbatch --parsable '{script}'", ""):  # "": unknown
+        assert stands(job, slurm.QueueState("RUNNING", command=command)).state == "running"
+    assert stands(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
+    commands.put("squeue", "echo '12|RUNNING|None|n1|/else/launch/job.sh'")
+    assert [standing.kind for standing in standings(job)] == ["idle"]
+    commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{script}'")
+    assert [standing.job_id for standing in standings(job)] == ["12"]
+
+
+def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> None:
+    job = make_job(tmp_path / "demo")
+    says(job, "requeued", message="two failures on node1", job_id="12")
+    row = stands(job, slurm.QueueState("PENDING", "BadConstraints"))
+    assert row.state == "queued" and "cannot start" in row.message
+    wording(row.message)
 
 
 @pytest.fixture

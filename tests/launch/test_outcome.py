@@ -92,7 +92,6 @@ def test_the_kind_of_a_failure() -> None:
         ("data_prep: error: cannot read /a/b: Transport endpoint is not connected", 1, None, "place"),
         # Of a peer, or of the program.
         ("TimeoutError: [Errno 110] Connection timed out", 1, None, "exit"),
-        ("ConnectionResetError: [Errno 104] Connection reset by peer", 1, None, "exit"),
         ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
         ("RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3", 1, None, "nccl"),

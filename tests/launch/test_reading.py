@@ -18,11 +18,9 @@ import pytest
 from launch import __main__ as command_line
 from launch.cluster.slurm import QueueState
 from launch.job import Job, append_json, launch_folder, rank_log, write_json
-from launch.job.item_state import standings
 from launch.node.logs import Follower, Source, Tail, merged
 from launch.verbs.status import Queue, Row, ask, rows_of, summary
 from tests.launch.folders import RESET, make_attempt, make_job, record, says, trace, write_log
-from tests.launch.hostile import program
 from tests.launch.supervised import wait_for
 from tests.wording import Wording
 
@@ -98,33 +96,6 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
         assert (found.state, found.active) == (state, active == "active"), line
         assert found.job_id == ("12" if supervisor or queue not in (None, "SILENT") else None), line
         wording(f"{found.state}: {found.message}")
-
-
-def test_a_job_id_that_slurm_uses_again_is_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By squeue's command, by sacct's submit line, and for `cancel`, which ends whatever `standings` finds."""
-    job = make_job(tmp_path / "a run")
-    script = launch_folder(Path(job.directory)) / "job.sh"
-    says(job, "running", job_id="12", pid=4711, host="n1")
-    for command, state in (
-        (str(script), "running"),
-        (f"sbatch --parsable '{script}'", "running"),
-        ("/else/launch/job.sh", "lost"),
-        ("", "running"),
-    ):
-        assert row(job, Queue({"12": QueueState("RUNNING", command=command)})).state == state
-    program(tmp_path / "squeue", "#!/bin/sh\necho '12|RUNNING|None|n1|/else/launch/job.sh'\n")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert [standing.kind for standing in standings(job)] == ["idle"]
-    program(tmp_path / "squeue", f"#!/bin/sh\necho '12|SUSPENDED|None|n1|{script}'\n")
-    assert [standing.job_id for standing in standings(job)] == ["12"]
-
-
-def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> None:
-    job = make_job(tmp_path / "demo")
-    says(job, "requeued", message="the loss is gone", job_id="12")
-    found = row(job, slurm_says("PENDING", "BadConstraints"))
-    assert found.state == "queued" and "cannot start" in found.message
-    wording(found.message)
 
 
 @pytest.mark.parametrize("known", [{"job_id": "7"}, {"job_id": None, "time": 1.6e9}])
