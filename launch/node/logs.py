@@ -2,36 +2,84 @@
 
 Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines count as of when the file was last
 written, or, while it is followed, of when they came. Slurm's own file has the supervisor's lines, too, which say when it was.
+
+A rank's log that grows beyond `LOG_BYTES` is replaced by its first quarter, a marker line that counts what was left out, and its last
+quarter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
+import itertools
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote
 
 from launch.job import attempts, launch_folder, read_json
 from launch.node.failures import Findings
 
 LINE_BYTES = 65536  # a line without an end is cut here
+LOG_BYTES = 1 << 26  # of a rank's log; a longer one keeps its first and its last quarter
+_NEAR_BYTES = 4 * LINE_BYTES  # more than any line has: a line end is found within so many bytes
+_BLOCK, _COPY = 1 << 16, 1 << 20
+_GONE = (errno.ENOENT, errno.ESTALE)  # NFS: the file was replaced while it was read
+_STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
+_MARKER = re.compile(rb"^\d+\.\d+ \[launch\] \d+ lines \((\d+) bytes\) left out: [^\n]*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What was left out of a rank's log. Converts an offset in the file to the number of bytes ever written before it, and back."""
+
+    start: int = 0  # where the marker begins
+    marker: bytes = b""  # its line; empty: nothing was left out
+    left_out: int = 0  # bytes
+
+    @classmethod
+    def of(cls, file: int) -> Gap:
+        """The gap in an open log."""
+        begin = max(0, LOG_BYTES // 4 - _NEAR_BYTES)
+        data = os.pread(file, LOG_BYTES // 4 - begin + 200, begin)
+        found = list(_MARKER.finditer(data))
+        return cls(begin + found[-1].start(), found[-1][0], int(found[-1][1])) if found else cls()
+
+    def is_in(self, file: int) -> bool:
+        """Whether an open log has this gap's marker; True without one."""
+        return os.pread(file, len(self.marker), self.start) == self.marker
+
+    def written(self, offset: int) -> int:
+        """The bytes ever written before an offset, which is not inside the marker."""
+        return offset if offset <= self.start else offset - len(self.marker) + self.left_out
+
+    def offset(self, written: int) -> int:
+        """The offset of the next byte after so many ever written; the marker's where that byte was left out."""
+        if written <= self.start:
+            return written
+        return self.start if written < self.start + self.left_out else written - self.left_out + len(self.marker)
 
 
 class Scribe:
     """The rank's log: takes the command's bytes, writes whole lines with a stamp, secrets hidden, and lets `Findings` see them.
 
     A carriage return starts the line anew, as on a terminal: of a progress bar its last state is kept. A log that cannot be
-    written (a full disk) does not stop the command: its lines are lost, and are counted.
+    written (a full disk) does not stop the command: its lines are lost, and are counted. A log
+    above `LOG_BYTES` is shortened; where that fails, it is kept whole, and the next try comes half of `LOG_BYTES` later.
     """
 
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
+        self._room = _room(self._file)
+        self._gap, self._lines_left_out = Gap(), 0
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -87,9 +135,79 @@ class Scribe:
         try:
             view = memoryview(stamped)
             while view:
-                view = view[os.write(self._file, view) :]
+                count = os.write(self._file, view)
+                self._room -= count
+                view = view[count:]
         except OSError:
             self.lost += lines
+        if self._room < 0:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Replace the log by its first quarter, the marker and its last quarter."""
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        try:
+            start, end = self._bounds()
+            dropped = range(start + len(self._gap.marker), end)
+            count = self._lines_left_out + sum(block.count(b"\n") for block in _blocks(self._file, dropped))
+            size = self._gap.left_out + len(dropped)
+            stamp = _STAMP.match(os.pread(self._file, 32, end))  # times must not go backwards
+            said = f"{count} lines ({size} bytes) left out: a log keeps its first and its last {LOG_BYTES / (1 << 22):g} MiB"
+            marker = b"%b [launch] %b\n" % (stamp[1] if stamp else b"%.3f" % time.time(), said.encode())
+            parts = (_blocks(self._file, range(start)), (marker,), _blocks(self._file, range(end, 1 << 62)))
+            new = _written(temporary, itertools.chain(*parts))
+            os.replace(temporary, self._path)
+        except OSError:
+            self._room = LOG_BYTES // 2
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        self._file, self._gap, self._lines_left_out = new, Gap(start, marker, size), count
+        self._room = _room(new)
+
+    def _bounds(self) -> tuple[int, int]:
+        """The end of the log's first quarter, which stays the same from the first time on, and the start of its last, both at line ends."""
+        quarter = LOG_BYTES // 4
+        near = max(0, quarter - _NEAR_BYTES)
+        start = self._gap.start if self._gap.marker else near + os.pread(self._file, quarter - near, near).rfind(b"\n") + 1
+        size = os.fstat(self._file).st_size
+        before, found, _ = os.pread(self._file, _NEAR_BYTES, size - quarter - 1).partition(b"\n")
+        return start, size - quarter + len(before) if found else size
+
+
+_LOG_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+
+
+def _room(file: int) -> float:
+    """The bytes that may be added to an open log before it is shortened; a device never is."""
+    status = os.fstat(file)
+    return LOG_BYTES - status.st_size if stat.S_ISREG(status.st_mode) else float("inf")
+
+
+def _blocks(file: int, offsets: range) -> Iterator[bytes]:
+    """An open file's content at these offsets, up to its end."""
+    for at in range(offsets.start, offsets.stop, _COPY):
+        block = os.pread(file, min(_COPY, offsets.stop - at), at)
+        if not block:
+            return
+        yield block
+
+
+def _written(path: Path, content: Iterable[bytes]) -> int:
+    """A new open log with this content, synced: neither a full disk nor a crash of the node loses the old one. Raises OSError."""
+    file = os.open(path, _LOG_FLAGS | os.O_TRUNC, 0o644)
+    try:
+        for block in content:
+            view = memoryview(block)
+            while view:
+                view = view[os.write(file, view) :]
+        os.fsync(file)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
@@ -102,9 +220,7 @@ def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
 
 
 SUPERVISOR_LOG = "supervisor.log"  # in ITEM/launch: "<unix time> <text>"
-_STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
 _SUPERVISOR = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) launch: ")
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, order=True)
@@ -131,15 +247,20 @@ class Source:
 
     def lines(self) -> Iterator[Line]:
         """Its lines, as they are now; nothing where there is no such file."""
+        tail = Tail(self)
         try:
             with self.path.open("rb") as file:
+                tail.settle(file)
                 at = 0.0 if self.of_slurm else os.fstat(file.fileno()).st_mtime
                 for raw in file:
                     at, line = self.parse(raw, at)
+                    tail.offset += len(raw)
                     if line:
                         yield line
-        except FileNotFoundError:
-            return
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            yield from tail.read()  # of the file that took its place
 
     def parse(self, raw: bytes, otherwise: float) -> tuple[float, Line | None]:
         """The time of a raw line, ``otherwise`` where it tells none, and the line, unless it is none of this source's."""
@@ -155,38 +276,42 @@ class Tail:
     """Reads what was added to a source since it was last read."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self._offset, self._rest = source, 0, b""
+        self.source, self.offset, self._rest = source, 0, b""
         self._at, self._began = 0.0, False
+        self._inode, self._gap = 0, Gap()
 
     def skip_to_last(self, count: int) -> None:
         """Begin with the last ``count`` whole lines of what there is."""
         try:
             with self.source.path.open("rb") as file:
+                self.settle(file)
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
                 while position > 0 and data.count(b"\n") <= count:
                     position = max(0, position - _BLOCK)
                     file.seek(position)
                     data = file.read(end - position)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             return
         lines = data.splitlines(keepends=True)
-        self._offset = end - sum(map(len, lines[max(0, len(lines) - count) :]))
+        self.offset = end - sum(map(len, lines[max(0, len(lines) - count) :]))
 
     def read(self) -> list[Line]:
-        """New whole lines. A file that became shorter is read anew."""
+        """New whole lines, also of a rank's log that was shortened since. Any other file that became shorter is read from its start."""
         try:
             with self.source.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < self._offset:
-                    self._offset, self._rest = 0, b""
-                if size == self._offset:
-                    return []
-                file.seek(self._offset)
+                self.settle(file)
+                file.seek(self.offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             return []
-        self._offset += len(data)
+        if not data:
+            return []
+        self.offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
         now, lines = time.time(), []
         for raw in whole:
@@ -195,6 +320,17 @@ class Tail:
                 lines.append(line)
         self._began = True
         return lines
+
+    def settle(self, file: BinaryIO) -> None:
+        """Correct the offset where the open file is not the one that was read last, or became shorter."""
+        status = os.fstat(file.fileno())
+        if self._inode == status.st_ino and status.st_size >= self.offset and self._gap.is_in(file.fileno()):
+            return
+        done = self._gap.written(self.offset - len(self._rest))
+        self._inode, self._gap, self._rest = status.st_ino, Gap.of(file.fileno()), b""
+        self.offset = self._gap.offset(done)
+        if self.offset > status.st_size:
+            self.offset = 0
 
 
 class Follower:
