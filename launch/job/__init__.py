@@ -14,8 +14,10 @@ An item is one run of the job: the job's own directory, or, in an array, a direc
     ITEM/launch/state.json       how the item stands, by its supervisor
     ITEM/launch/stop.json        someone asked it to stop, or the supervisor gave up: it is not restarted until `requeue` removes this
     ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
-        logs/rank_00000.log      a line is "<unix time> <text>"; ranks/rank_00000.json: pid, host, exit, error
+        logs/rank_00000.log      a line is "<unix time> <text>"; at most 64 MiB, then its first and last 16 MiB (`launch.node.logs`)
+        ranks/rank_00000.json    pid, host, exit, error
         health/NODE.json         the pre-flight check;  dumps/rank_00000.txt: stacks of a hang;  flight/: NCCL's flight recorder
+        When an attempt begins, those between the first 5 and the last 20 lose all but attempt.json (`launch.supervise.run_files.prune`).
     ITEM/progress.json, metrics.jsonl, checkpoints/ ...      a training run's own (see pretrain's README)
 """
 

@@ -91,6 +91,7 @@ class Supervisor:
             folder=folder,
         )
         record.save()
+        self.records = run_files.prune(self.records, self.journal.say)
         environment = run_files.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
         run_files.keep_inputs(self.job, self.item, folder, environment)
         self.journal.attempt = number

@@ -7,13 +7,14 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
+from fem_common.errors import reason
 from launch.cluster.slurm import OTHERS_RANK
 from launch.job import Item, Job, attempts, last_json_lines, launch_folder, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure
@@ -100,6 +101,7 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
+    removed: str | None = None  # why its folder has no other file any more
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -155,6 +157,37 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
             record.save()
         closed.append(record)
     return closed
+
+
+KEPT_FIRST, KEPT_LAST = 5, 20  # attempts that keep their files; those between keep attempt.json, all that decisions need of them
+PRUNE_SECONDS = 10.0  # at one attempt's start, which must not be late; the next one continues
+
+
+def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
+    """The closed attempts, as a new one begins; those between the first and the last lose all their files but attempt.json.
+
+    An attempt that is not closed, or whose folder is a symbolic link, is skipped. Files that cannot be removed are reported through
+    ``say`` and tried again at the next attempt.
+    """
+    kept, end = list(found), time.monotonic() + PRUNE_SECONDS
+    for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):  # the new one is among the last
+        record = kept[index]
+        if record.ended is None or record.removed or record.folder.is_symlink():
+            continue
+        if time.monotonic() > end:
+            break
+        try:
+            with os.scandir(record.folder) as entries:
+                for entry in [entry for entry in entries if entry.name != "attempt.json"]:
+                    (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+            removed = f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} attempts"
+            kept[index] = replace(record, removed=removed)
+            kept[index].save()
+        except FileNotFoundError:  # someone removes it, too
+            continue
+        except OSError as error:
+            say(f"the files of attempt {record.attempt} cannot be removed: {reason(error)}")
+    return kept
 
 
 def new_folder(directory: Path) -> tuple[int, Path]:

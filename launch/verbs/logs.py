@@ -63,6 +63,8 @@ def _attempt(item: Item, attempt: Path) -> str | None:
         lines.append(f"  {told.get('kind')}: {told.get('message')}")
     if by_rank:
         lines += _first(attempt, failed)
+    if record.get("removed"):
+        lines.append(f"  its logs were removed: {record['removed']}")
     dumps = sorted((attempt / "dumps").glob("rank_*.txt"))
     if dumps:
         lines.append(f"  stacks of {len(dumps)} rank{'s' * (len(dumps) != 1)}: {attempt / 'dumps'}")
@@ -119,11 +121,14 @@ def main(arguments: argparse.Namespace) -> int:
         for item in items:
             yield from _sources(job, item, arguments.attempt, ranks, named=len(items) > 1)
 
+    removed = [text for item in items for text in _removed(item, arguments.attempt)]
+    for text in removed:
+        print(f"launch: {text}", file=sys.stderr)
     if arguments.follow:
         _follow(job, items, Follower(find, arguments.tail or FOLLOW_LAST), arguments.time)
         return 0
     lines = merged(find()) if arguments.tail is None else Follower(find, arguments.tail).read()
-    if not _print(lines, arguments.time):
+    if not _print(lines, arguments.time) and not removed:
         print(f"launch: {arguments.directory}: nothing was said yet", file=sys.stderr)
     return 0
 
@@ -154,7 +159,7 @@ def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *
     """The files to read now: of the wanted attempt, of the last one, or of all."""
     directory = Path(item.directory)
     there = attempts(directory)
-    chosen = there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
+    chosen = _chosen(there, wanted)
     sources = [source for attempt in chosen for source in rank_sources(attempt, ranks)]
     if ranks is None:
         only = chosen[0] if len(chosen) == 1 and (wanted or len(there) > 1) else None
@@ -162,6 +167,22 @@ def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *
         sources += [supervisor_source(directory, only), *(slurm_source(path, directory, only) for path in _slurm_files(job, item))]
     for source in sources:
         yield replace(source, label=f"{item.name} {source.label}") if named else source
+
+
+def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
+    """The wanted attempts: the last one unless asked otherwise."""
+    return there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
+
+
+def _removed(item: Item, wanted: str | None) -> Iterator[str]:
+    """One line, if the supervisor removed the logs of any of an item's wanted attempts (`launch.supervise.run_files.prune`)."""
+    why = {
+        int(path.name): (read_json(path / "attempt.json") or {}).get("removed") for path in _chosen(attempts(Path(item.directory)), wanted)
+    }
+    gone = [number for number, text in why.items() if text]
+    if gone:
+        which = f"attempt {gone[0]}" if len(gone) == 1 else f"{len(gone)} attempts from {gone[0]} to {gone[-1]}"
+        yield f"{item.name}: the logs of {which} were removed: {why[gone[-1]]}"
 
 
 def _slurm_files(job: Job, item: Item) -> list[Path]:
@@ -207,12 +228,13 @@ def _print(lines: Iterable[Line], with_time: bool) -> int:
 
 def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
     """Print why each item's attempt failed; where no attempt began, what Slurm says."""
-    said = 0
+    said, removed = 0, list[str]()
     for item in items:
         _check_attempt(Path(item.directory), arguments.attempt)
         for text in blame(item, arguments.attempt):
             print(text)
             said += 1
+        removed += _removed(item, arguments.attempt)
         began = attempts(Path(item.directory))
         slurm = [line for path in _slurm_files(job, item) for line in slurm_source(path, Path(item.directory)).lines()]
         if slurm and not began:
@@ -221,5 +243,5 @@ def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
             )
             said += 1
     if not said:
-        print(f"{arguments.directory}: no rank failed")
+        print(*(removed or [f"{arguments.directory}: no rank failed"]), sep="\n")
     return 0

@@ -5,9 +5,12 @@ The program is `tests.launch.stand_in`, which behaves as a training run and star
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -18,11 +21,15 @@ from typing import Any
 import pytest
 
 from fem_common.exits import Exit
+from launch import __main__ as command_line
 from launch.cluster.slurm import clean_environment
-from launch.job import read_json, write_json
+from launch.job import attempts, rank_log, read_json, write_json
+from launch.supervise import policy, run_files
+from launch.supervise.__main__ import supervise
 from launch.supervise.place import processes
 from launch.supervise.run_files import ranks_environment
 from launch.supervise.watch import Watchdog, noted
+from tests.launch.folders import make_attempt
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
 from tests.wording import Wording
 
@@ -242,6 +249,78 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
     assert case.state["state"] == "stopped"
     (tmp_path / "launch" / "job.json").unlink()
     assert case.run() == (2, f"launch: error: {tmp_path}: no job there with an item 0; it is made by: python -m launch submit\n")
+
+
+FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT'][-4:]) - 1] * 9)"
+
+
+def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor gives up after as many failures as ever: it counts those whose files are gone, by a new supervisor's reading, too."""
+    monkeypatch.setattr(run_files, "KEPT_FIRST", 1)
+    monkeypatch.setattr(run_files, "KEPT_LAST", 2)
+    case = Case(tmp_path, kind="command", arguments=("-c", FAILS), restarts={"max_failures": 4, "back_off_seconds": 0.01})
+    assert supervise(case.job, 0, show=False) == 1 and case.outcomes == ["failed"] * 5
+    assert case.attempts[-1]["decision"]["reason"].startswith("5 failures")
+    kept = [folder.name for folder in attempts(tmp_path) if rank_log(folder, 0).exists()]
+    assert kept == ["0001", "0004", "0005"]
+    for number in (2, 3):
+        assert [path.name for path in (tmp_path / "attempts" / f"000{number}").iterdir()] == ["attempt.json"]
+        assert case.attempts[number - 1]["failure"]["message"] == f"exited with 1; its last line: no {'abcde'[number - 1] * 9}"
+    capsys.readouterr()
+    why = "removed: an item keeps the files of its first 1 and its last 2 attempts"
+    for words, gone in (("--attempt 2", "attempt 2"), ("--attempt all", "2 attempts from 2 to 3"), ("--attempt 3 --rank 0", "attempt 3")):
+        assert command_line.main(["logs", str(tmp_path), *words.split()]) == 0
+        assert capsys.readouterr().err == f"launch: case: the logs of {gone} were {why}\n"
+    for words, failed, emptied in (("--attempt 2", 1, 1), ("--attempt all", 5, 2), ("", 1, 0)):
+        assert command_line.main(["logs", str(tmp_path), "--errors", *words.split()]) == 0
+        out = capsys.readouterr().out
+        assert (out.count("(failed):"), out.count(f"  its logs were {why}")) == (failed, emptied)
+    (tmp_path / "launch" / "stop.json").unlink()
+    ends = [record.end for record in run_files.records(tmp_path)]
+    assert len(ends) == 5 and policy.failures_since_progress(ends) == 5
+
+
+def test_only_closed_attempts_own_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are removed, not followed; what cannot be removed is reported, ends nothing, and is tried again."""
+    outside, item, said = tmp_path / "outside", tmp_path / "item", list[str]()
+    folders = {number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS) for number in range(1, 36)}
+    write_json(folders[7] / "attempt.json", {**read_json(folders[7] / "attempt.json"), "ended": None})
+    for name in ("file", "folder/file"):
+        (outside / name).parent.mkdir(parents=True, exist_ok=True)
+        (outside / name).write_text("mine")
+    for name, place in itertools.product(("file", "folder"), (folders[8], folders[8] / "logs")):
+        (place / f"link_{name}").symlink_to(outside / name)
+    folders[9].rename(outside / "0009")
+    folders[9].symlink_to(outside / "0009")
+    before = [record.end for record in run_files.records(item)]
+    unlink, refused = os.unlink, {str(folders[10] / "ranks.json")}
+
+    def refuse(path: Any, **options: Any) -> None:
+        if str(path) in refused:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        unlink(path, **options)
+
+    (folders[10] / "ranks.json").write_text("{}")
+    monkeypatch.setattr(os, "unlink", refuse)
+    found = run_files.prune(run_files.records(item), said.append)
+    assert said == [f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file system"]
+    emptied = {number for number, folder in folders.items() if sorted(path.name for path in folder.iterdir()) == ["attempt.json"]}
+    assert emptied == {6, 8, *range(11, 17)}  # the one that begins is the last of 20
+    assert {record.attempt for record in run_files.records(item) if record.removed} == emptied
+    assert all((outside / name).exists() for name in ("file", "folder/file", "0009/logs/rank_00000.log"))
+    refused.clear()
+    again = run_files.prune(found, said.append)
+    assert len(said) == 1 and [*folders[10].iterdir()] == [folders[10] / "attempt.json"]
+    assert [record.end for record in again] == [record.end for record in run_files.records(item)] == before
+    # One that a person removed meanwhile does not come back.
+    shutil.rmtree(folders[17])
+    run_files.prune([*again, *again[-1:]], said.append)
+    assert len(said) == 1 and not folders[17].exists()
+
+
+FIELDS: dict[str, Any] = {"job_id": None, "restart_count": 0, "nodes": ["n1"], "world_size": 2, "host": "h", "pid": 1}
 
 
 def test_the_watchdog() -> None:
