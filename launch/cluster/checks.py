@@ -35,8 +35,10 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
         yield from found
         for name in chosen:
             yield from limits(profile, known[name], nodes_wanted)
-        if chosen:
-            yield from machines(profile, all_nodes(), chosen, nodes_wanted)
+        if chosen and (nodes := all_nodes()):
+            yield from machines(profile, nodes, chosen, nodes_wanted)
+        elif chosen:
+            yield Check("warning", "nodes", "not checked: this site lists no nodes (PrivateData=nodes)")
         yield account(profile, configuration)
         yield from preemption(configuration)
     except slurm.SlurmError as error:
@@ -89,10 +91,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
 def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None) -> Iterator[Check]:
     """The partitions' nodes against what the profile takes of a node, and how many are in service."""
     mine = [node for node in known if set(node.partitions) & set(chosen)]
-    wanted, gpus = profile.nodes, profile.nodes.gpus or 0
-    unasked = bool(gpus) and wanted.gres is not None and "gpu" not in wanted.gres
-    if unasked:
-        gpus = 0  # Slurm need not know of any
+    wanted, gpus = profile.nodes, gpus_asked(profile)
     if not mine:
         yield Check("FAILED", "nodes", f"partition {', '.join(chosen)} has no nodes", "choose another slurm.partition")
         return
@@ -111,7 +110,7 @@ def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nod
         return
     if gpus and most > gpus and wanted.exclusive:
         yield Check("warning", "nodes", f"nodes have {most} GPUs, the profile takes {gpus} and the whole node", f"nodes.gpus: {most}")
-    if unasked and most:
+    if wanted.gpus and not gpus and most:
         text = f"nodes.gres = {wanted.gres} asks for none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
         yield Check("warning", "nodes", text, "nodes.gres: null")
     away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
@@ -125,6 +124,12 @@ def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nod
         return
     has = f"{counted(gpus, 'GPU')} and " if gpus else ""
     yield Check("ok", "nodes", f"{len(left)} of {len(mine)} are in service and have {has}{counted(wanted.cpus, 'CPU')} or more")
+
+
+def gpus_asked(profile: Profile) -> int:
+    """The GPUs that the profile asks Slurm for: none where nodes.gres names none, whether the nodes have any or not."""
+    gres = profile.nodes.gres
+    return (profile.nodes.gpus or 0) if gres is None or "gpu" in gres else 0
 
 
 def account(profile: Profile, configuration: Mapping[str, str]) -> Check:

@@ -210,9 +210,11 @@ NODES = "".join(
 )
 
 
-def answers(commands: Commands, nodes: str) -> None:
-    """Let scontrol answer for job 7 and with these nodes."""
-    of_job, of_nodes = f"[[ $* == *job* ]] && echo '{SHOWN}'", f"[[ $2 == nodes ]] && printf '{nodes}'"
+def answers(commands: Commands, nodes: str | None) -> None:
+    """Let scontrol answer for job 7 and with these nodes; None: it lists none to users."""
+    denied = "{ echo 'slurm_load_node error: Access/permission denied' >&2; exit 1; }"
+    listed = denied if nodes is None else f"printf '{nodes}'"
+    of_job, of_nodes = f"[[ $* == *job* ]] && echo '{SHOWN}'", f"[[ $2 == nodes ]] && {listed}"
     commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {of_job}; {of_nodes}; exit 0")
 
 
@@ -228,8 +230,8 @@ def test_an_exclusion_that_cannot_be_is_not_asked_for(commands: Commands, exclud
 
 
 def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: Commands) -> None:
-    """PrivateData=nodes: no answer is not an answer that there are none."""
-    answers(commands, "No nodes in the system\\n")
+    """PrivateData=nodes: a refusal is not an answer that there are none."""
+    answers(commands, None)
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
     assert not place.enough_without(["n1"])
     with pytest.raises(SystemExit):
