@@ -246,7 +246,7 @@ class Node:
         )
 
 
-_GRES = re.compile(r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>[A-Za-z_][\w.-]*))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?")
+_GRES = re.compile(r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?")
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
 
 

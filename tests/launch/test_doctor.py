@@ -197,9 +197,8 @@ def test_slurms_own_writing_is_read() -> None:
     assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
     assert amounts(found["Gres"]) == [("gpu", "h100", 8), ("lustre", "", 1)]
     assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [("gpu", "", 2), ("gpu", "a100", 4), ("gpu", "", 1)]
-    assert (
-        amounts("gpu:h100:4(IDX:0,2-3),nvme:1") == [("gpu", "h100", 4), ("nvme", "", 1)] and amounts("(null)") == amounts("gres:none") == []
-    )
+    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1,gpu:1g.10gb:7") == [("gpu", "h100", 4), ("nvme", "", 1), ("gpu", "1g.10gb", 7)]
+    assert amounts("(null)") == amounts("gres:none") == []
 
 
 JOB = {"Partition": "gpu", "MinCPUsNode": "2", "MinMemoryNode": "300M", "Features": "(null)", "TresPerNode": "gres:gpu:h100:2"}

@@ -213,13 +213,14 @@ def test_what_a_script_does(root: Path) -> None:
 def scontrol(root: Path, comment: str = "(null)", enough: bool = True) -> dict[str, str]:
     """The environment of a job with a scontrol that writes down how it is called, and sends what Slurm sends at a requeue.
 
-    The job has a ``comment`` and is kept from node3; ``enough``: Slurm would start it without node1, too.
+    The job has a ``comment`` and is kept from node3; ``enough``: Slurm might start it without node1, too, but takes no job from a node.
     """
     asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     program(root / "bin" / "scontrol", asked)
     program(root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n")
+    words = "Access denied" if enough else "allocation failure: Requested node configuration is not available"
     test = "--test-only --dependency= --exclude=node3,node1 "
-    program(root / "bin" / "sbatch", f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && {str(enough).lower()}\n")
+    program(root / "bin" / "sbatch", f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && echo '{words}' >&2; exit 1\n")
     calls = {"CALLS": str(root / "calls"), "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node1", "REFUSED": "nothing"}
     return {"PATH": f"{root}/bin:{os.environ['PATH']}", **calls}
 
