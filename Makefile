@@ -66,7 +66,8 @@ test: lint  ## static checks and the quick tests, before a commit
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in three minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -m 'slurm and not slow' tests/slurm
+	@# three files at a time: they wait for Slurm more than they compute
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -n 3 -m 'slurm and not slow' tests/slurm
 
 test-all: lint  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
 	bash tests/slurm/install.sh
