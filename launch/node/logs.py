@@ -3,8 +3,8 @@
 Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines count as of when the file was last
 written, or, while it is followed, of when they came. Slurm's own file has the supervisor's lines, too, which say when it was.
 
-A rank's log that grows beyond `LOG_BYTES` is replaced by its first quarter, a marker line that counts what was left out, and its last
-quarter.
+A rank's log above `LOG_BYTES` is replaced by a file with its first quarter, a line that counts what was left out, and its last quarter.
+Readers continue after the last line that they read, or, where that line was left out, with the line that counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
-import itertools
 import json
 import os
 import re
@@ -29,57 +28,21 @@ from launch.node.failures import Findings
 
 LINE_BYTES = 65536  # a line without an end is cut here
 LOG_BYTES = 1 << 26  # of a rank's log; a longer one keeps its first and its last quarter
-_NEAR_BYTES = 4 * LINE_BYTES  # more than any line has: a line end is found within so many bytes
-_BLOCK, _COPY = 1 << 16, 1 << 20
-_GONE = (errno.ENOENT, errno.ESTALE)  # NFS: the file was replaced while it was read
-_STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
-_MARKER = re.compile(rb"^\d+\.\d+ \[launch\] \d+ lines \((\d+) bytes\) left out: [^\n]*\n", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What was left out of a rank's log. Converts an offset in the file to the number of bytes ever written before it, and back."""
-
-    start: int = 0  # where the marker begins
-    marker: bytes = b""  # its line; empty: nothing was left out
-    left_out: int = 0  # bytes
-
-    @classmethod
-    def of(cls, file: int) -> Gap:
-        """The gap in an open log."""
-        begin = max(0, LOG_BYTES // 4 - _NEAR_BYTES)
-        data = os.pread(file, LOG_BYTES // 4 - begin + 200, begin)
-        found = list(_MARKER.finditer(data))
-        return cls(begin + found[-1].start(), found[-1][0], int(found[-1][1])) if found else cls()
-
-    def is_in(self, file: int) -> bool:
-        """Whether an open log has this gap's marker; True without one."""
-        return os.pread(file, len(self.marker), self.start) == self.marker
-
-    def written(self, offset: int) -> int:
-        """The bytes ever written before an offset, which is not inside the marker."""
-        return offset if offset <= self.start else offset - len(self.marker) + self.left_out
-
-    def offset(self, written: int) -> int:
-        """The offset of the next byte after so many ever written; the marker's where that byte was left out."""
-        if written <= self.start:
-            return written
-        return self.start if written < self.start + self.left_out else written - self.left_out + len(self.marker)
 
 
 class Scribe:
     """The rank's log: takes the command's bytes, writes whole lines with a stamp, secrets hidden, and lets `Findings` see them.
 
     A carriage return starts the line anew, as on a terminal: of a progress bar its last state is kept. A log that cannot be
-    written (a full disk) does not stop the command: its lines are lost, and are counted. A log
-    above `LOG_BYTES` is shortened; where that fails, it is kept whole, and the next try comes half of `LOG_BYTES` later.
+    written (a full disk) does not stop the command: its lines are lost, and are counted.
+    A log that cannot be shortened is kept whole, and the next try comes half of `LOG_BYTES` later.
     """
 
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
-        self._room = _room(self._file)
-        self._gap, self._lines_left_out = Gap(), 0
+        self._room = 0  # bytes that may be written before the log's size is looked at
+        self._head = self._left_out = 0  # the size of the first quarter, to its last line's end; bytes that are no longer in the log
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -133,81 +96,52 @@ class Scribe:
     def _put(self, stamped: bytes | bytearray, lines: int) -> None:
         """Append to the file, or count the lines as lost."""
         try:
-            view = memoryview(stamped)
-            while view:
-                count = os.write(self._file, view)
-                self._room -= count
-                view = view[count:]
+            _write_all(self._file, stamped)
+            self._room -= len(stamped)
         except OSError:
             self.lost += lines
         if self._room < 0:
             self._shorten()
 
     def _shorten(self) -> None:
-        """Replace the log by its first quarter, the marker and its last quarter."""
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        """Replace the log, if it is above `LOG_BYTES`. The new file is synced first: a full disk or a crash of the node loses no log."""
+        temporary, quarter = self._path.with_name(f"{self._path.name}.tmp"), LOG_BYTES // 4
         try:
-            start, end = self._bounds()
-            dropped = range(start + len(self._gap.marker), end)
-            count = self._lines_left_out + sum(block.count(b"\n") for block in _blocks(self._file, dropped))
-            size = self._gap.left_out + len(dropped)
-            stamp = _STAMP.match(os.pread(self._file, 32, end))  # times must not go backwards
-            said = f"{count} lines ({size} bytes) left out: a log keeps its first and its last {LOG_BYTES / (1 << 22):g} MiB"
-            marker = b"%b [launch] %b\n" % (stamp[1] if stamp else b"%.3f" % time.time(), said.encode())
-            parts = (_blocks(self._file, range(start)), (marker,), _blocks(self._file, range(end, 1 << 62)))
-            new = _written(temporary, itertools.chain(*parts))
-            os.replace(temporary, self._path)
-        except OSError:
+            status = os.fstat(self._file)
+            self._room = LOG_BYTES - status.st_size
+            if self._room >= 0:  # or it is a device, or someone truncated it
+                return
             self._room = LOG_BYTES // 2
+            head = os.pread(self._file, self._head or quarter, 0)
+            head = head[: head.rfind(b"\n") + 1]
+            tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1).partition(b"\n")[2]
+            left_out = self._left_out + status.st_size - len(head) - len(tail)
+            stamp = tail.partition(b" ")[0]  # times must not decrease
+            marker = b"%b [launch] %d bytes left out: a log keeps its first and its last %d MiB\n" % (stamp, left_out, quarter >> 20)
+            new = os.open(temporary, _LOG_FLAGS | os.O_TRUNC, stat.S_IMODE(status.st_mode))
+            try:
+                for part in (head, marker, tail):
+                    _write_all(new, part)
+                os.fsync(new)
+                os.replace(temporary, self._path)
+                self._file, new = new, self._file
+                self._head, self._left_out = len(head), left_out - len(marker)  # the next time, the marker is left out, too
+                self._room = LOG_BYTES - sum(map(len, (head, marker, tail)))
+            finally:
+                os.close(new)
+        except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            return
-        with contextlib.suppress(OSError):
-            os.close(self._file)
-        self._file, self._gap, self._lines_left_out = new, Gap(start, marker, size), count
-        self._room = _room(new)
-
-    def _bounds(self) -> tuple[int, int]:
-        """The end of the log's first quarter, which stays the same from the first time on, and the start of its last, both at line ends."""
-        quarter = LOG_BYTES // 4
-        near = max(0, quarter - _NEAR_BYTES)
-        start = self._gap.start if self._gap.marker else near + os.pread(self._file, quarter - near, near).rfind(b"\n") + 1
-        size = os.fstat(self._file).st_size
-        before, found, _ = os.pread(self._file, _NEAR_BYTES, size - quarter - 1).partition(b"\n")
-        return start, size - quarter + len(before) if found else size
 
 
 _LOG_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
-def _room(file: int) -> float:
-    """The bytes that may be added to an open log before it is shortened; a device never is."""
-    status = os.fstat(file)
-    return LOG_BYTES - status.st_size if stat.S_ISREG(status.st_mode) else float("inf")
-
-
-def _blocks(file: int, offsets: range) -> Iterator[bytes]:
-    """An open file's content at these offsets, up to its end."""
-    for at in range(offsets.start, offsets.stop, _COPY):
-        block = os.pread(file, min(_COPY, offsets.stop - at), at)
-        if not block:
-            return
-        yield block
-
-
-def _written(path: Path, content: Iterable[bytes]) -> int:
-    """A new open log with this content, synced: neither a full disk nor a crash of the node loses the old one. Raises OSError."""
-    file = os.open(path, _LOG_FLAGS | os.O_TRUNC, 0o644)
-    try:
-        for block in content:
-            view = memoryview(block)
-            while view:
-                view = view[os.write(file, view) :]
-        os.fsync(file)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+def _write_all(file: int, data: bytes | bytearray) -> None:
+    """Write all of the data. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
 
 
 def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
@@ -220,6 +154,10 @@ def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
 
 
 SUPERVISOR_LOG = "supervisor.log"  # in ITEM/launch: "<unix time> <text>"
+_STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
+_MARKER = re.compile(rb"^\d+\.\d+ \[launch\] \d+ bytes left out: ", re.MULTILINE)
+_BLOCK = 1 << 16
+_GONE = (errno.ENOENT, errno.ESTALE)  # the second: the file was replaced while it was read over NFS
 _SUPERVISOR = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) launch: ")
 
 
@@ -250,17 +188,16 @@ class Source:
         tail = Tail(self)
         try:
             with self.path.open("rb") as file:
-                tail.settle(file)
                 at = 0.0 if self.of_slurm else os.fstat(file.fileno()).st_mtime
                 for raw in file:
                     at, line = self.parse(raw, at)
-                    tail.offset += len(raw)
+                    tail.offset, tail.last = tail.offset + len(raw), raw
                     if line:
                         yield line
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            yield from tail.read()  # of the file that took its place
+            yield from tail.read()  # the rest, from the file that replaced it
 
     def parse(self, raw: bytes, otherwise: float) -> tuple[float, Line | None]:
         """The time of a raw line, ``otherwise`` where it tells none, and the line, unless it is none of this source's."""
@@ -277,14 +214,13 @@ class Tail:
 
     def __init__(self, source: Source) -> None:
         self.source, self.offset, self._rest = source, 0, b""
+        self.last = b""  # the last whole line before the offset
         self._at, self._began = 0.0, False
-        self._inode, self._gap = 0, Gap()
 
     def skip_to_last(self, count: int) -> None:
         """Begin with the last ``count`` whole lines of what there is."""
         try:
             with self.source.path.open("rb") as file:
-                self.settle(file)
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
                 while position > 0 and data.count(b"\n") <= count:
@@ -296,13 +232,15 @@ class Tail:
                 raise
             return
         lines = data.splitlines(keepends=True)
-        self.offset = end - sum(map(len, lines[max(0, len(lines) - count) :]))
+        before = max(0, len(lines) - count)
+        self.offset = end - sum(map(len, lines[before:]))
+        self.last = lines[before - 1] if before else b""
 
     def read(self) -> list[Line]:
         """New whole lines, also of a rank's log that was shortened since. Any other file that became shorter is read from its start."""
         try:
             with self.source.path.open("rb") as file:
-                self.settle(file)
+                self._settle(file)
                 file.seek(self.offset)
                 data = file.read()
         except OSError as error:
@@ -313,6 +251,7 @@ class Tail:
             return []
         self.offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
+        self.last = whole[-1] + b"\n" if whole else self.last
         now, lines = time.time(), []
         for raw in whole:
             self._at, line = self.source.parse(raw, self._at if self.source.of_slurm and not self._began else now)
@@ -321,16 +260,14 @@ class Tail:
         self._began = True
         return lines
 
-    def settle(self, file: BinaryIO) -> None:
-        """Correct the offset where the open file is not the one that was read last, or became shorter."""
-        status = os.fstat(file.fileno())
-        if self._inode == status.st_ino and status.st_size >= self.offset and self._gap.is_in(file.fileno()):
+    def _settle(self, file: BinaryIO) -> None:
+        """Correct the offset where the open file has other bytes before it: after the last line, or where that was left out, or at 0."""
+        seen = self.last + self._rest
+        if os.pread(file.fileno(), len(seen), self.offset - len(seen)) == seen:
             return
-        done = self._gap.written(self.offset - len(self._rest))
-        self._inode, self._gap, self._rest = status.st_ino, Gap.of(file.fileno()), b""
-        self.offset = self._gap.offset(done)
-        if self.offset > status.st_size:
-            self.offset = 0
+        data = file.read() if _STAMP.match(self.last) else b""
+        at, marker = data.rfind(self.last), _MARKER.search(data)
+        self.offset, self._rest = at + len(self.last) if data and at >= 0 else marker.start() if marker else 0, b""
 
 
 class Follower:
