@@ -37,6 +37,7 @@ from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
+OOM_SECONDS = 60.0  # an out-of-memory kill that is older, up to twice as much, is not why a rank was killed
 _PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
 _FLIGHT_FOLDERS = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
 _NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
@@ -71,7 +72,8 @@ class Keeper:
         self._child: subprocess.Popen[bytes] | None = None
         self._told: dict[str, float] = {}
         self._oom_counter = oom_counter()
-        self._oom_kills = oom_kills(self._oom_counter)
+        self._oom_looked, self._oom_kills = time.monotonic(), oom_kills(self._oom_counter)
+        self._oom_latest = self._oom_kills
         self._changed = self._dump = False
         if fault:
             self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
@@ -145,6 +147,9 @@ class Keeper:
                 if source in ready and not self._take(source):
                     selector.unregister(source)
                 self._scribe.flush(PATIENCE_SECONDS)
+                if time.monotonic() - self._oom_looked >= OOM_SECONDS:
+                    self._oom_looked, self._oom_kills = time.monotonic(), self._oom_latest
+                    self._oom_latest = oom_kills(self._oom_counter)
                 if self._dump:
                     self._dump = False
                     self._dump_stacks(child.pid)

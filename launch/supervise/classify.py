@@ -115,6 +115,7 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
     """The message of an attempt that an out-of-memory kill ended, by what the kernel or Slurm says; None where it was none."""
+    kept = first is not None and first.kind != "lost"  # by a keeper, whose own count is the better one
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
     elif OUT_OF_MEMORY in first.message:  # so says the rank's keeper
@@ -123,7 +124,7 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
         return None
     else:
         words = killed_for_memory(first.message, Exit.KILLED if first.kind == "lost" else first.exit)
-    return words if words and (seen.oom_kill or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))) else None
+    return words if words and ((seen.oom_kill and not kept) or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))) else None
 
 
 def _tells_oom(log: Path) -> bool:

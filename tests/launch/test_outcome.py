@@ -312,11 +312,11 @@ def test_the_kernels_count_makes_a_kill_one_for_want_of_memory(tmp_path: Path) -
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == ["memory", "memory", "memory", "exit", "memory"], "the supervisor's own count"
+    assert kinds == ["signal", "memory", "exit", "exit", "memory"], "the supervisor's own count: only where no keeper tells of its own"
     assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == ["signal", "lost", "exit", "exit", "lost"]
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")  # so does a rank's keeper
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
-    assert memory_of(tmp_path) == memory_of(tmp_path / "killed", oom_kill=True)
+    assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
 
 
 def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: Path) -> None:

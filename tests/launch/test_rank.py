@@ -183,6 +183,14 @@ def test_a_kill_that_the_kernel_counts_is_want_of_memory_but_not_of_a_rank_that_
     for end, one in kept.items():
         one.wait()
         assert (one.record["kind"], one.record["error"]) == ends[end], end
+    (tmp_path / "go").unlink()
+    late = keep(
+        "bash", "-c", f"cd {tmp_path}; {wait} sleep 1; kill -KILL $$", begin=f"{begin}; rank.OOM_SECONDS = rank.PATIENCE_SECONDS = 0.1"
+    )
+    late.says("ready")
+    counter.write_text("oom_kill 3\n")
+    (tmp_path / "go").touch()
+    assert late.wait() == 137 and late.record["kind"] == "signal", "a kill long before"
 
 
 def fed(data: bytes, chunks: random.Random, tmp_path: Path, *hidden: str) -> str:
