@@ -1,15 +1,15 @@
-"""Where a rank's Triton and Inductor keep compiled kernels, unless somebody says otherwise: in a folder of the node's own.
+"""The default cache directories of a rank's Triton and Inductor: a local folder on each node. Standard library alone.
 
-Triton's default is the home directory. On NFS, nodes that write the same cache there get "Stale file handle" from one another's files. The
-ranks of a node share a folder, and so do a job's attempts: both caches take concurrent processes on a local file system.
+Triton's own default is in the home directory. When several nodes write one cache there over NFS, they get "Stale file handle" errors. The
+ranks of a node share a folder, as do a job's attempts: both caches support concurrent processes on a local file system.
 
-    TMP/launch_caches_UID/        this user's alone, mode 0700: whatever is in it is loaded as machine code
+    TMP/launch_caches_UID/        only this user can write it (mode 0700): its files are loaded as machine code
         NODE_JOB/triton, inductor made by the libraries at the first compilation
 
-JOB is a hash of the folder with the job's code, which an array's tasks and all attempts and submissions of a job share. Without Slurm it is
-"local", one folder for all runs: a new one for each run would cost a compilation for each.
+JOB is a hash of the folder with the job's code, which all tasks, attempts and submissions of a job share. Without Slurm it is "local": all
+runs share one folder, so that they do not compile again.
 
-A folder that no rank was started with for `UNUSED_DAYS` is removed; a process that still uses it compiles again. Standard library alone.
+A folder with which no rank was started for `UNUSED_DAYS` is removed; a process that still uses it compiles again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 UNUSED_DAYS = 30
-# A variable, others that decide where the same cache is, its folder's name.
+# A variable, other variables that place the same cache, the name of its folder.
 _CACHES = (("TRITON_CACHE_DIR", ("TRITON_HOME",), "triton"), ("TORCHINDUCTOR_CACHE_DIR", (), "inductor"))
 
 
 def variables(environ: Mapping[str, str], node: str, code: Path) -> tuple[dict[str, str], str | None]:
-    """Variables for caches whose place nobody has set, and why there are none where this node has no fit folder. Never raises OSError."""
+    """Variables of the caches that the environment does not place; the reason, where this node has no safe folder. Never raises OSError."""
     wanted = {name: folder for name, others, folder in _CACHES if not any(other in environ for other in (name, *others))}
     if not wanted:
         return {}, None
@@ -50,10 +50,10 @@ def variables(environ: Mapping[str, str], node: str, code: Path) -> tuple[dict[s
 
 
 def _parent() -> Path:
-    """This user's folder for caches, made where it is missing. Raises OSError."""
+    """This user's folder for caches, made if it is missing. Raises OSError."""
     temporary = tempfile.gettempdir()
-    if temporary == os.getcwd() and temporary != "/tmp":  # Python's last resort, and no local file system as a rule
-        raise OSError(f"none that can be written but the working directory, {temporary}")
+    if temporary == os.getcwd() and temporary != "/tmp":  # Python's last resort, usually not a local file system
+        raise OSError(f"only the working directory can be written: {temporary}")
     parent = Path(temporary) / f"launch_caches_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)
@@ -77,7 +77,7 @@ def _fault(parent: Path) -> str | None:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Remove the folders that no rank was started with of late."""
+    """Remove the folders with which no rank was started for `UNUSED_DAYS`."""
     for folder in parent.iterdir():
         with contextlib.suppress(OSError):  # another rank was faster
             if folder.lstat().st_mtime < time.time() - UNUSED_DAYS * 86400:

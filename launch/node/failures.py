@@ -46,12 +46,12 @@ _NODE = re.compile(
     r"|NVML|driver shutting down|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
 )
-# What a rank says of a process of its own that was killed.
+# A rank's error after one of its own processes was killed.
 _KILLED_PROCESS = re.compile(
     r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
 )
-# A file system that went away, in the words of Python, of Rust, of C++, and of our commands ("FILE: reason"). A peer that is lost, over
-# sockets or InfiniBand, may have the same reasons, but neither such a number nor a file before them.
+# The error of a file system that went away, as Python, Rust, C++ and our commands ("FILE: reason") write it. A lost peer, over sockets or
+# InfiniBand, may give the same reason, but without such a number and without a file before it.
 _REASONS = (
     r"(?:Input/output error|Transport endpoint is not connected|Cannot send after transport endpoint shutdown|Host is down"
     r"|Stale (?:NFS )?file handle|Remote I/O error)"
@@ -171,7 +171,7 @@ OUT_OF_MEMORY = ": out of memory (OOM kill)"  # ends the message of a rank that 
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:
-    """The message of a rank whose end may be an out-of-memory kill (SIGKILL, or an error that tells of a killed process), or None."""
+    """The message of a rank, if its end may be an out-of-memory kill: SIGKILL, or an error about a killed process. Else None."""
     if code == Exit.KILLED:
         return f"killed by SIGKILL{OUT_OF_MEMORY}"
     return f"{error.rstrip('. ')}{OUT_OF_MEMORY}" if error and _KILLED_PROCESS.search(error) else None

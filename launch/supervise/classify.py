@@ -22,8 +22,8 @@ from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
-_OOM_BYTES = 16 * TAIL_BYTES  # of an agent's log are searched for what Slurm says of memory: torchrun's words may follow it
-# Not "Exceeded job memory limit at some point": files that were read are counted there, and nothing is killed.
+_OOM_BYTES = 16 * TAIL_BYTES  # at the end of an agent's log are searched for Slurm's message: torchrun's may follow it
+# Not "Exceeded job memory limit at some point": that limit includes the page cache, and nothing was killed.
 _OOM = re.compile(
     rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
 )
@@ -46,7 +46,7 @@ class Observed:
     cancelled: bool = False  # someone asked the item to stop
     taken: bool = False  # its allocation is being taken away
     queue: bool = False  # there is one, with other nodes, which may not answer for a while
-    oom_kill: bool = False  # the kernel killed a process of the supervisor's own memory cgroup for want of memory
+    oom_kill: bool = False  # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
     limit: str | None = None  # `memory_limit`
 
 
@@ -95,7 +95,7 @@ def last_step(seen: Observed) -> int | None:
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
-    """Why it failed: want of memory, a node that went down, else the first rank that failed, else what the agents said."""
+    """Why it failed: an out-of-memory kill, a node that went down, else the first rank that failed, else what the agents said."""
     if (words := _out_of_memory(seen, folder, first)) is not None:
         rank, host, code = (first.rank, first.host, first.exit) if first else (None, None, seen.code)
         return Failure("memory", f"{words}; {seen.limit}" if seen.limit else words, rank=rank, host=host, step=step, exit=code)
@@ -114,11 +114,11 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
-    """The message of an attempt that an out-of-memory kill ended, by what the kernel or Slurm says; None where it was none."""
-    kept = first is not None and first.kind != "lost"  # by a keeper, whose own count is the better one
+    """The message of an attempt that an out-of-memory kill ended, by the kernel's counter or Slurm's log; None for any other end."""
+    kept = first is not None and first.kind != "lost"  # its keeper lives, whose counter is closer to the rank than the supervisor's
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
-    elif OUT_OF_MEMORY in first.message:  # so says the rank's keeper
+    elif OUT_OF_MEMORY in first.message:  # by the rank's keeper
         return first.message
     elif first.kind in ("config", "diverged", "busy") or all_told(folder):
         return None
@@ -128,7 +128,7 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
 
 
 def _tells_oom(log: Path) -> bool:
-    """Whether an agent's log has Slurm's words of an out-of-memory kill."""
+    """Whether an agent's log has Slurm's message about an out-of-memory kill."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
         return bool(_OOM.search(file.read(_OOM_BYTES)))
@@ -136,7 +136,7 @@ def _tells_oom(log: Path) -> bool:
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """The limit of the ranks' memory on a node, and how to raise it: from the job's environment, or else from its profile."""
+    """The memory limit of a node's ranks and how to raise it, from the job's environment or its profile."""
     nodes = profile.get("nodes") or {}
     counts = {"NODE": 1, **{name: environ.get(f"SLURM_{name}S_ON_NODE") or nodes.get(f"{name.lower()}s") for name in ("CPU", "GPU")}}
     sizes = {name: environ.get(f"SLURM_MEM_PER_{name}", "") for name in counts}

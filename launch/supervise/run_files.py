@@ -101,7 +101,7 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
-    removed: str | None = None  # why its folder has no other file any more
+    removed: str | None = None  # why its folder has no other files
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -159,15 +159,15 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     return closed
 
 
-KEPT_FIRST, KEPT_LAST = 5, 20  # attempts that keep their files; those between keep attempt.json, all that decisions need of them
-PRUNE_SECONDS = 10.0  # at one attempt's start, which must not be late; the next one continues
+KEPT_FIRST, KEPT_LAST = 5, 20  # attempts that keep all files; the others keep attempt.json, which is all that decisions need
+PRUNE_SECONDS = 10.0  # at most, to delay no attempt; the next one continues
 
 
 def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
-    """The closed attempts, as a new one begins; those between the first and the last lose all their files but attempt.json.
+    """Remove all files but attempt.json of the attempts between the first and the last ones, as a new one begins; the updated records.
 
-    An attempt that is not closed, or whose folder is a symbolic link, is skipped. Files that cannot be removed are reported through
-    ``say`` and tried again at the next attempt.
+    An attempt that is not closed, or whose folder is a symbolic link, is skipped. What cannot be removed is reported through ``say``, and
+    tried again at the next attempt.
     """
     kept, end = list(found), time.monotonic() + PRUNE_SECONDS
     for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):  # the new one is among the last
@@ -209,8 +209,8 @@ def ranks_environment(job: Job, item: Item, folder: Path, environ: Mapping[str, 
     """The ranks' whole environment, from the supervisor's ``environ``.
 
     ``local``: no batch script has set the profile's variables. Variables of a Slurm array reach only commands that are its tasks: any other
-    program would take itself for one. sbatch takes over what mpirun or srun gave to the shell that submits, and libraries (accelerate,
-    DeepSpeed, mpi4py) would take a rank for that shell.
+    program would take itself for one. sbatch exports the variables that mpirun or srun set in the submitting shell, and libraries
+    (accelerate, DeepSpeed, mpi4py) would take every rank for that one.
     """
     foreign = [name for name in environ if name.startswith(_FOREIGN) or name in _FOREIGN_NAMES or OTHERS_RANK.match(name)]
     ours = {name: value for name, value in environ.items() if name not in foreign}

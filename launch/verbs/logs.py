@@ -170,12 +170,12 @@ def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
-    """The wanted attempts: the last one unless asked otherwise."""
+    """The wanted attempts, by default the last one."""
     return there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
-    """One line, if the supervisor removed the logs of any of an item's wanted attempts (`launch.supervise.run_files.prune`)."""
+    """One line, if logs of the wanted attempts were removed (`launch.supervise.run_files.prune`)."""
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed") for path in _chosen(attempts(Path(item.directory)), wanted)
     }

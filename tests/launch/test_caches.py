@@ -1,4 +1,4 @@
-"""Where a rank's compiled kernels are kept: a folder of the node's own that nobody else can write."""
+"""The default folder for compiled kernels: local to the node, and writable by its user alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_nothing_set")
 def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> None:
-    """One folder for a job's ranks and attempts, nobody else's, made at the first compilation; what somebody set stays."""
+    """A job's ranks and attempts share one private folder, made at the first compilation; variables that are set already are kept."""
     own = {"TMPDIR": str(tmp_path), "SLURMD_NODENAME": "node7"}
     one, two = (keep(*SHOW, SLURM_JOB_ID=job, LOCAL_RANK=rank, **own) for job, rank in (("11", "0"), ("12", "1")))
     mine, local = keep(*SHOW, TRITON_CACHE_DIR="/mine", **own), keep(*SHOW, TRITON_HOME="/home", **own)
@@ -61,37 +61,37 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_compiled_kernels_are_not_loaded_from_where_others_can_write(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = temporary / f"launch_caches_{os.geteuid()}"
 
-    def told(expected: str) -> None:
+    def refused(expected: str) -> None:
         found, fault = caches.variables({}, "n1", ROOT)
         assert not found and fault is not None and expected in fault, fault
 
     (temporary / "theirs").mkdir(mode=0o700)
     parent.symlink_to(temporary / "theirs")
-    told("is not a directory")
+    refused("is not a directory")
     parent.unlink()
     parent.write_text("")
-    told("is not a directory")
+    refused("is not a directory")
     parent.unlink()
     parent.mkdir()
     for mode in (0o770, 0o702):
         parent.chmod(mode)
-        told("can be written by other users; remove it")
+        refused("can be written by other users; remove it")
     parent.chmod(0o700)
     temporary.chmod(0o777)
-    told("no sticky bit")
+    refused("no sticky bit")
     temporary.chmod(0o1777)
     assert caches.variables({}, "n1", ROOT)[1] is None
     with monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: 12345)
         parent.rename(temporary / "launch_caches_12345")
-        told("belongs to another user")
+        refused("belongs to another user")
     (temporary / "launch_caches_12345").rename(parent)
     seen = os.statvfs(parent)
     with monkeypatch.context() as patch:
         patch.setattr("os.statvfs", lambda _: os.statvfs_result([*seen[:8], seen.f_flag | os.ST_NOEXEC, seen.f_namemax]))
-        told("noexec")
+        refused("noexec")
     monkeypatch.chdir(temporary)
-    told("but the working directory")
+    refused("only the working directory can be written")
     assert caches.variables({"TRITON_CACHE_DIR": "/a", "TORCHINDUCTOR_CACHE_DIR": "/b"}, "n1", ROOT) == ({}, None)
 
 

@@ -265,7 +265,7 @@ WORDS = ": out of memory (OOM kill); the job's limit is 300 MiB a node"
 
 
 def said(attempt: Path, line: str, after: int = 0) -> Path:
-    """What srun or a node's agent said, and lines of torchrun's after it; the attempt."""
+    """An attempt whose agents' log has a line of srun or Slurm, and lines of torchrun after it."""
     (attempt / "logs").mkdir(parents=True)
     log = attempt / "logs" / ("agents.log" if line.startswith("srun") else "agents_node0.log")
     log.write_text(f"W torchrun\n{line}\n" + "E torch.distributed.elastic: x\n" * after)
@@ -279,7 +279,7 @@ def memory_of(attempt: Path, code: int = 1, **changes: Any) -> tuple[str, str]:
     return failure.kind, failure.message
 
 
-def test_slurms_words_make_a_kill_one_for_want_of_memory(tmp_path: Path) -> None:
+def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     expected = ("memory", f"killed by SIGKILL{WORDS}")
     for number, line in enumerate([*OOM_LINES, *NO_OOM_LINES]):
         attempt = said(tmp_path / str(number), line, after=5000)
@@ -307,12 +307,12 @@ def test_slurms_words_make_a_kill_one_for_want_of_memory(tmp_path: Path) -> None
     assert memory_of(tmp_path / "lost", down={"node0": "DRAINING: Kill task failed"}) == expected
 
 
-def test_the_kernels_count_makes_a_kill_one_for_want_of_memory(tmp_path: Path) -> None:
+def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     ends: dict[str, dict[str, Any]] = {"killed": KILLED, "lost": VANISHED, "worker": WORKER, "own": {"error": "ValueError: boo"}}
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == ["signal", "memory", "exit", "exit", "memory"], "the supervisor's own count: only where no keeper tells of its own"
+    assert kinds == ["signal", "memory", "exit", "exit", "memory"], "the supervisor's own count: only where no keeper is alive"
     assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == ["signal", "lost", "exit", "exit", "lost"]
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")  # so does a rank's keeper
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})

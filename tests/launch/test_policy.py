@@ -39,7 +39,7 @@ def unhealthy(*nodes: str) -> End:
 
 
 def oom(host: str, step: int = 7, limit: str = "300 MiB", **end: Any) -> End:
-    """An attempt one of whose ranks the kernel killed for want of memory."""
+    """An attempt in which the kernel's OOM killer killed a rank."""
     return failed(
         f"killed by SIGKILL: out of memory (OOM kill); the job's limit is {limit}", kind="memory", host=host, step=step, code=137, **end
     )

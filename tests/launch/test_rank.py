@@ -156,7 +156,7 @@ def test_the_kernels_counter_of_out_of_memory_kills(tmp_path: Path, monkeypatch:
     assert rank.oom_counter() is None and rank.oom_kills(tmp_path / "nowhere") == 0
 
 
-def test_a_kill_that_the_kernel_counts_is_want_of_memory_but_not_of_a_rank_that_was_told_to_end(keep: Keep, tmp_path: Path) -> None:
+def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to_end(keep: Keep, tmp_path: Path) -> None:
     own, counter = tmp_path / "cgroup", tmp_path / "memory.events"
     own.write_text("0::/")
     counter.write_text("oom_kill 1\n")

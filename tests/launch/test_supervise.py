@@ -257,7 +257,7 @@ FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT
 def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The supervisor gives up after as many failures as ever: it counts those whose files are gone, by a new supervisor's reading, too."""
+    """Attempts without files count as failures as before, for this supervisor and for a new one."""
     monkeypatch.setattr(run_files, "KEPT_FIRST", 1)
     monkeypatch.setattr(run_files, "KEPT_LAST", 2)
     case = Case(tmp_path, kind="command", arguments=("-c", FAILS), restarts={"max_failures": 4, "back_off_seconds": 0.01})
@@ -283,7 +283,7 @@ def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
 
 
 def test_only_closed_attempts_own_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are removed, not followed; what cannot be removed is reported, ends nothing, and is tried again."""
+    """Links are removed, not followed; a file that cannot be removed is reported and tried again, and ends nothing."""
     outside, item, said = tmp_path / "outside", tmp_path / "item", list[str]()
     folders = {number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS) for number in range(1, 36)}
     write_json(folders[7] / "attempt.json", {**read_json(folders[7] / "attempt.json"), "ended": None})
