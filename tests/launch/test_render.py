@@ -210,15 +210,19 @@ def test_what_a_script_does(root: Path) -> None:
     assert recorded(root / "record")[0] == [*words, "--item", "7"]
 
 
-def scontrol(root: Path, comment: str = "(null)", enough: bool = True) -> dict[str, str]:
+# What sbatch says where Slurm would never start the job: of too few nodes, and of a node that the job names (--nodelist).
+NEVER = ("allocation failure: Requested node configuration is not available", "allocation failure: Invalid node name specified")
+
+
+def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") -> dict[str, str]:
     """The environment of a job with a scontrol that writes down how it is called, and sends what Slurm sends at a requeue.
 
-    The job has a ``comment`` and is kept from node3; ``enough``: Slurm might start it without node1, too, but takes no job from a node.
+    The job has a ``comment`` and is kept from node3. ``words``: sbatch's where it is kept from node1, too; by default, that it takes no job
+    from a node.
     """
     asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     program(root / "bin" / "scontrol", asked)
     program(root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n")
-    words = "Access denied" if enough else "allocation failure: Requested node configuration is not available"
     test = "--test-only --dependency= --exclude=node3,node1 "
     program(root / "bin" / "sbatch", f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && echo '{words}' >&2; exit 1\n")
     calls = {"CALLS": str(root / "calls"), "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node1", "REFUSED": "nothing"}
@@ -270,10 +274,11 @@ STARTS = [  # the restarts so far, the comment, what scontrol refuses; the new c
 def test_only_starts_that_failed_in_a_row_are_counted(
     restarts: int, comment: str, refused: str, told: tuple[str, int] | None, root: Path
 ) -> None:
-    """Requeues after a time limit or a preemption are not; the last failure is told to the profile's hook."""
-    profile = given(root, f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'\"}}\n")
+    """Requeues after a time limit or a preemption are not; the last failure is told to the hook. Strict modes of bash change nothing."""
+    strict = "setup: {lines: [set -euo pipefail]}"
+    profile = given(root, f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'; exit 1\"}}\n{strict}\n")
     job = hostile.job(root, profile, name="50% 'a\\b")
-    slurm = scontrol(root, comment, enough=False) | {"REFUSED": refused, "SLURM_RESTART_COUNT": str(restarts)}
+    slurm = scontrol(root, comment, NEVER[restarts % 2]) | {"REFUSED": refused, "SLURM_RESTART_COUNT": str(restarts)}
     done, calls = run(render(job, profile), root, **slurm), root / "calls"
     asked = calls.read_text().splitlines() if calls.exists() else []
     if told is None:
