@@ -72,9 +72,12 @@ _NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
 
 def _check(kind: str, job_id: str, word: str) -> None:
     """Raises UserError where a job ended in a way after which a job that depends on it so would never start, or Slurm has forgotten it."""
-    state = slurm.queue([job_id]).get(job_id)
+    found = slurm.queue([job_id])
+    state = found.get(job_id)
     if state is None:
         raise UserError(f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory")
+    if kind == "aftercorr" and any(task.active or task.state == "COMPLETED" for task in found.values()):
+        return  # the tasks that correspond to those start
     if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
         raise UserError(f"--dependency {word}: that job is {state.state}; a job after it would never start")
 

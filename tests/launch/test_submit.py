@@ -17,6 +17,7 @@ import yaml
 
 from fem_common.errors import InUse, UserError
 from launch.__main__ import main
+from launch.cluster import slurm
 from launch.cluster.profile import load_profile
 from launch.cluster.slurm import clean_environment
 from launch.job import item_state, launch_folder, load_job, read_json_lines, write_json
@@ -310,7 +311,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
     assert launch(*words, "--dry-run").stdout.count("idle") == 2 and sorted(tmp_path.rglob("*")) == before
 
 
-def test_dependencies_in_words() -> None:
+def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dependency([]) is None and dependency(["singleton"]) == "singleton"
     assert dependency(["12", "afterok:3:4", "12"], ask=False) == "afterok:12,afterok:3:4"
     for word in ("afterok", "after:x", "x", "12;rm", "afterok:1,$(x)"):
@@ -321,6 +322,13 @@ def test_dependencies_in_words() -> None:
         dependency(["d"])
     finish(job, 0)
     assert dependency(["d"]) is None
+    # The tasks of an array that correspond to those that ended well start.
+    ended = {"12_0": slurm.QueueState("COMPLETED"), "12_1": slurm.QueueState("FAILED"), "12": slurm.QueueState("FAILED")}
+    monkeypatch.setattr(slurm, "queue", lambda ids: {job: ended[job] for job in ended if job == ids[0] or job.startswith(f"{ids[0]}_")})
+    assert dependency(["aftercorr:12"]) == "aftercorr:12"
+    for word in ("afterok:12", "aftercorr:12_1"):
+        with pytest.raises(UserError, match=f"{word}: that job is FAILED; a job after it would never start"):
+            dependency([word])
     told = {"SBATCH_PARTITION": "x", "SLURM_ARRAY_TASK_ID": "3", "SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "1"}
     kept = {"SLURM_CONF": "/etc/x", "SLURM_CONF_SERVER": "n0:6817", "PATH": "/bin", "HF_TOKEN": "secret", "MY_SLURM_": "a"}
     assert clean_environment({**told, **kept}) == kept
