@@ -11,7 +11,7 @@ from fem_common.text import counted, nearest
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import seconds
-from launch.cluster.slurm import Node, all_nodes, fields, mebibytes, records
+from launch.cluster.slurm import Node, all_nodes, fields, hosts, mebibytes, records
 from launch.node.checks import Check
 
 LISTED = 8  # names in a message
@@ -180,8 +180,3 @@ def would_take(script: Path) -> Check:
     except slurm.SlurmError as error:
         return Check("FAILED", "sbatch", str(error), "the #SBATCH lines are in `submit --dry-run`; the slurm and nodes sections make them")
     return Check("ok", "sbatch", "Slurm would take such a job")
-
-
-def hosts(lists: Sequence[str]) -> set[str]:
-    """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
-    return set(slurm.call("scontrol", "show", "hostnames", ",".join(lists)).split()) if lists else set()

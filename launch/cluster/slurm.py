@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,24 +159,36 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that accounting knows, where there is accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
-    columns = "JobID,State,NodeList,SubmitLine"
+    columns, question = "JobID,State,NodeList", ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}")
     try:
-        answer = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}", f"--format={columns}")
-    except SlurmError:
-        return {}
+        answer = call(*question, f"--format={columns},SubmitLine")
+    except SlurmError as error:
+        if "Invalid field" not in str(error):
+            return {}
+        try:  # before Slurm 21.08
+            answer = call(*question, f"--format={columns}")
+        except SlurmError:
+            return {}
     found = {}
     for line in answer.splitlines():
         if line.count("|") < columns.count(","):
             continue
-        name, state, nodes, command = line.split("|", 3)
+        name, state, nodes, command = [*line.split("|", 3), ""][:4]
         found[name] = QueueState(state.partition(" ")[0], "", "" if nodes == "None assigned" else nodes, command.strip())
     return found
 
 
-def jobs_of(script: Path) -> dict[str, QueueState]:
-    """The jobs and array tasks in the queue or on nodes that run this batch script. Raises SlurmError."""
+def jobs_of(script: Path, noted: Collection[str] = ()) -> dict[str, QueueState]:
+    """The jobs and array tasks in the queue or on nodes that run this batch script. Raises SlurmError.
+
+    ``noted``: ids that sbatch gave. They count where Slurm knows no batch script, as where a site's sbatch hands the script over by a pipe.
+    """
     rows = _parse(call("squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"))
-    return {job: row for job, row in rows.items() if row.active and row.command == str(script)}
+    return {
+        job: row
+        for job, row in rows.items()
+        if row.active and (row.command == str(script) or (not row.command and job.partition("_")[0] in noted))
+    }
 
 
 def cancel(job_ids: Sequence[str]) -> None:
@@ -295,9 +308,30 @@ def all_nodes() -> list[Node]:
 def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
     """Whether as many nodes as a job takes have what it asks for, without the excluded ones. ``job``: scontrol's fields.
 
-    Slurm lets a job wait for ever where that is not so (BadConstraints).
+    All are of one partition and of the job's reservation, and a node that the job names (--nodelist) cannot be excluded. Slurm lets a job
+    wait for ever where that is not so (BadConstraints). Raises SlurmError.
     """
-    return sum(node.name not in exclude and node.fits(job) for node in nodes) >= (number(job.get("NumNodes")) or 1)
+    if hosts(_listed(job, "ReqNodeList")) & {*exclude}:
+        return False
+    reserved = set[str]()
+    for name in _listed(job, "Reservation"):
+        with suppress(SlurmError):  # what cannot be read counts as met
+            for record in records(call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)):
+                reserved |= hosts(_listed(record, "Nodes"))
+    left = [node for node in nodes if node.name not in exclude and (not reserved or node.name in reserved)]
+    wanted, partitions = number(job.get("NumNodes")) or 1, job.get("Partition", "(null)").split(",")
+    return any(sum(node.fits({**job, "Partition": partition}) for node in left) >= wanted for partition in partitions)
+
+
+def _listed(record: Mapping[str, str], field: str) -> list[str]:
+    """A field's list, cut at its commas; empty where scontrol shows none."""
+    text = record.get(field, "(null)")
+    return [] if text in ("", "(null)") else text.split(",")
+
+
+def hosts(lists: Sequence[str]) -> set[str]:
+    """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
+    return set(call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split()) if lists else set()
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -317,4 +351,5 @@ def fields(text: str, separator: str = " ") -> dict[str, str]:
         pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
-    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
+    # The first of a name counts: people's own words (Comment, Reason), which may look like fields, come after the fields that are read.
+    return dict(reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)]))

@@ -229,6 +229,27 @@ def test_an_exclusion_that_cannot_be_is_not_asked_for(commands: Commands, exclud
     assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == [left]
 
 
+def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones_stay(commands: Commands) -> None:
+    """Slurm takes each of these exclusions, and lets the job wait for ever. What people write into a job's comment is no field of it."""
+    reserved = "[[ $3 == r ]] && echo 'ReservationName=r Nodes=n0,n1,n2 NodeCnt=3'"
+    commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {reserved}; exit 0")
+    nodes = [slurm.Node(f"n{number}", "IDLE", "", 8, 16000, "", ("a" if number < 3 else "b", "all")) for number in range(6)]
+    job = {"NumNodes": "3", "Partition": "all"}
+    for more, exclude, enough in (
+        ({}, ["n0", "n3"], True),
+        ({"Partition": "a,b"}, ["n0"], True),
+        ({"Partition": "a,b"}, ["n0", "n3"], False),
+        ({"Reservation": "r"}, ["n3"], True),
+        ({"Reservation": "r"}, ["n0"], False),
+        ({"Reservation": "gone"}, ["n0"], True),
+        ({"ReqNodeList": "n0,n1"}, ["n2"], True),
+        ({"ReqNodeList": "n0,n1"}, ["n1"], False),
+    ):
+        assert slurm.enough_nodes(nodes, {**job, **more}, exclude) == enough, (more, exclude)
+    told = slurm.fields("JobId=7 Restarts=1 Partition=main Comment=as Restarts=9 in Partition=x StdIn=/dev/null")
+    assert (told["Restarts"], told["Partition"], told["StdIn"]) == ("1", "main", "/dev/null")
+
+
 def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: Commands) -> None:
     """PrivateData=nodes: a refusal is not an answer that there are none."""
     answers(commands, None)
@@ -259,6 +280,11 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
     commands.put("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     commands.put("sacct", "printf 'maintenance on Monday\\n7|CANCELLED by 0|None assigned|sbatch --wrap=a|b\\n'")
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("CANCELLED", command="sbatch --wrap=a|b")}
+    commands.put(
+        "sacct",
+        "[[ $* != *SubmitLine* ]] || { echo 'sacct: error: Invalid field requested: \"SubmitLine\"' >&2; exit 1; }; echo '7|FAILED|n1'",
+    )
+    assert slurm.queue(["7"]) == {"7": slurm.QueueState("FAILED", nodes="n1")}  # Slurm before 21.08
 
 
 def stands(job: Job, state: slurm.QueueState) -> Row:
@@ -277,8 +303,12 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
     assert stands(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
     commands.put("squeue", "echo '12|RUNNING|None|n1|/else/launch/job.sh'")
     assert [standing.kind for standing in standings(job)] == ["idle"]
-    commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{script}'")
-    assert [standing.job_id for standing in standings(job)] == ["12"]
+    for command in (
+        str(script),
+        "(null)",
+    ):  # the latter where a site's sbatch reads the script from a pipe: then the id that was noted counts
+        commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{command}'; echo '13|RUNNING|None|n1|(null)'")
+        assert [standing.job_id for standing in standings(job)] == ["12"]
 
 
 def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> None:
