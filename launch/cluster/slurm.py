@@ -178,17 +178,19 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     return found
 
 
-def jobs_of(script: Path, noted: Collection[str] = ()) -> dict[str, QueueState]:
+def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[str, QueueState]:
     """The jobs and array tasks in the queue or on nodes that run this batch script. Raises SlurmError.
 
-    ``noted``: ids that sbatch gave. They count where Slurm knows no batch script, as where a site's sbatch hands the script over by a pipe.
+    Where Slurm knows no batch script, such as where a site's sbatch passes it through a pipe: jobs of this ``name`` with ``noted`` ids.
     """
     rows = _parse(call("squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"))
-    return {
-        job: row
-        for job, row in rows.items()
-        if row.active and (row.command == str(script) or (not row.command and job.partition("_")[0] in noted))
-    }
+
+    def is_ours(job: str, command: str) -> bool:
+        if command:
+            return command == str(script)
+        return job.partition("_")[0] in noted and job_fields(job).get("JobName") == name
+
+    return {job: row for job, row in rows.items() if row.active and is_ours(job, row.command)}
 
 
 def cancel(job_ids: Sequence[str]) -> None:

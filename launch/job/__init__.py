@@ -13,7 +13,7 @@ An item is one run of the job: the job's own directory, or, in an array, a direc
 
     ITEM/launch/state.json       how the item stands, by its supervisor
     ITEM/launch/stop.json        someone asked it to stop, or the supervisor gave up: it is not restarted until `requeue` removes this
-    ITEM/launch/busy.json        how often, and since when, a job found that another one keeps the item going
+    ITEM/launch/busy_JOB.json    how often, and since when, that job found that another one keeps the item going
     ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
         logs/rank_00000.log      a line is "<unix time> <text>"; at most 64 MiB, then its first and last 16 MiB (`launch.node.logs`)
         ranks/rank_00000.json    pid, host, exit, error

@@ -92,13 +92,13 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
     """Item -> its job's id and state, of the items that are in the queue.
 
-    They are found by their batch script, and by the ids that were noted only where Slurm knows no script: it may have given such an id to
-    another job since.
+    They are found by their batch script, and by recorded ids only where Slurm knows no script: it may have given such an id to another job.
     """
     if job.profile.get("scheduler") != "slurm":
         return {}
     rows = {}
-    for job_id, state in slurm.jobs_of(script_of(job), {str(line["job_id"]) for line in submissions(job)}).items():
+    ids = {str(line["job_id"]) for line in submissions(job)}
+    for job_id, state in slurm.jobs_of(script_of(job), job.name, ids).items():
         _, underscore, task = job_id.partition("_")
         if job.array == bool(underscore) and (not underscore or task.isdigit()):
             rows[int(task) if underscore else 0] = (job_id, state)

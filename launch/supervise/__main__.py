@@ -24,7 +24,7 @@ from launch.supervise.policy import BUSY_SECONDS, BUSY_TIMES
 from launch.supervise.watch import Signals, noted
 
 LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
-BUSY = "busy.json"  # in ITEM/launch: how often, and since when, a job found the item kept going by another one
+BUSY = "busy_{}.json"  # in ITEM/launch: how often, and since when, this job found that another one keeps the item going
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
             except OSError:
                 pass
             break
-        (folder / BUSY).unlink(missing_ok=True)
+        (folder / BUSY.format(place.job_id)).unlink(missing_ok=True)
         yield True
 
 
@@ -116,11 +116,10 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
     if (folder / "stop.json").exists():
         print(f"launch: {item.directory} is kept going by {holder}, and is to stop", flush=True)
         sys.exit(Exit.FAULT)
-    seen = read_json(folder / BUSY) or {}
-    if seen.get("job_id") != place.job_id:
-        seen = {"job_id": place.job_id, "since": time.time(), "times": 0}
+    count = folder / BUSY.format(place.job_id)
+    seen = read_json(count) or {"since": time.time(), "times": 0}
     seen["times"] += 1
-    write_json(folder / BUSY, seen)
+    write_json(count, seen)
     print(f"launch: {item.directory} is kept going by {holder}: back to the queue", flush=True)
     why = "it does not end; see python -m launch status"
     while seen["times"] <= BUSY_TIMES and time.time() - seen["since"] < BUSY_SECONDS:
@@ -132,7 +131,7 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
         except PlaceError as error:
             why = str(error)
             break
-    (folder / BUSY).unlink(missing_ok=True)
+    count.unlink(missing_ok=True)
     minutes = (time.time() - seen["since"]) / 60
     message = f"{item.directory} is kept going by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
     print(f"launch: stopped: {message}", flush=True)

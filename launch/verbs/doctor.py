@@ -228,7 +228,7 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
         return wanted
     names = set((profile.slurm.partition or "").split(",")) - {""}
     known = [node for node in slurm.all_nodes() if not names or names & set(node.partitions)]
-    gpus, away = checks.gpus_asked(profile), checks.hosts(profile.slurm.exclude)
+    gpus, away = checks.gpus_asked(profile), slurm.hosts(profile.slurm.exclude)
     fit = [node for node in known if node.in_service and node.gpus >= gpus and node.name not in away]
     return max(1, min(2, len(fit)))
 

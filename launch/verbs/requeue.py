@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fem_common.errors import UserError
-from launch.cluster import checks, slurm
+from launch.cluster import slurm
 from launch.cluster.profile import from_json, load_profile
 from launch.job import Job, launch_folder
 from launch.job.item_state import Standing, counted, find_job, standings, state_of
@@ -116,7 +116,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     reason = f" ({standing.message})" if standing.message else ""
     text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
     nodes = slurm.all_nodes() if away else []
-    if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), checks.hosts(away)):
+    if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), slurm.hosts(away)):
         where = cordon_file(job.profile, job.working_directory)
         text += f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, --exclude"
     return text

@@ -303,12 +303,13 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
     assert stands(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
     commands.put("squeue", "echo '12|RUNNING|None|n1|/else/launch/job.sh'")
     assert [standing.kind for standing in standings(job)] == ["idle"]
-    for command in (
-        str(script),
-        "(null)",
-    ):  # the latter where a site's sbatch reads the script from a pipe: then the id that was noted counts
-        commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{command}'; echo '13|RUNNING|None|n1|(null)'")
-        assert [standing.job_id for standing in standings(job)] == ["12"]
+    commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{script}'; echo '13|RUNNING|None|n1|(null)'")
+    assert [standing.job_id for standing in standings(job)] == ["12"]
+    # Where a site's sbatch passes the script through a pipe, the recorded id and the job's name count.
+    commands.put("squeue", "echo '12|RUNNING|None|n1|(null)'; echo '13|RUNNING|None|n1|(null)'")
+    for name, kind in (("a run", "active"), ("another", "idle")):
+        commands.put("scontrol", f"echo 'JobId=12 JobName={name} UserId=me(7)'")
+        assert [standing.kind for standing in standings(job)] == [kind]
 
 
 def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> None:
@@ -342,7 +343,7 @@ def test_a_lock_that_is_left_held_stops_no_run(
 
     Where that other job does not end, this one does, after as many starts or as long as the README says.
     """
-    busy, notices = tmp_path / "launch" / supervisor.BUSY, tmp_path / "notices"
+    busy, notices = tmp_path / "launch" / "busy_8.json", tmp_path / "notices"
 
     def refused() -> Any:
         with pytest.raises(SystemExit) as left, alone("8"):
@@ -359,7 +360,7 @@ def test_a_lock_that_is_left_held_stops_no_run(
         told = json.loads(notices.read_text())
         assert told["event"] == "stopped" and "another job (7, on n9), after 3 starts and 0 minutes" in told["message"]
         monkeypatch.setattr(supervisor, "BUSY_SECONDS", 100.0)
-        write_json(busy, {"job_id": "8", "since": time.time() - 101.0, "times": 1})
+        write_json(busy, {"since": time.time() - 101.0, "times": 1})
         assert refused() == Exit.FAULT
         assert refused() == 0 and read_json(busy)["times"] == 1
     with alone("8") as held:

@@ -290,7 +290,7 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     """node1 goes bad after three ordinary requeues, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
     run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "job", "--dependency", login.job_that_is_over(), "--parsable")
     bad = "'[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3'"
-    lines = f"setup.lines=['[ ${{SLURM_RESTART_COUNT:-0}} = 3 ] || [ $SLURMD_NODENAME != node1 ] || sleep 600', {bad}]"
+    lines = f"setup.lines=['[ ${{SLURM_RESTART_COUNT:-0}} -ge 3 ] || sleep 600', {bad}]"
     job = login.launch(*run, "--set", lines, "--set", "host_python=python3", "--set", "slurm.options=[--comment=a grant]").strip()
     for restarts in range(3):
         wait_for(lambda: login.cluster.job(job).get("Restarts") == str(restarts) and login.cluster.state(job) == "RUNNING")  # noqa: B023
