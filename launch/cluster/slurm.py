@@ -313,27 +313,27 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
     All are of one partition and of the job's reservation, and a node that the job names (--nodelist) cannot be excluded. Slurm lets a job
     wait for ever where that is not so (BadConstraints). Raises SlurmError.
     """
-    if hosts(_listed(job, "ReqNodeList")) & {*exclude}:
+    if {*hosts(listed(job, "ReqNodeList"))} & {*exclude}:
         return False
     reserved = set[str]()
-    for name in _listed(job, "Reservation"):
+    for name in listed(job, "Reservation"):
         with suppress(SlurmError):  # what cannot be read counts as met
             for record in records(call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)):
-                reserved |= hosts(_listed(record, "Nodes"))
+                reserved.update(hosts(listed(record, "Nodes")))
     left = [node for node in nodes if node.name not in exclude and (not reserved or node.name in reserved)]
     wanted, partitions = number(job.get("NumNodes")) or 1, job.get("Partition", "(null)").split(",")
     return any(sum(node.fits({**job, "Partition": partition}) for node in left) >= wanted for partition in partitions)
 
 
-def _listed(record: Mapping[str, str], field: str) -> list[str]:
+def listed(record: Mapping[str, str], field: str) -> list[str]:
     """A field's list, cut at its commas; empty where scontrol shows none."""
     text = record.get(field, "(null)")
     return [] if text in ("", "(null)") else text.split(",")
 
 
-def hosts(lists: Sequence[str]) -> set[str]:
-    """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
-    return set(call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split()) if lists else set()
+def hosts(lists: Sequence[str]) -> list[str]:
+    """The nodes in lists such as node[01-04],node07, in their order. Raises SlurmError."""
+    return call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split() if lists else []
 
 
 def job_fields(job: str) -> dict[str, str]:

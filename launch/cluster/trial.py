@@ -98,7 +98,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
                     break
             else:
                 started = started or time.monotonic()
-                outcome.nodes = outcome.nodes or tuple(slurm.call("scontrol", "show", "hostnames", state.nodes).split())
+                outcome.nodes = outcome.nodes or tuple(slurm.hosts([state.nodes]))
                 say(f"job {job_id} runs on {state.nodes}")
                 if time.monotonic() - started > limit:
                     silent = "" if last_attempt(outcome) or not outcome.nodes else f"; {outcome.nodes[0]} did not start it"

@@ -70,6 +70,11 @@ class Job:
         """Ranks of an item."""
         return self.nodes * self.processes_per_node
 
+    @property
+    def script(self) -> Path:
+        """The rendered batch script, where there is one."""
+        return launch_folder(Path(self.directory)) / "job.sh"
+
     def save(self) -> None:
         """Write DIR/launch/job.json."""
         write_json(launch_folder(Path(self.directory)) / "job.json", {"format": FORMAT, **asdict(self)})

@@ -98,16 +98,11 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
         return {}
     rows = {}
     ids = {str(line["job_id"]) for line in submissions(job)}
-    for job_id, state in slurm.jobs_of(script_of(job), job.name, ids).items():
+    for job_id, state in slurm.jobs_of(job.script, job.name, ids).items():
         _, underscore, task = job_id.partition("_")
         if job.array == bool(underscore) and (not underscore or task.isdigit()):
             rows[int(task) if underscore else 0] = (job_id, state)
     return {index: row for index, row in rows.items() if index < len(job.items)}
-
-
-def script_of(job: Job) -> Path:
-    """A job's batch script."""
-    return launch_folder(Path(job.directory)) / "job.sh"
 
 
 def state_of(directory: str) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequ
         ("excluded", ", ".join([*profile.slurm.exclude, *exclude]) or "no node"),
         ("after", after or "nothing"),
         ("starts", " ".join(["python", *job.items[0].arguments])),
-        ("command", f"sbatch --parsable {shlex.quote(str(launch_folder(Path(job.directory)) / 'job.sh'))}"),
+        ("command", f"sbatch --parsable {shlex.quote(str(job.script))}"),
     ]
     if draft.starting:
         rows.append(("data", data_fault(draft.starting, job.world_size) or "is there"))

@@ -139,7 +139,7 @@ def _directives(job: Job, profile: Profile, dependency: str | None, array: str |
 
 def _notice(job: Job) -> str:
     """The event "stopped" of a job whose supervisor could not be started, as the beginning of a JSON object without its end."""
-    message = f"the supervisor could not be started {len(START_DELAYS) + 1} times in a row, the last time on this node"
+    message = "the supervisor could not be started on this node, and the job does not go back to the queue"
     facts = {"event": "stopped", "name": job.name, "directory": job.directory, "attempt": 0, "message": message}
     return json.dumps(facts).removesuffix("}")
 

@@ -223,7 +223,7 @@ class Tail:
             with self.source.path.open("rb") as file:
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
-                while position > 0 and data.count(b"\n") <= count:
+                while position > 0 and data.count(b"\n") <= count + 1:  # with the line before, which `last` is to be whole
                     position = max(0, position - _BLOCK)
                     file.seek(position)
                     data = file.read(end - position)

@@ -18,7 +18,7 @@ from typing import Any
 
 from fem_common.errors import reason
 from fem_common.ports import server_port
-from launch.cluster.slurm import ANSWER_SECONDS, SlurmError, all_nodes, call, enough_nodes, job_fields
+from launch.cluster.slurm import ANSWER_SECONDS, SlurmError, all_nodes, call, enough_nodes, hosts, job_fields, listed
 from launch.job import last_lines, launch_folder
 from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, is_away, taken
@@ -49,13 +49,13 @@ class SlurmPlace(Place):
 
     def nodes(self) -> tuple[str, ...]:
         """The allocation's nodes, the head node first. Raises PlaceError."""
-        listed = self._environ.get("SLURM_JOB_NODELIST") or self._environ.get("SLURM_NODELIST") or ""
+        names = self._environ.get("SLURM_JOB_NODELIST") or self._environ.get("SLURM_NODELIST") or ""
         try:
-            nodes = tuple(call("scontrol", "show", "hostnames", listed).split())
+            nodes = tuple(hosts([names]))
         except SlurmError as error:
             raise PlaceError(str(error)) from None
         if not nodes:
-            raise PlaceError(f"scontrol knows no nodes in SLURM_JOB_NODELIST={listed!r}")
+            raise PlaceError(f"scontrol knows no nodes in SLURM_JOB_NODELIST={names!r}")
         return nodes
 
     def start(self, attempt: Attempt) -> SlurmRunning:
@@ -196,13 +196,11 @@ class SlurmPlace(Place):
             # Slurm refuses the whole list for one name that it does not know any more.
             known = {node.name for node in nodes} or None
             shown = self._shown()
-            had = shown.get("ExcNodeList", "(null)")
-            before = call("scontrol", "show", "hostnames", had, timeout=ANSWER_SECONDS).split() if had != "(null)" else []
+            before = hosts(listed(shown, "ExcNodeList"))
             wanted = list(dict.fromkeys([*before, *(node for node in exclude if known is None or node in known)]))
             if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone", flush=True)
-                own = call("scontrol", "show", "hostnames", ",".join(self._own), timeout=ANSWER_SECONDS).split() if self._own else []
-                wanted = [node for node in own if node in known]
+                wanted = [node for node in hosts(self._own) if node in known]
             call("scontrol", "update", f"JobId={self._job}", f"ExcNodeList={','.join(wanted)}", timeout=ANSWER_SECONDS)
         except SlurmError as error:
             print(f"launch: nodes {', '.join(exclude)} cannot be excluded: {error}", flush=True)

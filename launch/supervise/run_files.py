@@ -222,7 +222,7 @@ def ranks_environment(job: Job, item: Item, folder: Path, environ: Mapping[str, 
 
 def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, str]) -> None:
     """Copy what the attempt is made of into its folder: job.sh, config.yaml, and what of the environment may be told."""
-    for source in (launch_folder(Path(job.directory)) / "job.sh", launch_folder(Path(item.directory)) / "config.yaml"):
+    for source in (job.script, launch_folder(Path(item.directory)) / "config.yaml"):
         if source.is_file():
             shutil.copyfile(source, folder / source.name)
     harmless = secrets.harmless_environment(environment)

@@ -29,7 +29,7 @@ from fem_common.errors import UserError
 from fem_common.text import count, duration
 from launch.cluster import slurm
 from launch.job import Job, attempts, last_json_lines, launch_folder, load_job, read_json
-from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, script_of, state_of, submissions
+from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, state_of, submissions
 from launch.node.logs import started
 
 LAST_SUBMISSIONS = 5  # of a job are asked for
@@ -144,7 +144,7 @@ def _queued(job: Job, index: int, queue: Queue) -> str | None:
     """The item's job id that Slurm knows: an active one before the last one."""
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
-    known = [job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(script_of(job))]
+    known = [job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(job.script)]
     return max(known, key=lambda job_id: (queue.states[job_id].active, known.index(job_id)), default=None)
 
 

@@ -47,7 +47,9 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
     told: list[str] = []
     for word in words:
         if re.fullmatch(r"\d+(_\d+)?", word):
-            told.append(f"afterok:{_known(word) if ask else word}")
+            if ask:
+                _check("afterok", word, word)
+            told.append(f"afterok:{word}")
         elif all(WRITTEN.fullmatch(part) for part in word.split(",")):
             for kind, *ids in (part.split(":") for part in word.split(",")):
                 for job_id in ids if ask and kind in _NEVER else ():
@@ -58,12 +60,6 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
         else:
             raise UserError(f"--dependency {word}: neither a job's id, nor afterok:ID, nor a directory")
     return ",".join(dict.fromkeys(told)) or None
-
-
-def _known(job_id: str) -> str:
-    """A job's id. Raises UserError where it ended badly, or Slurm has forgotten it: a job after it would never, or at once, start."""
-    _check("afterok", job_id, job_id)
-    return job_id
 
 
 # Of a dependency's kind: the ends after which the other job would never start.
@@ -209,7 +205,7 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
 
 def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | None, after: str | None, exclude: Sequence[str]) -> str:
     """Write DIR/launch/job.sh, submit it and note the submission: the job's id. The directory is locked. Raises UserError."""
-    script = launch_folder(Path(job.directory)) / "job.sh"
+    script = job.script
     array = array_words(items, at_once) if job.array else None
     write_whole(script, render(job, profile, dependency=after, array=array, exclude=exclude), synced=False)
     if profile.logs:
@@ -264,7 +260,7 @@ def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask
     array = array_words(draft.ready or draft.asked, arguments.at_once) if draft.job.array else None
     script = render(draft.job, profile, dependency=after, array=array, exclude=exclude)
     told = plan.describe(draft, profile, arguments.words, exclude, after, arguments.at_once)
-    return f"{told}\n--- {launch_folder(Path(draft.job.directory)) / 'job.sh'}\n{script}"
+    return f"{told}\n--- {draft.job.script}\n{script}"
 
 
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:

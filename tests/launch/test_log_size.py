@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import re
@@ -107,7 +108,8 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(tmp_
         path.write_bytes(whole[:size])
         readers.append((size // 40, Tail(source)))
         assert numbers(readers[-1][1].read()) == list(range(size // 40))
-    for count in (1, 10, 19, 20):
+    for count, block in itertools.product((1, 10, 19, 20), (1, 39, 1000)):
+        monkeypatch.setattr(logs, "_BLOCK", block)
         readers.append((20 - count, Tail(source)))
         readers[-1][1].skip_to_last(count)
     scribe.feed(b"line %019d\n" % 20)
