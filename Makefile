@@ -25,7 +25,7 @@ endif
 # Some images forbid Python to keep compiled modules; every process would compile torch and Megatron anew, for twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup check-python demo gpu test test-slurm test-all lint format clean
+.PHONY: help setup check-python demo gpu test test-slurm test-draw test-all lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,10 +69,15 @@ test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in three minut
 	@# three files at a time: they wait for Slurm more than they compute
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -n 3 -m 'slurm and not slow' tests/slurm
 
+SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
+test-draw: $(ENVIRONMENT)  ## three minutes of the slow tests, drawn by the commit; SEED=... draws those of another one
+	@# recorded seconds of one worker: 170 for each of two; the rest of the three minutes starts them
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v -rs $(SHARED) -m slow --slow-seconds 340 --slow-seed $(SEED)
+
 test-all: lint  ## the night's: the slow tests too, a real Slurm, and ten of the mutants
 	bash tests/slurm/install.sh
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) -m 'not slurm'
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) --record-durations -m 'not slurm'
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs --record-durations -m slurm tests/slurm
 	$(PYTHON) -m tests.mutants --sample 10 --seed 1
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy

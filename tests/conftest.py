@@ -16,15 +16,8 @@ import pytest
 from tests.interpreter import interpret
 
 interpret()
-pytest_plugins = ["tests.wording"]
-# The files that take longest, the longest first: at the end of a run no worker waits for another's.
-LONG = (
-    *("pretrain/test_deepspeed.py", "pretrain/test_parity.py", "tools/test_kernel_gate.py", "kernels/test_cases.py"),
-    *("pretrain/test_store_data.py", "pretrain/test_checkpoints.py", "pretrain/test_mirror.py", "pretrain/test_checkpoint_faults.py"),
-    *("launch/test_local.py", "pretrain/test_memory.py", "pretrain/test_new_mixer.py", "pretrain/test_write_faults.py"),
-    *("data_prep/test_encoders.py", "tools/hf/test_layouts.py", "tools/hf/test_elsewhere.py", "data_prep/test_crash.py"),
-    *("slurm/test_ends.py", "slurm/test_training.py"),
-)
+pytest_plugins = ["tests.wording", "tests.draw"]
+ROOMS = ("fem_common", "kernels", "fem_megatron", "data_prep", "pretrain", "tools", "launch", "slurm")  # each builds on those before it
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported
 
@@ -38,6 +31,17 @@ def interruptible() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take files in this order."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+    """Workers take files in this order: the first room, the files recorded as long, the longest first, and the others by room.
+
+    Short files come last, so that no worker waits for another's long one at the end.
+    """
+    from tests.draw import read_durations  # a plugin: pytest imports it first, to rewrite its asserts
+
+    here, seconds = Path(__file__).parent, read_durations()["quick files"]
+    places = {room: place for place, room in enumerate(ROOMS)}
+
+    def place(item: pytest.Item) -> tuple[bool, float, int]:
+        room = item.path.relative_to(here).parts[0]
+        return room != ROOMS[0], -seconds.get(f"tests/{item.path.relative_to(here)}", 0.0), places.get(room, len(ROOMS))
+
+    items.sort(key=place)

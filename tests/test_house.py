@@ -66,6 +66,7 @@ def texts(*endings: str) -> Sources:
 
 
 python_sources = functools.partial(texts, ".py")
+parsed = functools.cache(ast.parse)  # every rule reads every file
 
 
 def of_rooms() -> Sources:
@@ -75,13 +76,13 @@ def of_rooms() -> Sources:
 
 def nodes(sources: Sources, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(path, node) of every node of every file but these."""
-    return ((name, node) for name, text in sources.items() if name not in but for node in ast.walk(ast.parse(text)))
+    return ((name, node) for name, text in sources.items() if name not in but for node in ast.walk(parsed(text)))
 
 
 def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import in a file, inside functions and under TYPE_CHECKING too."""
     package = name.removesuffix(".py").split("/")[:-1]
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -155,7 +156,7 @@ def too_long(sources: Sources) -> list[str]:
     """A module of more than 400 lines or a function of more than 70 whose docstring gives no reason ("Long, because ...")."""
     faults = []
     for name, text in sources.items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         found: list[tuple[str, Any, int, int]] = [("the module", tree, len(text.splitlines()), MODULE_LINES)]
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         found += [(node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES) for node in functions]
@@ -170,10 +171,10 @@ def undocumented(sources: Sources) -> list[str]:
     A method may do without where a class of the same file, or one that its class is made from, documents that name (an interface), or
     under torch.autograd.Function.
     """
-    faults = [f"{name}: the module" for name, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    faults = [f"{name}: the module" for name, text in sources.items() if text.strip() and not ast.get_docstring(parsed(text))]
     classes = {node.name: node for _, node in nodes(sources) if isinstance(node, ast.ClassDef)}
     for name, text in sources.items():
-        body = ast.parse(text).body
+        body = parsed(text).body
         public = [node for node in body if isinstance(node, Definition) and not node.name.startswith("_")]
         faults += [f"{name}:{node.lineno}: {node.name}" for node in public if not ast.get_docstring(node)]
         here = set[str]().union(*(documented(node) for node in body if isinstance(node, ast.ClassDef)))

@@ -80,7 +80,7 @@ def test_a_layer_is_one_graph(name: str) -> None:
     rng = torch.Generator().manual_seed(1)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=rng)
-    x, found = torch.randn(20, 2, 32, generator=rng).requires_grad_(), []
+    x, found = torch.randn(20, 2, model.stream_size, generator=rng).requires_grad_(), []
     for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
         y = read(x, Context())
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))

@@ -14,7 +14,10 @@ ROOT = LISTS.parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A line of a file and what it becomes, without indentation; ``near``: the line above, where the line alone is not unique."""
+    """A line of a file and what it becomes, without indentation.
+
+    near: the line above, where the line alone is not unique. slow: the slow test that fails, where no quick one does.
+    """
 
     id: str
     file: str
@@ -22,6 +25,7 @@ class Mutant:
     becomes: str
     why: str
     near: str | None = None
+    slow: str | None = None
 
     def place(self, root: Path) -> int:
         """The index of its line in the file below ``root``. ValueError: it is not there, or several times."""

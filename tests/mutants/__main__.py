@@ -76,16 +76,22 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
 
 
 def judge(mutant: Mutant, tests: list[str]) -> str:
-    """``killed``, ``survived`` or ``unreached``."""
-    if not tests:
-        return "unreached"
+    """``killed``, ``slow`` (killed by its slow test alone), ``survived`` or ``unreached``."""
+    verdict = _judged(mutant, QUICK, tests) if tests else "unreached"
+    if verdict != "killed" and mutant.slow:
+        return "slow" if _judged(mutant, ["-m", "slow"], [mutant.slow]) == "killed" else "survived"
+    return verdict
+
+
+def _judged(mutant: Mutant, which: list[str], tests: list[str]) -> str:
+    """``killed`` or ``survived``."""
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder, "tree"))
         (tree / mutant.file).write_text(mutant.text(ROOT), encoding="utf-8")
         named = Path(folder, "tests")
         named.write_text("\n".join(tests) + "\n")
         try:
-            code = run_tests(tree, [*QUICK, "-x", f"@{named}"], LIMIT)
+            code = run_tests(tree, [*which, "-x", f"@{named}"], LIMIT)
         except subprocess.TimeoutExpired:
             return "killed"
     if code not in (0, 1, 2):
@@ -118,13 +124,13 @@ def main() -> int:
         reach = learn(mutants, [])
         if options.reach:
             options.reach.write_text(json.dumps(reach, indent=1))
-    killed, began = 0, time.monotonic()
+    killed, slow, began = 0, 0, time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
         for done, (mutant, verdict) in enumerate(pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), mutants), 1):
-            killed += verdict == "killed"
+            killed, slow = killed + (verdict in ("killed", "slow")), slow + (verdict == "slow")
             left = (time.monotonic() - began) / done * (len(mutants) - done)
             print(f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)}, {left / 60:.0f} min left", flush=True)
-    print(f"{killed} of {len(mutants)} mutants killed")
+    print(f"{killed} of {len(mutants)} mutants killed, {slow} of them by slow tests alone")
     return 0 if killed == len(mutants) else 1
 
 

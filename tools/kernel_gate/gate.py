@@ -5,7 +5,9 @@ Triton compiles to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. N
 
 from __future__ import annotations
 
+import ast
 import bisect
+import hashlib
 import importlib
 import itertools
 import multiprocessing
@@ -304,13 +306,33 @@ def in_processes(work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Bu
     return [found[build] for build in builds]
 
 
+def sources_hash() -> str:
+    """SHA-256 of the syntax of the kernels and of this gate, without comments, docstrings and layout: what docs/kernels.md depends on."""
+    folders = (Path(kernels.__file__).parent, Path(__file__).parent)
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    syntax = [(path.relative_to(folders[0].parent).as_posix(), _syntax(ast.parse(path.read_bytes()))) for path in paths]
+    return hashlib.sha256(repr(syntax).encode()).hexdigest()
+
+
+def _syntax(node: Any) -> Any:
+    """A tree as lists. Fields without a value are left out: newer versions of Python have more of them."""
+    if isinstance(node, list):
+        kept = [each for each in node if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+        return [_syntax(each) for each in kept]
+    if isinstance(node, ast.AST):
+        fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, [])}
+        return [type(node).__name__, *((name, _syntax(value)) for name, value in fields.items())]
+    return node
+
+
 def page(built: list[Built], triton_version: str) -> str:
     """docs/kernels.md: a row a kernel, the most of its builds."""
     lines = [
         "# The kernels' machine code",
         "",
         "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them.",
+        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them,",
+        f"from sources whose hash is `{sources_hash()}`.",
         "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
         "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
@@ -352,6 +374,11 @@ def page(built: list[Built], triton_version: str) -> str:
         lines += ["", "## Warnings of ptxas that are allowed", "", "| warning | why | kernels |", "|---|---|---|"]
         lines += [f"| {code} | {why} | {', '.join(sorted(kernels_))} |" for (code, why), kernels_ in sorted(allowed.items())]
     return "\n".join(lines) + "\n"
+
+
+def sections(text: str) -> dict[str, str]:
+    """The parts of docs/kernels.md by title, each with the rows of one module; the last part lists the allowed warnings."""
+    return {part.partition("\n")[0]: part.strip() for part in text.split("\n## ")[1:]}
 
 
 def _unsuited(found: Report) -> bool:

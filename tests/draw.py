@@ -1,0 +1,155 @@
+"""A share of the slow tests in every CI run: ``pytest -m slow --slow-seconds N --slow-seed TEXT``; and the durations that it is drawn by.
+
+Durations are in ``durations.json``, which ``pytest --record-durations`` updates with what it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+DURATIONS = Path(__file__).with_name("durations.json")
+UNKNOWN = 30.0  # seconds that a case without a recorded duration counts
+LEAST = 5.0  # seconds; quick tests of a file that together take less are not recorded
+Recorded = dict[str, dict[str, float]]  # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds a case
+
+
+def read_durations() -> Recorded:
+    """Return the recorded durations; empty where nothing is recorded."""
+    return json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {"quick files": {}, "slow tests": {}}
+
+
+def function_of(case: str) -> str:
+    """Return a node id without its parameters."""
+    return case.partition("[")[0]
+
+
+def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed: str) -> list[str]:
+    """Draw node ids of slow tests whose recorded durations fit the budget, the longest file first.
+
+    Each round takes one random case of every test function, in random order, so that a function of 900 cases does not displace the others.
+    A function of which one case exceeds the budget is never drawn.
+    """
+    dice = random.Random(seed)
+    waiting: dict[str, list[str]] = defaultdict(list)
+    for case in sorted(cases):
+        waiting[function_of(case)].append(case)
+    order = sorted(waiting)
+    dice.shuffle(order)
+    for function in order:
+        dice.shuffle(waiting[function])
+    drawn, files = list[str](), defaultdict[str, float](float)
+    while order := [function for function in order if waiting[function] and seconds.get(function, UNKNOWN) <= budget]:
+        for function in order:
+            cost = seconds.get(function, UNKNOWN)
+            if cost <= budget:
+                budget -= cost
+                files[function.partition("::")[0]] += cost
+                drawn.append(waiting[function].pop())
+    return sorted(drawn, key=lambda case: (-files[case.partition("::")[0]], case))
+
+
+def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
+    """Summarize reports, each a node id, a phase, seconds and whether the test is slow.
+
+    A module's fixtures run in the set-up of one test for all: a file's set-up time is shared equally by its tests.
+    """
+    own, set_up = defaultdict[str, float](float), defaultdict[str, float](float)
+    slow: dict[str, bool] = {}
+    for case, phase, seconds, is_slow in reports:
+        slow[case] = is_slow
+        if phase == "setup":
+            set_up[case.partition("::")[0]] += seconds
+        else:
+            own[case] += seconds
+    tests = defaultdict[str, int](int)
+    for case in slow:
+        tests[case.partition("::")[0]] += 1
+    quick, cases = defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    for case, is_slow in slow.items():
+        file = case.partition("::")[0]
+        seconds = own[case] + set_up[file] / tests[file]
+        if is_slow:
+            cases[function_of(case)].append(seconds)
+        else:
+            quick[file] += seconds
+    return {"quick files": dict(quick), "slow tests": {function: sum(each) / len(each) for function, each in cases.items()}}
+
+
+def merged(recorded: Recorded, found: Recorded) -> Recorded:
+    """Replace recorded durations by those found, rounded to two digits; drop the files that are gone.
+
+    A test that is skipped here, which takes no time, keeps the duration that another machine recorded.
+    """
+    answer = {}
+    for kind in ("quick files", "slow tests"):
+        new = {name: seconds for name, seconds in found[kind].items() if seconds >= 0.01 or name not in recorded[kind]}
+        values = {**recorded[kind], **new}
+        kept = {
+            name: float(f"{seconds:.2g}")
+            for name, seconds in sorted(values.items())
+            if (seconds >= LEAST or kind == "slow tests") and (DURATIONS.parents[1] / name.partition("::")[0]).exists()
+        }
+        answer[kind] = kept
+    return answer
+
+
+class Recorder:
+    """Collects durations where the reports of all workers arrive, and writes the file at the end of a run."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[str, str, float, bool]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = 0.0 if report.skipped else report.duration
+        self.reports.append((report.nodeid, report.when or "", seconds, "slow" in report.keywords))
+
+    def pytest_sessionfinish(self) -> None:
+        text = json.dumps(merged(read_durations(), measured(self.reports)), indent=1)
+        DURATIONS.write_text(f"{text}\n", encoding="utf-8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("durations")
+    group.addoption("--slow-seconds", type=float, metavar="N", help="with -m slow: tests drawn for N recorded seconds, of all workers")
+    group.addoption("--slow-seed", default="0", metavar="TEXT", help="what the draw depends on, besides the tests and their durations")
+    group.addoption("--record-durations", action="store_true", help=f"update tests/{DURATIONS.name} with what was run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A draw imports only the files that have slow tests."""
+    drawing = config.getoption("--slow-seconds") is not None and collection_path.suffix == ".py"
+    return True if drawing and not re.search(r"mark\.slow\b", collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Write how to draw the same tests again, and which tests no draw of this size has."""
+    budget, seed = config.getoption("--slow-seconds"), config.getoption("--slow-seed")
+    if budget is None:
+        return []
+    longer = [f"{name} ({seconds:.0f} s)" for name, seconds in read_durations()["slow tests"].items() if seconds > budget]
+    lines = [f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds {budget:g} --slow-seed {seed}"]
+    return [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"] if longer else lines
+
+
+@pytest.hookimpl(trylast=True)  # after -m has taken away the quick tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the drawn tests only, in the draw's order."""
+    budget = config.getoption("--slow-seconds")
+    if budget is None:
+        return
+    of = {item.nodeid: item for item in items if item.get_closest_marker("slow")}
+    drawn = draw(of, read_durations()["slow tests"], budget, config.getoption("--slow-seed"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in set(drawn)])
+    items[:] = [of[case] for case in drawn]
