@@ -15,3 +15,5 @@ def test_a_mutant_is_a_fault_of_todays_source(mutant: Mutant) -> None:
     assert changed != (ROOT / mutant.file).read_text(encoding="utf-8")
     if mutant.file.endswith(".py"):
         ast.parse(changed)
+    file, _, test = (mutant.slow or "").partition("::")
+    assert not file or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -333,6 +333,7 @@ def test_few_builds_have_each_form_and_type() -> None:
     builds = [made(*each) for each in sizes]
     assert [build.label for build in covering(builds, sizes=False)] == ["a", "d"]
     assert [build.label for build in covering(builds)] == ["a", "c", "d"]
+    assert len(covering([made("one of many sizes", width, True, None) for width in range(9)])) == 9
 
 
 WRONG = {
