@@ -125,8 +125,9 @@ class Sites:
     def _added(self, site: str, update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor) -> None:
         x, context = arguments
         assert isinstance(update, Update)
-        # CEM may step from the normalised stream, which would hide the steps' own size.
-        self._keep(site.format(context.iteration), after.detach() - update.start(x.detach()).detach())
+        # CEM may step from the normalised stream, which would hide the steps' own size; YuriiFormer's stream carries velocities too.
+        tokens = after.detach()[..., : update.hidden]
+        self._keep(site.format(context.iteration), tokens - update.start(x.detach()).detach())
 
     def _logits(self, vocabulary: int, layer: nn.Module, arguments: Any, output: tuple[Tensor, Any]) -> None:
         self._keep("logits", output[0][..., :vocabulary])

@@ -42,8 +42,9 @@ def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Re
 
 @functools.cache
 def plain(name: str, dtype: torch.dtype = torch.float32) -> Results:
-    """The same of the model with weights of a type, by no region."""
-    return results(here(name, torch.float32).to(dtype))
+    """The same of the model with weights of a type, outside of the caller's regions."""
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return results(here(name, torch.float32).to(dtype))
 
 
 def error(name: str, dtype: torch.dtype, which: str = "logits") -> float:

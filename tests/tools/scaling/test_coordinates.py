@@ -126,7 +126,12 @@ def test_a_case_that_is_not_flat_is_an_exit_code(run: Path, tmp_path: Path, caps
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if not name.startswith("fla.")])
 def test_every_mixer_is_flat_under_mup(run: Path, tmp_path: Path, mixer: str) -> None:
-    assert check(run, tmp_path / "out", "--mixer", mixer, "--widths", "64,128,256,512", "--seeds", "3", *MUP) == 0
+    """After 8 steps: at 4 much of the logits' change is still the stream's times the first output weights, which shrinks with the width.
+
+    Mamba-2's ratio is 2.2 after 4 steps, 1.7 after 8 and 1.2 after 16.
+    """
+    words = ("--mixer", mixer, "--widths", "64,128,256,512", "--seeds", "3", "--steps", "8", *MUP)
+    assert check(run, tmp_path / "out", *words) == 0
 
 
 MISTAKES = (
