@@ -127,14 +127,18 @@ def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) ->
     were alone, so it holds the truth in 94%. With the scatter taken to be known it was 80 and 84%. The seeds are fixed.
     """
     held: dict[str, list[bool]] = {"N": [], "D": [], "multiplier": []}
+    without = set[int]()
     for seed in range(first, first + studies):
         fits, one = small_study(seed)
         found = [("N", fit.n_opt.exponent, 0.45) for fit in fits if fit.n_opt]
         found += [("D", fit.d_opt.exponent, 0.55) for fit in fits if fit.d_opt]
         found += [("multiplier", one.overall, 0.8)] if one.overall else []
         for name, estimate, truth in found:
-            assert estimate.low is not None and estimate.high is not None
-            held[name].append(estimate.low <= truth <= estimate.high)
+            if estimate.low is None or estimate.high is None:
+                without.add(seed)
+            else:
+                held[name].append(estimate.low <= truth <= estimate.high)
+    assert len(without) <= studies // 1000, without  # a law that fewer than half of the resamples have gets no interval
     share = {name: float(np.mean(some)) for name, some in held.items()}
     assert all(0.88 <= value <= 0.97 for value in share.values()), share
     assert len(held["multiplier"]) > 0.95 * studies  # in the others a minimum lies outside
