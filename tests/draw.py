@@ -16,6 +16,7 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 30.0  # seconds that a case without a recorded duration counts
+OWN = 20.0  # seconds; a case that takes more, and twice its function's mean, is recorded by itself
 LEAST = 5.0  # seconds; quick tests of a file that together take less are not recorded
 Recorded = dict[str, dict[str, float]]  # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds a case
 
@@ -30,11 +31,16 @@ def function_of(case: str) -> str:
     return case.partition("[")[0]
 
 
+def seconds_of(case: str, seconds: Mapping[str, float]) -> float:
+    """Return the recorded duration of a case: its own, or its function's mean."""
+    return seconds.get(case, seconds.get(function_of(case), UNKNOWN))
+
+
 def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed: str) -> list[str]:
     """Draw node ids of slow tests whose recorded durations fit the budget, the longest file first.
 
     Each round takes one random case of every test function, in random order, so that a function of 900 cases does not displace the others.
-    A function of which one case exceeds the budget is never drawn.
+    A case that exceeds the whole budget is never drawn.
     """
     dice = random.Random(seed)
     waiting: dict[str, list[str]] = defaultdict(list)
@@ -45,13 +51,13 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
     for function in order:
         dice.shuffle(waiting[function])
     drawn, files = list[str](), defaultdict[str, float](float)
-    while order := [function for function in order if waiting[function] and seconds.get(function, UNKNOWN) <= budget]:
+    while any(waiting.values()):
         for function in order:
-            cost = seconds.get(function, UNKNOWN)
-            if cost <= budget:
-                budget -= cost
-                files[function.partition("::")[0]] += cost
-                drawn.append(waiting[function].pop())
+            waiting[function] = [case for case in waiting[function] if seconds_of(case, seconds) <= budget]
+            if waiting[function]:
+                drawn.append(case := waiting[function].pop())
+                budget -= seconds_of(case, seconds)
+                files[case.partition("::")[0]] += seconds_of(case, seconds)
     return sorted(drawn, key=lambda case: (-files[case.partition("::")[0]], case))
 
 
@@ -71,15 +77,20 @@ def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
     tests = defaultdict[str, int](int)
     for case in slow:
         tests[case.partition("::")[0]] += 1
-    quick, cases = defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    quick, functions = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
     for case, is_slow in slow.items():
         file = case.partition("::")[0]
         seconds = own[case] + set_up[file] / tests[file]
         if is_slow:
-            cases[function_of(case)].append(seconds)
+            functions[function_of(case)][case] = seconds
         else:
             quick[file] += seconds
-    return {"quick files": dict(quick), "slow tests": {function: sum(each) / len(each) for function, each in cases.items()}}
+    found = dict[str, float]()
+    for function, each in functions.items():
+        mean = sum(each.values()) / len(each)
+        alone = {case: seconds for case, seconds in each.items() if seconds > max(OWN, 2 * mean)}
+        found |= {function: (sum(each.values()) - sum(alone.values())) / (len(each) - len(alone)), **alone}
+    return {"quick files": dict(quick), "slow tests": found}
 
 
 def merged(recorded: Recorded, found: Recorded) -> Recorded:

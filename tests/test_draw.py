@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import draw as module
-from tests.draw import draw, measured, merged
+from tests.draw import draw, measured, merged, seconds_of
 
 pytest_plugins = ["pytester"]
 SECONDS = {"a.py::test_many": 2.0, "a.py::test_one": 50.0, "b.py::test_long": 400.0}
 CASES = [*(f"a.py::test_many[{n}]" for n in range(300)), "a.py::test_one", "b.py::test_long", "c.py::test_unknown[x]"]
 
 
-@given(st.text(max_size=5), st.floats(0, 500), st.permutations(CASES[298:]))
-def test_a_draw_depends_on_its_seed_alone_and_keeps_the_budget(seed: str, budget: float, some: list[str]) -> None:
+@given(st.text(max_size=5), st.integers(0, 500), st.permutations(CASES[298:]))
+def test_a_draw_depends_on_its_seed_alone_and_keeps_the_budget(seed: str, budget: int, some: list[str]) -> None:
     drawn = draw(some, SECONDS, budget, seed)
     assert drawn == draw(sorted(some), SECONDS, budget, seed) and len(set(drawn)) == len(drawn)
-    spent = sum(SECONDS.get(module.function_of(case), module.UNKNOWN) for case in drawn)
+    spent = sum(seconds_of(case, SECONDS) for case in drawn)
     assert spent <= budget
-    assert all(spent + SECONDS.get(module.function_of(case), module.UNKNOWN) > budget for case in set(some) - set(drawn))
+    assert all(spent + seconds_of(case, SECONDS) > budget for case in set(some) - set(drawn))
 
 
 def test_every_test_that_fits_has_its_turn() -> None:
@@ -40,6 +40,8 @@ def test_a_file_s_set_up_is_shared_and_files_that_are_gone_are_dropped(monkeypat
     reports = [("a.py::test_x[1]", "setup", 30.0, True), ("a.py::test_x[1]", "call", 1.0, True), ("a.py::test_x[2]", "call", 3.0, True)]
     found = measured([*reports, ("a.py::test_y", "call", 0.5, False), ("b.py::test_z", "setup", 0.0, True)])
     assert found == {"quick files": {"a.py": 10.5}, "slow tests": {"a.py::test_x": 12.0, "b.py::test_z": 0.0}}
+    many = measured([(f"a.py::test_x[{n}]", "call", 50.0 if n == 7 else 1.0, True) for n in range(9)])
+    assert many["slow tests"] == {"a.py::test_x": 1.0, "a.py::test_x[7]": 50.0}
     before = {"quick files": {"a.py": 1.0, "gone.py": 9.0}, "slow tests": {"b.py::test_z": 7.0, "gone.py::test": 1.0}}
     assert merged(before, found) == {"quick files": {"a.py": 10.0}, "slow tests": {"a.py::test_x": 12.0, "b.py::test_z": 7.0}}
 
