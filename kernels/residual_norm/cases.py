@@ -62,5 +62,6 @@ SUITE = Suite(
     call=_call,
     small={"tokens": 13, "batch": 2, "channels": 37},
     real={"tokens": 4096, "batch": 2, "channels": 2048},
-    loose={},
+    # A token of one number is one number after RMSNorm, too: LayerNorm divides the rounding of its mean, 2^-24, by the root of eps.
+    loose={("vanishing", "output 2"): 2 * 2**-24 / EPS**0.5, ("vanishing", "d second"): 2 * 2**-24 / EPS**0.5},
 )
