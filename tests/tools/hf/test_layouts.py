@@ -4,6 +4,7 @@ there exports as that folder again. Real gloo ranks: what was trained at any lay
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -43,7 +44,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["every mixer", "fem", "qwen2"])
+SOURCES = ("every mixer", "fem", "qwen2")
+
+
+@pytest.fixture(scope="module", params=SOURCES)
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A checkpoint, and the loss of the folder that it was made of, by transformers."""
     place = tmp_path_factory.mktemp("imported")
@@ -88,7 +92,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = [("every mixer", "TP2+SP"), ("fem", "DP2"), ("qwen2", "PP2")]
+PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.product(SOURCES, LAYOUTS) if pair not in QUICK)]
+
+
+@pytest.mark.parametrize(("imported", "layout"), PAIRS, indirect=["imported"])
 def test_two_ranks(layout: str, imported: tuple[Path, float], data: Path, tmp_path: Path) -> None:
     given = arguments(imported[0], data, tmp_path / "run", *STILL, *LAYOUTS[layout].split())
     finished(2, given, tmp_path / "out")
