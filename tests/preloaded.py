@@ -8,18 +8,27 @@ from importlib.util import find_spec
 from fem_megatron.megatron import platform
 from pretrain.engines.deepspeed_ops import prepare_environment
 
+LAYERS = ("attention", "cem", "delta", "differential", "fem", "hyperset", "mamba2", "second_order", "yuriiformer")
+INSIDE = (  # of DeepSpeed: what its engines import at their first start
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
 platform.import_megatron()
 for _name in (
-    "fem_megatron.mixers.fem.layer",
+    "pytest",  # the module of a test that the function is from imports it
+    *(f"fem_megatron.mixers.{mixer}.layer" for mixer in LAYERS),
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.torch",
     "pretrain.engines.megatron",
+    "pretrain.rehearsal.steps",
     "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
 ):
     import_module(_name)
 if find_spec("deepspeed") is not None:
     prepare_environment()
     import_module("deepspeed")
     assert import_module("deepspeed.ops").__compatible_ops__
-    for _name in ("pretrain.engines.deepspeed", "deepspeed.ops.adam"):
+    for _name in ("pretrain.engines.deepspeed", "deepspeed.ops.adam", *INSIDE):
         import_module(_name)
