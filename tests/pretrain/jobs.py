@@ -6,12 +6,13 @@ import contextlib
 import gc
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from fem_megatron.megatron import platform
@@ -48,6 +49,17 @@ class Done:
     initial: dict[str, str] = field(default_factory=dict)
     norms: list[dict[str, float]] = field(default_factory=list)
     scales: dict[str, list[float]] = field(default_factory=dict)
+
+
+def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any]:
+    """What this session's cases of one test in the fixture's file are given: a module's fixture runs no more than that."""
+    found: list[pytest.Function] = [one for one in request.session.items if one.path == request.path and isinstance(one, pytest.Function)]
+    return [one.callspec.params[parameter] for one in found if one.originalname == test and hasattr(one, "callspec")]
+
+
+def quick_or_slow(names: Iterable[str], quick: Container[str]) -> list[Any]:
+    """The cases of a parameter, those marked slow that are not among the quick ones."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
@@ -129,6 +141,7 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
+    gc.freeze()  # what was imported and collected before: the collection below need not look at it, half a second in a test's process
     platform.initialize_distributed()
     config = prepare(load_run(DEMO, overrides), torch.distributed.get_world_size()).config
     initialize_model_parallel(config)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import load_full_model_state
 from tests.pretrain.conftest import DEMO, SMALL
-from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
+from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, quick_or_slow, run_jobs
 from tests.ranks import answer, finished, losses
 
 TP2 = ["parallel.tensor_model_parallel_size=2"]
@@ -53,6 +53,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     **{f"bf16 DP2, stage {stage}": (2, [*deepspeed(stage), BF16]) for stage in (1, 2, 3)},
     "bf16 TP2 x DP2 + SP, stage 3": (4, [*TP2, *SP, *deepspeed(3), BF16]),
 }
+QUICK = [*(f"DP2, stage {stage}" for stage in STAGES), "DP2, stage 2, four micro-batches, overlapped", "TP2 x DP2, stage 2"]
+QUICK += ["bf16 DP2, stage 3"]
 # What is resumed where it was written, bit for bit.
 RESUMED = [
     *(f"bf16 DP2, stage {stage}" for stage in (1, 2, 3)),
@@ -69,7 +71,9 @@ MOVES: list[tuple[str, int, list[str]]] = [
     ("TP2 x DP2, stage 2", 2, deepspeed(2)),
     ("DP2, stage 1", 2, TP2 + SP + deepspeed(3)),
     ("TP2 x DP2 + SP, split, recompute", 2, ["parallel.pipeline_model_parallel_size=2"]),
+    ("DP2, stage 3", 1, []),
 ]
+QUICK_RESUMED, QUICK_MOVES = ("bf16 DP2, stage 3", "DP2, stage 1", "TP2 x DP2, stage 2"), (3, 4, 6)
 
 
 def settings_of(data: Path) -> list[str]:
@@ -78,30 +82,35 @@ def settings_of(data: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """All cases; processes are shared by those of one world size."""
+def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Of the cases that this session asks for; processes are shared by those of one world size."""
     folder, base = tmp_path_factory.mktemp("deepspeed"), settings_of(tiny_data)
-    jobs: list[dict[int, list[Job]]] = [{1: []}, {1: [], 2: [], 4: []}, {1: [], 2: [], 4: []}]
+    resumed = asked(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
+    moves = {number: MOVES[number] for number in asked(request, "test_resumes_at_another_layout_stage_and_engine", "number")}
+    saved = {*resumed, *(name for name, *_ in moves.values())}
+    names = [name for name in CASES if name in {*asked(request, "test_equals_the_megatron_engine", "name"), *saved}]
+    starts: list[Job] = []
     for start, more in {"megatron": [], "bf16 megatron": [BF16]}.items():
-        jobs[0][1].append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
-    for name, (world, settings) in CASES.items():
-        start, there = "bf16 megatron" if name.startswith("bf16") else "megatron", [*base, *settings, f"run_dir={folder / name}"]
-        save_after = FIRST if name in RESUMED else None
-        jobs[1][world].append(Job(name, there, STEPS, load=str(folder / start), save_after=save_after))
-        if save_after:
-            jobs[1][world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
-    for number, (name, world, settings) in enumerate(MOVES):
+        if start == "megatron" or any(name.startswith("bf16") for name in names):
+            starts.append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
+    jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}  # in this order: no move is to more ranks
+    for name in names:
+        (world, settings), start = CASES[name], "bf16 megatron" if name.startswith("bf16") else "megatron"
+        there = [*base, *settings, f"run_dir={folder / name}"]
+        jobs[world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST if name in saved else None))
+        if name in resumed:
+            jobs[world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
+    for number, (name, world, settings) in moves.items():
         there = [*base, *settings, f"run_dir={folder / f'move {number}'}"]
-        jobs[2][world].append(Job(f"move {number}", there, STEPS - FIRST, load=str(folder / name)))
+        jobs[world].append(Job(f"move {number}", there, STEPS - FIRST, load=str(folder / name)))
     found: dict[str, Done] = {}
-    for number, stage in enumerate(jobs):
-        for world, some in stage.items():
-            if some:
-                found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
+    for number, (world, some) in enumerate([(1, starts), *jobs.items()]):
+        if some:
+            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_or_slow(CASES, QUICK))
 def test_equals_the_megatron_engine(results: dict[str, Done], name: str) -> None:
     """fp32: 1e-6, a sum in another order. bf16: as between Megatron's own layouts (tests/pretrain/test_parity.py)."""
     low = name.startswith("bf16")
@@ -111,12 +120,18 @@ def test_equals_the_megatron_engine(results: dict[str, Done], name: str) -> None
         assert norm == pytest.approx(wanted_norm, rel=1e-2 if low else 1e-6)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", quick_or_slow(RESUMED, QUICK_RESUMED))
 def test_resumes_to_the_last_bit_at_the_same_layout(results: dict[str, Done], name: str) -> None:
     assert results[f"{name}, resumed"].steps == results[name].steps[FIRST:]
 
 
-@pytest.mark.parametrize("number", range(len(MOVES)), ids=lambda number: " -> ".join(map(str, MOVES[number])))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=" -> ".join(map(str, move)), marks=[] if number in QUICK_MOVES else pytest.mark.slow)
+        for number, move in enumerate(MOVES)
+    ],
+)
 def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], number: int) -> None:
     # 1e-6: as between layouts; what is read has every bit of what was written.
     assert results[f"move {number}"].steps == [pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]]
@@ -140,11 +155,11 @@ def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_pa
 # --- inside the engine --------------------------------------------------------------------------------------------------------------
 
 
-def look_at(settings: list[str]) -> dict[int, dict[str, Any]]:
+def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]:
     """Stage -> what the tests ask of it: trains a little, spoils two steps, restores, and looks inside; on a rank of its own."""
     platform.import_megatron()
     found = {}
-    for stage in STAGES:
+    for stage in stages:
         with engine_of([*settings, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]) as engine:
             found[stage] = _look(engine)
     return found
@@ -217,8 +232,9 @@ def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def looks(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = answer(1, look_at, settings_of(tiny_data), output=tmp_path_factory.mktemp("looks") / "out")
+def looks(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    stages = asked(request, "test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps", "stage")
+    found: dict[int, dict[str, Any]] = answer(1, look_at, settings_of(tiny_data), stages, output=tmp_path_factory.mktemp("looks") / "out")
     return found
 
 
@@ -248,40 +264,42 @@ GUARDED: dict[str, list[str]] = {
     "stage 3, all offloaded": OFFLOADED,
     "stage 2, muon": [*deepspeed(2), "optimizer.name=muon"],
 }
+QUICK_GUARDED = ("stage 0", "stage 2", "bf16 stage 1", "bf16 stage 3")
 
 
-def skip_one(settings: list[str]) -> dict[str, dict[str, Any]]:
+def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
     """Case -> the steps of an engine, what was asked, whether the state moved.
 
     The second step is unwanted, the third is judged by nobody, and in the fourth no token counts.
     """
     platform.import_megatron()
-    asked: list[tuple[float, float]] = []
+    heard: list[tuple[float, float]] = []
 
     def taken(loss: float, grad_norm: float) -> bool:
-        asked.append((loss, grad_norm))
+        heard.append((loss, grad_norm))
         return False
 
     found = {}
-    for name, more in GUARDED.items():
-        asked.clear()
-        with engine_of([*settings, *more, "train.on_spike=skip"]) as engine:
+    for name in names:
+        heard.clear()
+        with engine_of([*settings, *GUARDED[name], "train.on_spike=skip"]) as engine:
             steps, states = [], []
             for judge, weight in ((taken, 1.0), (lambda *pair: not taken(*pair), 1.0), (None, 1.0), (taken, 0.0)):
                 steps.append(engine.train_step(micro_batches(16, weight), 8, unwanted=judge))
                 states.append(_tensors(engine))
             moved = [not _same(*pair) for pair in itertools.pairwise(states)]
-            found[name] = {"steps": [(one.loss, one.grad_norm, one.skipped) for one in steps], "asked": [*asked], "moved": moved}
+            found[name] = {"steps": [(one.loss, one.grad_norm, one.skipped) for one in steps], "asked": [*heard], "moved": moved}
     return found
 
 
 @pytest.fixture(scope="module")
-def skips(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = answer(1, skip_one, settings_of(tiny_data), output=tmp_path_factory.mktemp("skips") / "out")
+def skips(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    names = asked(request, "test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next", "name")
+    found: dict[str, dict[str, Any]] = answer(1, skip_one, settings_of(tiny_data), names, output=tmp_path_factory.mktemp("skips") / "out")
     return found
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("name", quick_or_slow(GUARDED, QUICK_GUARDED))
 def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(skips: dict[str, dict[str, Any]], name: str) -> None:
     """All steps see the same samples: after one that changed nothing the next, unjudged, has its loss and its norm to the last bit."""
     found = skips[name]

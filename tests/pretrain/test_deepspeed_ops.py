@@ -197,9 +197,7 @@ def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 @needs_deepspeed
-def test_the_compilers_error_is_told_and_an_interrupted_compilation_leaves_no_lock(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compilers_error_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = script(tmp_path / "bin/g++", 'case " $* " in *" -c "*) echo "adam.cpp:7:1: error: no such luck"; exit 1;; esac')
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(ops.OpError, match=r"adam\.cpp:7:1: error: no such luck") as error:
@@ -207,8 +205,15 @@ def test_the_compilers_error_is_told_and_an_interrupted_compilation_leaves_no_lo
     log = folder / f"{OP}.log"
     assert str(log) in str(error.value) and "\n" not in str(error.value) and "no such luck" in log.read_text()
     assert ops.op_state(OP) == "missing"  # and the lock is gone
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_an_interrupted_compilation_leaves_no_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiling = tmp_path / "compiling"
-    script(compiler, f'case " $* " in *" -c "*) touch {compiling}; while [ -e {compiling} ]; do sleep 0.05; done;; esac')
+    wait = f"touch {compiling}; while [ -e {compiling} ]; do sleep 0.05; done"
+    compiler = script(tmp_path / "bin/g++", f'case " $* " in *" -c "*) {wait};; esac')
+    monkeypatch.setenv("CXX", str(compiler))
 
     def interrupt(seconds: float) -> None:
         if compiling.exists():
@@ -224,6 +229,7 @@ def test_the_compilers_error_is_told_and_an_interrupted_compilation_leaves_no_lo
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the operation is Linux's")
 def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For real, in the folder that training uses: minutes on a machine's first time, the seconds of an import afterwards."""

@@ -20,6 +20,7 @@ from pretrain.checkpoint.reader import read_common
 from pretrain.config import OptimizerConfig
 from pretrain.engines.building import fuse
 from tests.pretrain.conftest import Command
+from tests.pretrain.jobs import quick_or_slow
 from tests.pretrain.test_deepspeed import deepspeed
 from tests.pretrain.test_rehearsal import ON_A_GPU, PLAIN, config_of
 from tests.ranks import answer, losses
@@ -33,7 +34,7 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick_or_slow(RUNS, ("distributed, bf16", "plain, bf16, Muon")))
 def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(pretrain: Command, name: str) -> None:
     """Groups that say ``fused: None`` were written before; torch would load that as it is.
 

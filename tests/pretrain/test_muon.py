@@ -15,7 +15,7 @@ from pretrain.engines.muon import orthogonal
 from pretrain.plan.muon import newton_schulz_flops
 from pretrain.plan.run_plan import make_plan, model_weights
 from tests.pretrain.conftest import SMALL, Command
-from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
+from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, quick_or_slow, run_jobs
 from tests.pretrain.test_plan import small
 from tests.ranks import answer, losses
 
@@ -117,8 +117,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DP2, plain": (2, PLAIN),
     "DP2, stage 1": (2, deepspeed(1)),
     "TP2 x DP2": (4, TP2),
-}
-SLOW: dict[str, tuple[int, list[str]]] = {
     "again": (1, []),
     "TP2 + SP": (2, [*TP2, "parallel.sequence_parallel=true"]),
     "CP2": (2, ["parallel.context_parallel_size=2"]),
@@ -126,7 +124,7 @@ SLOW: dict[str, tuple[int, list[str]]] = {
     **{f"DP2, stage {stage}": (2, deepspeed(stage)) for stage in (0, 2)},
     "TP2 x DP2, stage 1": (4, TP2 + deepspeed(1)),
 }
-EVERY = [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+QUICK = ("DP2, stage 1", "TP2 x DP2")
 
 
 @pytest.fixture(scope="module")
@@ -136,31 +134,28 @@ def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: p
     model = ["model.pattern=[fem_softmax, hyperset, mamba2, cem]", "model.num_layers=4", "model.mlp=swiglu", "model.tie_embeddings=true"]
     data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
     base = [*data, *SMALL, *model, MUON, "train.precision=fp32", "train.global_batch_size=8", "data.seq_length=16"]
-    jobs: list[dict[int, list[Job]]] = [{1: []}, {1: [], 2: [], 4: []}, {1: [], 2: [], 4: []}]
+    names = asked(request, "test_every_layout_and_engine_equals_one_process", "name")
+    starts: list[Job] = []
     for start, more in {"whole": [], "plain": PLAIN}.items():
-        jobs[0][1].append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
-    asked = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec") and "name" in item.callspec.params
-    }
-    for name in [name for name in LAYOUTS | SLOW if name in asked]:
-        (world, layout), start = (LAYOUTS | SLOW)[name], "plain" if "plain" in name else "whole"
+        if start == "whole" or any("plain" in name for name in names):
+            starts.append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
+    jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}
+    for name in names:
+        (world, layout), start = LAYOUTS[name], "plain" if "plain" in name else "whole"
         there = [*base, *layout, f"run_dir={folder / name}"]
-        jobs[1][world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST))
-        jobs[2][world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
+        jobs[world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST))
+        jobs[world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
         if name == "DP2, stage 1":
-            jobs[2][1].append(Job(f"{name}, moved", [*base, f"run_dir={folder / 'moved'}"], STEPS - FIRST, load=str(folder / name)))
+            jobs[1].append(Job(f"{name}, moved", [*base, f"run_dir={folder / 'moved'}"], STEPS - FIRST, load=str(folder / name)))
     found: dict[str, Done] = {}
-    for number, stage in enumerate(jobs):
-        for world, some in stage.items():
-            if some:
-                found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
+    for number, (world, some) in enumerate([(1, starts), *jobs.items()]):
+        if some:
+            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
     return found
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", quick_or_slow(LAYOUTS, QUICK))
 def test_every_layout_and_engine_equals_one_process(results: dict[str, Done], name: str) -> None:
     """1e-6 in fp32, as for AdamW: sums in another order, and products of the iteration over other batches of maps.
 

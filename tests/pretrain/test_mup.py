@@ -16,7 +16,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mup import MupConfig
 from pretrain.checkpoint.folder import find
 from tests.pretrain.conftest import SMALL, Command
-from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
+from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, run_jobs
 from tests.ranks import answer
 from tests.tools.hf.small import SIZES, random_state
 
@@ -95,18 +95,20 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """One process of 2 + 3 steps in one go, saved after 2; resumed from there in one process and in two."""
+def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """One process of 2 + 3 steps in one go, saved after 2; resumed from there where this session's cases say."""
     folder = tmp_path_factory.mktemp("mup")
     model = ["model.pattern=[cem, cem, transformer, transformer]", "model.num_layers=4", "model.mlp=swiglu", "model.mup.base_hidden_size=8"]
     data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
     base = [*data, *SMALL, *MUP, *model, "train.precision=fp32", f"run_dir={folder / 'run'}"]
     jobs = {1: [Job("whole", base, 2 + STEPS, save_after=2)], 2: []}
-    for name, (world, layout) in LAYOUTS.items():
+    for name in asked(request, "test_resumes_with_its_groups_at_every_layout", "name"):
+        world, layout = LAYOUTS[name]
         jobs[world].append(Job(name, [*base, *layout], STEPS, load=str(folder / "run"), draw=True))
     found: dict[str, Done] = {}
     for world, some in jobs.items():
-        found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}")
+        if some:
+            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}")
     return found
 
 

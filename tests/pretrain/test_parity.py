@@ -1,9 +1,8 @@
 """Every layout trains the same model: from one checkpoint, loss and gradients of each step equal one process's. Real gloo ranks.
 
 Loss alone would not do: AdamW hides a gradient that is off by a factor; nor would the norm of all gradients, which hides a small one: each
-tensor's is compared. The starting checkpoint has optimizer state, of some steps. The quick cases have four mixers in a model, each model
-with tensor and sequence parallelism, recomputation, pipelines and context parallelism, and each layout with one of them; each mixer alone
-at every layout is slow.
+tensor's is compared. The starting checkpoint has optimizer state, of some steps. The quick cases have each layout once, and each property
+of a model where it can go wrong; the slow ones have more pairs of them, and each mixer alone at every layout.
 """
 
 from __future__ import annotations
@@ -111,26 +110,62 @@ SPECIAL: dict[str, list[str]] = {
 SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
 SPECIAL["separate"] = [TIED, "model.pattern=[fem_gla, cem]", "model.num_layers=4", FEATURES, *SEPARATE]
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
-QUICK = [
+_G = tuple(GROUPS)
+# Each layout once, then the models whose own property needs another one. test_tensor_parallel.py proves each mixer's split in float64.
+QUICK: list[tuple[str, str]] = [
+    (_G[0], "recompute"),
+    (_G[1], OTHER),
+    (_G[2], "TP2"),
+    (_G[3], SPLIT),
+    (_G[4], "PP2"),
+    ("tied", "PP2 interleaved"),
+    ("plain optimizer", "DP2"),
+    (_G[2], "DP2, overlapped"),
+    ("tied", "TP2 x PP2 + SP"),
+    (_G[0], WHOLE),
+    (_G[1], "TP2 x DP2 + SP, overlapped"),
+    ("loop", "PP2 x DP2, overlapped"),  # embedding and layers in buckets of their own
+    ("tied", "PP2 interleaved x DP2, overlapped"),
+    ("tied", ZERO_3),
+    (_G[3], "CP2, selective"),
+    (_G[0], "CP2, all_gather"),
+    (_G[1], "CP2, ring"),
+    (_G[2], "CP4"),
+    (_G[4], "CP2 x TP2 + SP"),
+    ("tied", "CP2 x PP2"),
+    ("tied", "CP2 x DP2, overlapped"),
+    ("tied", "CP2, ZeRO-1"),
+    ("tied", "CP2 x DP2, ZeRO-2"),
+    (_G[2], "CP2, ZeRO-3"),
+    ("separate", "one process, in chunks"),
+    ("tied", "TP2 x PP2 + SP, in chunks"),
+    ("tied", "TP2 x DP2, overlapped, in chunks"),
+    ("tied", "CP2 x TP2 + SP, ZeRO-1, in chunks"),
+    ("tied", "DP2, ZeRO-3, in chunks"),
+    *((model, SPLIT) for model in (_G[0], "bf16", "fp8", "recurrent hyperset", "switched", "separate")),
+    *((model, "CP2, selective") for model in (_G[1], "separate")),
+    *(("fp8, delayed", layout) for layout in ("CP2 x TP2 + SP", OTHER)),
+    ("separate", OTHER),
+]
+assert [layout for _, layout in QUICK[: len(LAYOUTS)]] == list(LAYOUTS)
+MORE = [
     *zip(itertools.cycle(GROUPS), LAYOUTS, strict=False),
     *((model, layout) for model in ("tied", "plain optimizer") for layout in SOME),
-    *(("tied", f"{layout}, in chunks") for layout in ("TP2 x PP2 + SP", "TP2 x DP2, overlapped")),
     *(("bf16", layout) for layout in (SPLIT, "TP2 x PP2 + SP", "TP2 x PP2 + SP, in chunks")),
     *(("fp8", layout) for layout in (SPLIT, ZERO_3, OTHER)),
     *(("fp8, delayed", layout) for layout in (SPLIT, "CP2 x TP2 + SP", "TP2 x PP2 + SP", ZERO_3, OTHER)),
     *((group, layout) for group in GROUPS for layout in (SPLIT, WHOLE, "CP2, selective")),
     *((model, layout) for model in SPECIAL for layout in (SPLIT, "CP2, selective")),
-    ("loop", "PP2 x DP2, overlapped"),  # embedding and layers in buckets of their own
     *(("separate", layout) for layout in (WHOLE, ZERO_3, OTHER, "PP2 interleaved", "one process, in chunks")),
 ]
-QUICK = list(dict.fromkeys(QUICK))
+MORE = [pair for pair in dict.fromkeys(MORE) if pair not in QUICK]
 ALONE = MIXERS | SPECIAL
 NOT = [(model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout]  # refused, as are these
 NOT += [("separate", "CP2, all_gather"), ("separate", "CP2, ring")]
 WIDTHS = {name: ModelConfig(mixer=name).blocks()[0].mixer.cut_widths() for name in MIXERS}
 NOT += [(name, "CP2, all_gather") for name, widths in WIDTHS.items() if not widths.keyed]
 NOT += [(name, "CP2, ring") for name in (*(name for name, widths in WIDTHS.items() if not widths.rings), "recurrent hyperset", "switched")]
-SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + NOT and "in chunks" not in layout]
+SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + MORE + NOT and "in chunks" not in layout]
 ALL = MODELS | GROUPS | ALONE
 BEFORE = 8  # steps of the starting checkpoint
 Results = dict[str, Done]
@@ -204,7 +239,7 @@ def check_equal(results: Results, model: str, layout: str) -> None:
         assert found.initial == wanted.initial and wanted.initial
 
 
-@pytest.mark.parametrize(("model", "layout"), QUICK)
+@pytest.mark.parametrize(("model", "layout"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
 def test_equals_one_process(results: Results, model: str, layout: str) -> None:
     check_equal(results, model, layout)
 

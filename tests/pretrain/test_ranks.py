@@ -98,8 +98,8 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said", "code"),
     [
-        (DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT),
-        ("failing.yaml", "Input/output error", Exit.FAULT),  # it opens, and reading fails
+        pytest.param(DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT, id="wrong input"),
+        pytest.param("failing.yaml", "Input/output error", Exit.FAULT, id="fault", marks=pytest.mark.slow),  # it opens, and reading fails
     ],
 )
 def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: str, code: Exit) -> None:
@@ -158,7 +158,7 @@ def test_the_probe_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-NAP = 0.75  # seconds: twice that a step, beside which a busy machine's ups and downs are little
+NAP = 0.5  # seconds: twice that a step, beside which a busy machine's ups and downs are little
 QUIET = ["train.global_batch_size=8", "log.diagnostics_interval=0", "train.steps=6", "checkpoint.interval=4", "train.eval_interval=0"]
 
 
@@ -208,7 +208,7 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
 
 def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.25"]
+    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.1"]
     with started(2, arguments, tmp_path / "away") as ranks:
         wait_until(lambda: len(losses(run_dir)) >= 2, ranks)
         send(ranks[1], signal.SIGSTOP)

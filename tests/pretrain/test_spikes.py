@@ -26,6 +26,7 @@ from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes, carried_over
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.jobs import quick_or_slow
 from tests.ranks import answer, losses, records
 from tools.demo.report import History
 from tools.tokens.__main__ import main as tokens
@@ -87,10 +88,11 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     assert plain[first + 1] != told[first + 1][0]
 
 
+@pytest.mark.parametrize(("kept", "of"), [(6, "run"), *(pytest.param(kept, "straight", marks=pytest.mark.slow) for kept in (6, 4))])
 def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
-    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: int, of: str, pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spike at the seventh of twelve steps; killed before it, before the next checkpoint, and after that one."""
+    """A spike at the seventh of twelve steps; killed after the checkpoint that follows it, before that one, and before the spike."""
     bad, begun, most = set[float](), list[int](), [99.0]
     monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if loss in bad or recent[:1] > (most[0],) else None)
 
@@ -114,14 +116,13 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     steps = read_run(run)[0].steps
     assert [steps.samples(step).start for step in (1, 4, 5, 12)] == [0, 12, 28, 56]
     assert [steps.of(sample) for sample in (15, 16, 27, 28, 59)] == [4, None, None, 5, 12]
-    for kept, source in ((6, straight), (4, straight), (6, run)):
-        resumed = tmp_path / f"{source.name}_{kept}"
-        shutil.copytree(source, resumed)
-        for later in (resumed / "checkpoints").glob("step_*"):
-            if int(later.name[5:]) > kept:
-                shutil.rmtree(later)
-        assert pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0 and f"resumed from {resumed}" in pretrain.out
-        assert losses(resumed) == wanted
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / of, resumed)
+    for later in (resumed / "checkpoints").glob("step_*"):
+        if int(later.name[5:]) > kept:
+            shutil.rmtree(later)
+    assert pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0 and f"resumed from {resumed}" in pretrain.out
+    assert losses(resumed) == wanted
     most[0] = 3.0
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
     assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err
@@ -132,8 +133,13 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     blended: bool, pretrain: Command, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A blend's order has no samples to spare and is drawn further; one that ends with its only source's tokens begins again."""
-    bad, read = set[float](), list[tuple[int, ...]]()
-    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if loss in bad else None)
+    heard, read = list[float](), list[tuple[int, ...]]()
+
+    def found(ours: Spikes, recent: Recent, loss: float, norm: float) -> str | None:
+        heard.append(loss)
+        return "loss" if len(heard) == 7 else None
+
+    monkeypatch.setattr(Spikes, "found", found)
 
     def noted(data: Any, *given: Any) -> Iterator[Batch]:
         for batch in batches(data, *given):
@@ -148,9 +154,6 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
         write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")  # 48 samples and a last label: what twelve steps read
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
     base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
-    assert pretrain(*base, f"run_dir={tmp_path / 'straight'}") == 0, pretrain.err
-    bad.add(losses(tmp_path / "straight")[7][0])
-    read.clear()
     assert pretrain(*base) == 0, pretrain.err
     assert "12 samples passed over so far" in pretrain.out
     assert len(set(read)) == (60 if blended else 48), "of twelve steps, and three that were gone back from"
@@ -204,7 +207,7 @@ def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(ch
     assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", quick_or_slow(ENGINES, ENGINES[:1]))
 def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
     """The loss goes up by 9 nats; the norm of a batch of 1 scatters more than that of 8. Within "again" the guard stays awake."""
     stages = "{name: low, steps: 60}, {name: again, steps: 4, lr: 1e-2, schedule: constant}, "
@@ -222,16 +225,20 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(engine: str,
     assert find(pretrain.run_dir).progress.recent[0] == 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "every"), [(ENGINES[0], False), *(pytest.param(engine, True, marks=pytest.mark.slow) for engine in ENGINES)]
+)
 def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measured(
-    engine: str, pretrain: Command, ids: dict[str, str], tmp_path: Path
+    engine: str, every: bool, pretrain: Command, ids: dict[str, str], tmp_path: Path
 ) -> None:
     """After six steps and two more: how many the guard has learned from."""
     base = [*TINY, f"data.train={ids['low']}", engine, "train.on_spike=skip", "train.spike_deviations=1e6"]
     assert pretrain(*base, "train.steps=6") == 0, pretrain.err
-    forks = {f"data.train={ids['high']}": 2, "data.seq_length=32": 2, "optimizer.lr=2e-3": 8}
-    resumes = {"data.documents=separate": 2, "data.eod_loss=false": 2, "train.global_batch_size=4": 2, "optimizer.lr=2e-3": 8}
-    resumes["train.on_spike=none"] = 0
+    forks = {f"data.train={ids['high']}": 2, "optimizer.lr=2e-3": 8}
+    resumes = {"train.global_batch_size=4": 2, "train.on_spike=none": 0}
+    if every:
+        forks["data.seq_length=32"] = 2
+        resumes |= {"data.documents=separate": 2, "data.eod_loss=false": 2, "optimizer.lr=2e-3": 8}
     for number, (change, learned) in enumerate([*forks.items(), *resumes.items()]):
         run = tmp_path / f"run{number}"
         if number < len(forks):
@@ -243,8 +250,9 @@ def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measur
         assert (progress.step, (*progress.recent, 0)[0]) == (8, learned), (number, change)
 
 
+@pytest.mark.parametrize("engine", quick_or_slow(ENGINES, ENGINES[1:]))
 def test_going_back_past_such_a_change_starts_the_guard_anew(
-    pretrain: Command, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    engine: str, pretrain: Command, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 4 is the first attempt's, with four joined steps in its statistics."""
     asked = list[float]()
@@ -254,7 +262,7 @@ def test_going_back_past_such_a_change_starts_the_guard_anew(
         return "loss" if len(asked) == 8 else None
 
     monkeypatch.setattr(Spikes, "found", found)
-    base = [*TINY, f"data.train={ids['low']}", "train.on_spike=rewind", "train.spike_rewind=4", "checkpoint.interval=2"]
+    base = [*TINY, engine, f"data.train={ids['low']}", "train.on_spike=rewind", "train.spike_rewind=4", "checkpoint.interval=2"]
     assert pretrain(*base, "train.steps=4") == 0, pretrain.err
     assert pretrain(*base, "train.steps=12", "data.documents=separate") == 0, pretrain.err
     assert "step_00000004, 8 samples passed over" in pretrain.out and find(pretrain.run_dir).progress.recent[0] == 12 - 4
@@ -323,7 +331,6 @@ LAYOUTS = {
     "ZeRO-2, DP2, offload": [ZERO, "engine.zero_stage=2", "engine.offload_optimizer=true"],
     "ZeRO-3, TP2": [ZERO, "engine.zero_stage=3", "parallel.tensor_model_parallel_size=2"],
 }
-QUICK = ("DP2", "ZeRO-3, TP2")
 Asked = list[tuple[float, float]]
 
 
@@ -350,7 +357,7 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", quick_or_slow(LAYOUTS, ("DP2",)))
 def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(layout: str, settings: list[str], tmp_path: Path) -> None:
     """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
     base = [*settings, "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "checkpoint.interval=2", *LAYOUTS[layout]]

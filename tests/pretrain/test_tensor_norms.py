@@ -11,7 +11,7 @@ import torch
 
 from pretrain.report.tensor_norms import KINDS, PREFIX, TensorNorms
 from tests.pretrain.conftest import SMALL
-from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
+from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, quick_or_slow, run_jobs
 from tests.pretrain.test_muon import MUON, PLAIN, TP2, deepspeed
 from tests.pretrain.test_sharded_checkpoints import everything
 from tests.ranks import answer
@@ -38,10 +38,13 @@ LAYOUTS: dict[str, list[str]] = {
 
 
 NOTICED = ("DP2, overlapped", "TP2 + SP", "stage 0", "stage 2, offload", "stage 3", "muon, stage 1", "bf16, stage 1")
+QUICK = ("plain", "DP2, overlapped", "TP2 + SP", "stage 2", "stage 3", "muon, TP2", "bf16, stage 1")
+QUICK_NOTICED = ("TP2 + SP", "stage 3")
 
 
 @pytest.fixture(scope="module")
-def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Done], Path]:
+def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Done], Path]:
+    """Of the cases that this session asks for."""
     folder = tmp_path_factory.mktemp("norms")
     model = ["model.pattern=[fem_softmax, hyperset, mamba2, cem]", "model.num_layers=4", "model.mlp=swiglu", "model.tie_embeddings=true"]
     data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
@@ -53,8 +56,12 @@ def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     alone = [job(f"{kind}{steps}", more, steps, steps) for kind, more in (("adamw", []), ("muon", [MUON])) for steps in (2, 3)]
     alone.append(job("plain", PLAIN))
     found = answer(1, run_jobs, alone, str(folder / "cache"), output=folder / "one", patience=300)
-    several = [job(name, more) for name, more in LAYOUTS.items()]
-    several += [replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in NOTICED]
+    noticed = asked(request, "test_training_does_not_notice", "name")
+    told = {*asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"), *noticed}
+    several = [job(name, more) for name, more in LAYOUTS.items() if name in told]
+    several += [replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in noticed]
+    if not several:
+        return found, folder
     return found | answer(2, run_jobs, several, str(folder / "cache"), output=folder / "two", patience=600), folder
 
 
@@ -97,7 +104,7 @@ def test_they_are_the_checkpoints_in_float64(results: tuple[dict[str, Done], Pat
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["plain", *LAYOUTS])
+@pytest.mark.parametrize("name", quick_or_slow(["plain", *LAYOUTS], QUICK))
 def test_every_layout_and_engine_tells_what_one_process_does(results: tuple[dict[str, Done], Path], name: str) -> None:
     """1e-4 of fp32: sums in another order, which Adam's first updates, near signs, show in gradients near zero. bf16 is its own model."""
     done, _ = results
@@ -116,12 +123,13 @@ def test_every_layout_and_engine_tells_what_one_process_does(results: tuple[dict
         assert found[kind] == pytest.approx(wanted[kind], rel=1e-4), kind
 
 
-def test_training_does_not_notice(results: tuple[dict[str, Done], Path]) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", quick_or_slow(NOTICED, QUICK_NOTICED))
+def test_training_does_not_notice(results: tuple[dict[str, Done], Path], name: str) -> None:
     """Losses and gradient norms of all steps, to the last bit."""
     done, _ = results
-    for name in NOTICED:
-        unseen = done[f"{name}, unseen"]
-        assert unseen.steps == done[name].steps and not any(unseen.norms), name
+    unseen = done[f"{name}, unseen"]
+    assert unseen.steps == done[name].steps and not any(unseen.norms)
 
 
 @pytest.mark.parametrize("engine", [[], PLAIN, deepspeed(2)], ids=["split", "plain", "deepspeed"])
