@@ -100,7 +100,7 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(tmp_path: P
     for number in range(12):
         rows = [(f"id\n{i}", f"first\tline\x1b[31m\u2028\x00 of {i} of {number}\n\n" + "word " * 1000) for i in range(5)]
         room.write_parquet(tmp_path / f"{number:02d}.parquet", rows, row_group_size=1)
-    lines = [json.dumps({"id": str(i), "text": f"short {i}" if i < 3 else "x" * 500_000}) for i in range(6)]
+    lines = [json.dumps({"id": str(i), "text": f"short {i}" if i < 3 else "x" * 50_000}) for i in range(6)]
     (tmp_path / "last.jsonl").write_text("\n".join(lines))
     before = room.snapshot(tmp_path)
     found = report("inspect", tmp_path / "00.parquet", tmp_path / "last.jsonl", "--tokenizer", tokenizer, *room.HF, "--sample-mb", 30)

@@ -129,6 +129,7 @@ def test_tasks_one_after_the_other_do_not_change_a_byte(tmp_path: Path, many: Pa
     assert room.snapshot(out) == room.snapshot(many_made)
 
 
+@pytest.mark.slow
 def test_tasks_at_once_each_planning_too_do_not_change_a_byte(tmp_path: Path, rows: Path, tokenizer: Path, merged: Path) -> None:
     out, array = tmp_path / "out", {"SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
     options = ("--tokenizer", tokenizer, "--out", out, *room.SHARES, *room.SMALL_UNITS, "--workers", 1, *room.HF)
@@ -223,7 +224,7 @@ def test_max_bad_counts_faults_alone_and_lists_their_places(tmp_path: Path, toke
     assert dropped(out)["null_text"] == 50 and dropped(out)["below_min_bytes"] > 300 and texts(out, tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.slow), "zst"])
 def test_a_stream_that_is_cut_off_fails_whatever_the_share(tmp_path: Path, tokenizer: Path, kind: str) -> None:
     noise = random.Random(5)
     raw = "\n".join(json.dumps({"id": f"d{i}", "text": f"{i} {noise.randbytes(300).hex()}"}) for i in range(2000)).encode()
@@ -242,7 +243,9 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(tmp_path: Path, token
 LONG = ("--max-bytes", "60000000")
 
 
-@pytest.mark.parametrize(("encoder", "limit"), [("hf", ()), ("gigatoken", ()), pytest.param("gigatoken", LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("encoder", "limit"), [("hf", ()), *(pytest.param("gigatoken", limit, marks=pytest.mark.slow) for limit in ((), LONG))]
+)
 def test_a_document_of_50_mb_among_small_ones(tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...]) -> None:
     """Left out at the default, written whole where the limit is raised; the rest is written either way."""
     long, out = "word and number 12345 " * (50_000_000 // 22), tmp_path / "out"

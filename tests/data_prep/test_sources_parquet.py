@@ -307,7 +307,10 @@ LARGE: dict[str, tuple[Any, tuple[int, int, int], int]] = {  # how a file is wri
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+FEW = ("large rows", "a text 100 times", "a long line.jsonl")
+
+
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LARGE])
 def test_large_input_is_not_held(tmp_path: Path, name: str) -> None:
     write_it, expected, most = LARGE[name]
     *found, peak = read_in_child(write_it(tmp_path / (name if name.endswith("l") else "x.parquet")))

@@ -19,14 +19,14 @@ from tests.data_prep import conftest as room
     ("death", "code", "said"),
     [
         ("os.kill(os.getpid(), 9)", 1, "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept"),
-        ("os._exit(3)", 1, "ended with exit code 3 at {}; what is finished is kept"),
+        pytest.param("os._exit(3)", 1, "ended with exit code 3 at {}; what is finished is kept", marks=pytest.mark.slow),
         ("raise ValueError('no such luck')", 2, "no such luck"),
     ],
 )
 def test_a_workers_death_is_one_line_and_loses_one_unit(
     tmp_path: Path, many: Path, many_made: Path, masked: list[object], death: str, code: int, said: str
 ) -> None:
-    slow = {"SLOW": str(21 * 40), "DELAY": "1"}  # so that the other worker does not end many units while this one dies
+    slow = {"SLOW": str(21 * 40), "DELAY": "0.5"}  # so that the other worker does not end many units while this one dies
     error, out = room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow), tmp_path / "out"
     assert said.format(f"unit 20 ({many}, row groups 20 to 20)") in error
     done = room.entries(out)
@@ -52,7 +52,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
     [
         (signal.SIGINT, "group", 130, "interrupted"),
         (signal.SIGTERM, "parent", 143, "terminated"),
-        (signal.SIGHUP, "terminal", 129, ""),  # it is closed: there is nobody to tell
+        pytest.param(signal.SIGHUP, "terminal", 129, "", marks=pytest.mark.slow),  # it is closed: there is nobody to tell
     ],
 )
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
@@ -82,7 +82,7 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
 
 
 def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked: list[object]) -> None:
-    process = room.start(*masked, DELAY="0.05")
+    process = room.start(*masked, DELAY="0.02")
     room.wait_until(lambda: len(room.entries(tmp_path / "out")) >= 2)
     for worker in room.children(process.pid):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from fem_common.ports import server_port
 from launch.__main__ import main
 from launch.cluster import checks
 from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
@@ -24,6 +22,7 @@ from launch.cluster.trial import Outcome
 from launch.node import measure
 from launch.node.checks import Report
 from launch.verbs import doctor
+from tests import ranks
 from tests.launch.hostile import program
 from tests.wording import Wording
 
@@ -89,21 +88,23 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
     assert main(["doctor", "--cluster=x", "--fix"]) == main(["doctor", "--cluster=x", "--nodes=-1"]) == 2
 
 
+def as_node(folder: Path) -> int:
+    """What a rank runs that is alone on its node."""
+    rank = os.environ["LOCAL_RANK"]
+    os.environ.update(SLURMD_NODENAME=f"n{rank}", GLOO_SOCKET_IFNAME="lo")
+    measure.SEEN_SECONDS, measure.SECONDS_A_SIZE = 1.0, 0.1
+    shared = [f"--shared={folder / name}" for name in ("shared", f"own{rank}")]
+    return measure.main(["all-reduce", str(folder), "--backend=gloo", "--floor=1e6", *shared])
+
+
 def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not_shared(tmp_path: Path) -> None:
-    """Three ranks, each of which takes itself for a node; a link leads each of them to a folder of its own."""
+    """Three ranks, each of which takes itself for a node and has a folder of its own."""
     (tmp_path / "shared").mkdir()
     for rank in range(3):
         (tmp_path / f"own{rank}").mkdir()
     told = time.time() - 100
     (tmp_path / "clock.json").write_text(json.dumps({"time": told}))
-    mine = f'export SLURMD_NODENAME=n$LOCAL_RANK; exec "$@" --shared={tmp_path}/own$LOCAL_RANK'
-    patience = f"import {measure.__name__} as m, sys; m.SEEN_SECONDS = 1.0; m.SECONDS_A_SIZE = 0.1; sys.exit(m.main(sys.argv[1:]))"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
-    words = ["bash", "-c", mine, "bash", sys.executable, "-c", patience, "all-reduce", str(tmp_path), "--backend=gloo", "--floor=1e6"]
-    command = [*torchrun, f"--master-port={server_port()}", "--no-python", *words, f"--shared={tmp_path / 'shared'}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    assert ranks.answer(3, as_node, tmp_path, output=tmp_path / "ranks") == 0
     result = json.loads((tmp_path / "bandwidth.json").read_text())
     assert result["nodes"] == ["n0", "n1", "n2"] and result["world_size"] == 3
     for size in result["sizes"]:

@@ -45,6 +45,7 @@ def test_a_machine_without_tools(folder: Path, tmp_path: Path) -> None:
     assert lines[-1].startswith("3 failed, ")
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_fix_removes_what_was_left(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / LOCK).touch()

@@ -238,7 +238,8 @@ def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(ke
     (tmp_path / "0001" / "logs").mkdir(parents=True)
     rank_log(tmp_path / "0001", 3).symlink_to("/dev/full")
     full = keep(f"for i in range(9000): print(i)\nopen({str(tmp_path / 'done')!r}, 'w')")
-    unfinished = keep("import sys, time; sys.stdout.write('waiting for the others ...'); sys.stdout.flush(); time.sleep(60)")
+    code = "import sys, time; sys.stdout.write('waiting for the others ...'); sys.stdout.flush(); time.sleep(60)"
+    unfinished = keep(code, begin="from launch.node import rank; rank.PATIENCE_SECONDS = 0.2")
     assert full.wait() == 0 and (tmp_path / "done").exists() and full.record["lines_lost"] == 9000
     unfinished.says("waiting for the others ...")
 

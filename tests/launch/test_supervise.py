@@ -93,7 +93,7 @@ ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "no first step" else name for name in ENDS])
 def test_how_runs_end(name: str, tmp_path: Path, wording: Wording) -> None:
     script, changes, code, outcomes = ENDS[name]
     case = Case(tmp_path / "run", script, **changes)
@@ -135,7 +135,7 @@ SIGNALLED: dict[str, tuple[Script, dict[str, Any], bool, Sequence[int], int, str
 }
 
 
-@pytest.mark.parametrize("name", SIGNALLED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "too slow to save" else name for name in SIGNALLED])
 def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
     script, changes, stop, numbers, code, outcomes = SIGNALLED[name]
     case = Case(tmp_path, script, **{"watchdog": HOURS, **changes})
@@ -168,7 +168,7 @@ def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
 
 def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> None:
     """A rank that is stopped makes no step; its stacks are taken by its keeper, and a new attempt goes on, with no step left to be late."""
-    case = Case(tmp_path, [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}], watchdog={**HOURS, "step_minutes": 0.03})
+    case = Case(tmp_path, [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}], watchdog={**HOURS, "step_minutes": 0.01})
     code, said = case.run()
     assert code == 0 and case.outcomes == ["hang", "finished"], said
     tell(case, wording)

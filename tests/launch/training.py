@@ -1,4 +1,4 @@
-"""A real training run of the demo model in seconds, in two gloo ranks, and what it leaves."""
+"""A real training run of the demo model in seconds, in gloo ranks, and what it leaves."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class Training(Attempts):
         paths = [f"run_dir={self.directory}", f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}"]
         self.words = [DEMO, *paths, "data.test=[]", *LONGER, f"train.steps={steps}"]
 
-    def local(self, *options: str) -> subprocess.Popen[str]:
+    def local(self, *options: str, processes: int = 2) -> subprocess.Popen[str]:
         """Start it on this machine, or go on with it."""
-        return launch(self.folder, "local", *self.words, "--processes", "2", "--set", "restarts.back_off_seconds=0.1", *options)
+        words = ["--processes", str(processes), "--set", "restarts.back_off_seconds=0.1", *options]
+        return launch(self.folder, "local", *self.words, *words)
 
     @property
     def losses(self) -> dict[int, tuple[float, float]]:

@@ -70,6 +70,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_suite_keeps_its_outcomes_and_the_next_performs_the_rest(tmp_path: Path) -> None:
     with started(*FEW, "--out", str(tmp_path)) as first:
         until(lambda: len(Record.read(tmp_path).outcomes) > 0)

@@ -258,8 +258,8 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     variants = {"transformer": [], "again": ["optimizer.lr=2e-3"]}
-    more = {"tokens": [5120], "variants": variants, "sizes": [32], "settings": ["checkpoint.interval=10"], "shape": {"head_size": 16}}
-    study = make(tmp_path, budgets=[], **more)
+    more = {"tokens": [2560], "variants": variants, "sizes": [32], "settings": ["checkpoint.interval=5"], "shape": {"head_size": 16}}
+    study = make(tmp_path, budgets=[], min_steps=10, warmup=0.1, **more)
     _, plan, runs = study
     folders = [Path(plan.directory) / run.name for run in runs]
 
