@@ -239,14 +239,9 @@ def named(forms: tuple[Form, ...]) -> list[Any]:
 
 
 def both() -> list[Any]:
-    """(form, implementation): the definition of every form, and Triton's where there is one, of each operation all but the first slow."""
+    """(form, implementation): the definition of every form, and Triton's where there is one."""
     ways = [(each, way) for each in FORMS for way in (("reference", "triton") if each.triton else ("reference",))]
-    first = {each.op: each for each in reversed(FORMS)}
-    slow = [way == "triton" and each is not first[each.op] for each, way in ways]
-    return [
-        pytest.param(each, way, id=f"{each.op}: {each.case}, {way}, {n}", marks=pytest.mark.slow if slow[n] else [])
-        for n, (each, way) in enumerate(ways)
-    ]
+    return [pytest.param(each, way, id=f"{each.op}: {each.case}, {way}, {n}") for n, (each, way) in enumerate(ways)]
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:

@@ -2,8 +2,8 @@
 
 `kernels.check` holds the bounds: 1e-5 of the norm in float32; in bfloat16 one and a half times the error that the definition has when
 each of its steps is rounded to it. Nothing may be left unwritten or not finite. Triton kernels run interpreted, at lengths that are no
-multiple of a block. `make test` takes every case in one of the two types, of sdpa's every third; the others are slow. float16 is
-computed in float32, in one place for all: the first case of each definition has it.
+multiple of a block. `make test` takes every case in one of the two types, `make test-all` in both. float16 is computed in float32, in one
+place for all: the first case of each definition has it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def calls() -> Iterator[Any]:
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             for n, case in enumerate(each for each in suite.cases if fits(op, implementation, each)):
                 for m, kind in enumerate(TYPES if n or implementation != "reference" else (*TYPES, "float16")):
-                    quick = n % 6 == 3 * m if implementation == "sdpa" else n == 0 or n % 2 == m
-                    marks = [] if quick else [pytest.mark.slow]
+                    marks = [] if n == 0 or n % 2 == m else [pytest.mark.slow]
                     yield pytest.param(op, case, implementation, kind, marks=marks, id=f"{op}: {case}, {implementation}, {kind}")
 
 

@@ -92,7 +92,7 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("age", ["newest", pytest.param("oldest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("age", ["newest", "oldest"])
 def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]) -> None:
     """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch.
 

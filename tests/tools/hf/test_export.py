@@ -35,7 +35,6 @@ from tools.hf.model_card import PAPERS
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
 def test_the_same_bytes_every_time(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path) -> None:
     """In this process, and by the command itself, elsewhere, with another order of Python's sets, no GPU and no warning."""
     environment = {**os.environ, "PYTHONHASHSEED": "7", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -4,7 +4,6 @@ there exports as that folder again. Real gloo ranks: what was trained at any lay
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -44,10 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SOURCES = ("every mixer", "fem", "qwen2")
-
-
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=["every mixer", "fem", "qwen2"])
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A checkpoint, and the loss of the folder that it was made of, by transformers."""
     place = tmp_path_factory.mktemp("imported")
@@ -92,11 +88,7 @@ LAYOUTS = {
 }
 
 
-QUICK = [("every mixer", "TP2+SP"), ("fem", "DP2"), ("qwen2", "PP2")]
-PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.product(SOURCES, LAYOUTS) if pair not in QUICK)]
-
-
-@pytest.mark.parametrize(("imported", "layout"), PAIRS, indirect=["imported"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks(layout: str, imported: tuple[Path, float], data: Path, tmp_path: Path) -> None:
     given = arguments(imported[0], data, tmp_path / "run", *STILL, *LAYOUTS[layout].split())
     finished(2, given, tmp_path / "out")
