@@ -176,7 +176,7 @@ def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str]
     assert losses(pretrain.run_dir) == expected
 
 
-@pytest.mark.parametrize("fault", [pytest.param("a file is missing", marks=pytest.mark.slow), "a bit is flipped"])
+@pytest.mark.parametrize("fault", ["a file is missing", "a bit is flipped"])
 def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: str) -> None:
     """A file system that has a fault for a moment destroys nothing: refused, nothing changed, and afterwards the run goes on."""
     assert pretrain() == 0
@@ -222,11 +222,6 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-BOTH_WAYS = pytest.mark.parametrize(
-    "how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)]
-)
-
-
 def failed(run_dir: Path, step: str) -> None:
     """The run's own word: it failed, at this checkpoint, of which nothing is left."""
     told = json.loads((run_dir / "progress.json").read_text())
@@ -234,7 +229,7 @@ def failed(run_dir: Path, step: str) -> None:
     assert not [path.name for path in (run_dir / "checkpoints").iterdir() if step in path.name]
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
 def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command, how: str) -> None:
     assert pretrain("train.steps=4", "optimizer.schedule=constant") == 0
     with largest_file(LARGER_THAN_METADATA):
@@ -246,7 +241,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
     assert "step_00000004 at step 4" in pretrain.out
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
 def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """For as long as ``max_unsaved_steps`` says, with no bit changed; never over the last one, nor over one at a signal."""
     assert pretrain(f"run_dir={pretrain.run_dir}_whole") == 0

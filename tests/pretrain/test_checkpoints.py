@@ -88,7 +88,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     "layout",
     [
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-        pytest.param(["engine.name=deepspeed", "engine.zero_stage=2"], marks=pytest.mark.slow),
+        ["engine.name=deepspeed", "engine.zero_stage=2"],
         pytest.param(["optimizer.name=muon"], marks=pytest.mark.slow),
     ],
     ids=["TP2 + SP", "DeepSpeed, DP2", "Muon, DP2"],
@@ -126,12 +126,7 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
 
 @pytest.mark.parametrize(
     ("number", "times"),
-    [
-        (signal.SIGTERM, 2),
-        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 2, marks=pytest.mark.slow),
-        (signal.SIGINT, 1),
-    ],
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGHUP, 2), (signal.SIGINT, 1)],
 )
 def test_signal_saves_and_the_same_command_continues(
     pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, times: int
@@ -252,7 +247,7 @@ def bad_steps(checkpoints: Path) -> dict[int, int]:
     return {manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"] for manifest in manifests}
 
 
-@pytest.mark.parametrize("how", [pytest.param(f"checkpoint.async_save={how}", marks=pytest.mark.slow) for how in ("false", "true")])
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
 def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(pretrain: Command, how: str) -> None:
     """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")

@@ -84,7 +84,6 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     assert main(["verify", str(tmp_path)]) == 0
 
 
-@pytest.mark.slow
 def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
     tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +104,7 @@ def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
     assert "cannot be read, and" in pretrain.err and not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
-@pytest.mark.parametrize("kills", [pytest.param(kills, marks=pytest.mark.slow) for kills in (6, 20)])
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: Store, kills: int) -> None:
     """Each a little later; what has a manifest there is whole."""
     write_step(tmp_path, 1)
@@ -206,9 +205,7 @@ def cut(client: socket.socket, data: bytes) -> bytes | None:
     return data if len(data) < 20_000 else None
 
 
-@pytest.mark.parametrize(
-    "fault", [flipped, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (refused, cut))], ids=lambda fault: fault.__name__
-)
+@pytest.mark.parametrize("fault", [flipped, refused, cut], ids=lambda fault: fault.__name__)
 def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: Path, store: Store, fault: Any) -> None:
     step = write_step(tmp_path, 4)
     store.proxy.fault = fault
@@ -285,7 +282,6 @@ def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(tmp_path: Path, 
         place.put(tmp_path / "file", "cut")
 
 
-@pytest.mark.slow
 def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, store: Store) -> None:
     write_step(tmp_path, 1)
     assert store.run("mirror", tmp_path, store.url)[0] == 0
@@ -339,7 +335,6 @@ raise SystemExit(code)
 """
 
 
-@pytest.mark.slow
 def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Store) -> None:
     """Of four files at a time some blocks of 8 MiB are held: read, buffered, signed, sent, read back."""
     peaks = []

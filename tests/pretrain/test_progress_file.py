@@ -99,7 +99,7 @@ def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
 def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     """Every word in its order; a complete run started again has nothing to do; a longer one goes on."""
     with watching(pretrain.run_dir) as seen:

@@ -70,13 +70,10 @@ def learning_rates(run_dir: Path) -> dict[int, float]:
     return {record["step"]: 1e3 * record["lr"] for record in lines(run_dir) if record["step"] > 10}
 
 
-QUICK = ("steps, 4 to 8", "tokens, 4 to 8")
-
-
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        pytest.param(engine, name, marks=() if engine == "megatron" and name in QUICK else pytest.mark.slow)
+        pytest.param(engine, name, marks=() if engine == "megatron" or name == "tokens, 4 to 8" else pytest.mark.slow)
         for engine in ENGINES
         for name in CASES
     ],

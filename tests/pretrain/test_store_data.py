@@ -154,7 +154,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     assert half > whole > 0 and anew > 0
 
 
-@pytest.mark.parametrize("gigabytes", [0.009, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gigabytes", [0.009, 1.0])
 def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: Store, gigabytes: float) -> None:
     """Every byte read twice; the cache is asked the second time, as far as it may hold."""
     url, content = here.upload(large), (large / "train.bin").read_bytes()
@@ -197,7 +197,6 @@ class Dying(Heard):
         return data
 
 
-@pytest.mark.slow
 def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
     url = store.upload(large)
     dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
@@ -207,7 +206,6 @@ def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Sto
     assert dying.died and said.count("; trying again") == said.count("is read again") >= 1
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
     url = store.upload(large)
     settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")
@@ -273,7 +271,6 @@ def test_index_plan_and_resume_know_urls(
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
 
 
-@pytest.mark.slow
 def test_a_wrong_place_is_one_line(
     tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +313,6 @@ def forbidden(client: socket.socket, data: bytes) -> None:
     client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-@pytest.mark.slow
 def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: Path, here: Store) -> None:
     """And what was kept of the old one is not taken for it, not even zeros, which a hole is too."""
     read = []
@@ -334,7 +330,6 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: P
     assert read[0][0] != read[1][0] and [content for _, content in read] == [bytes(4), b"\x08\0\x08\0"]
 
 
-@pytest.mark.slow
 def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here: Store) -> None:
     url = here.upload(large)
     command = beside.command(CLIENT, "bring", tmp_path, 60, f"data.train.0.prefix={url}/train")
@@ -353,7 +348,6 @@ def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here:
     assert names == {".lock", "brought.json", "manifest.json", "tokenizer", "train.bin", "train.idx"}
 
 
-@pytest.mark.slow
 def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Store) -> None:
     url = store.upload(large)
     arguments = [DEMO, f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url, "train"), *MANY, "train.steps=100000"]

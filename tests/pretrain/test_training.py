@@ -168,7 +168,7 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
-@pytest.mark.parametrize("fp8", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
+@pytest.mark.parametrize("fp8", ["tensorwise", "delayed"])
 def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path, fp8: str) -> None:
     """Two attempts are one to the bit: no scale is kept, or all history; a checkpoint has the same weights as without, in their types."""
     wide = ["model.hidden_size=64", "train.precision=bf16", "checkpoint.interval=6", "train.eval_interval=0"]
