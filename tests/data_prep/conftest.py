@@ -29,6 +29,7 @@ from data_prep.encode.unit import Engine
 from data_prep.store.indexed import index_bytes, read_index, sample_digest
 from data_prep.store.layout import read_plan
 from data_prep.store.staging import LOCK
+from tests.data_prep.forked import forked_workers as forked_workers
 from tests.launch.supervised import alive
 
 ROOT = Path(__file__).resolve().parents[2]

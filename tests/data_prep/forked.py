@@ -1,0 +1,75 @@
+"""Workers of ``run`` as copies of the test's process: an interpreter of their own imports for half a second what is here already."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data_prep.encode import workers
+
+INTERPRETERS = ("test_crash.py", "test_workers.py")  # the tests of the processes themselves
+
+
+class Fork:
+    """What `subprocess.Popen` is to the parent."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str]) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+            first = 3
+            for descriptor in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
+                os.closerange(first, descriptor)
+                first = descriptor + 1
+            os.environ.clear()
+            os.environ.update(env)
+            workers.work(*command[3:])
+        except BaseException as error:
+            traceback.print_exception(error)
+        finally:
+            os._exit(1)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, or minus the signal."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a worker", timeout or 0.0)
+            else:
+                time.sleep(0.002)
+        return self._code
+
+    def kill(self) -> None:
+        """End it."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str]) -> Any:
+    """A worker: a copy that encodes with Hugging Face; gigatoken's threads would not be there, so that one is a process as always."""
+    if command[-1] == "hf":
+        return Fork(command, pass_fds, env)
+    return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, env=env)
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what this test runs in its own process."""
+    if request.path.name not in INTERPRETERS:
+        stand_in = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(workers, "subprocess", stand_in)
