@@ -116,8 +116,17 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("form", ["plain", "sliced", "all valid", "batches"])
+RARELY = (("none", "batches"), ("one split", "batches"))
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        pytest.param(form, name, marks=[pytest.mark.slow] if (name, form) in RARELY else [])
+        for form in ("plain", "sliced", "all valid", "batches")
+        for name in SETTINGS
+    ],
+)
 def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
     settings, rows, random_ = SETTINGS[name], fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15), random.Random(3)
     cuts = sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []  # some batches are empty

@@ -253,6 +253,7 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(tmp_path: P
     assert outcomes[1].result["reported"] == ["Invalid __global__ read of size 4"]
 
 
+@pytest.mark.slow
 def test_the_checks_need_torch_alone(tmp_path: Path) -> None:
     """In a process where what the project asks for besides torch and numpy cannot be imported."""
     absent = "megatron yaml transformers matplotlib pyarrow tensorboard wandb psutil tokenizers huggingface_hub".split()

@@ -157,7 +157,10 @@ def test_what_is_computed_again_takes_its_time() -> None:
         assert none[name] < some[name] < full[name]
 
 
-@pytest.mark.parametrize("more", [(), ("model.mixer=fem_gla", "engine.name=deepspeed")], ids=["megatron", "deepspeed"])
+DEEPSPEED = ("model.mixer=fem_gla", "engine.name=deepspeed")
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(DEEPSPEED, marks=pytest.mark.slow)], ids=["megatron", "deepspeed"])
 def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> None:
     """All combinations of all axes, one by one: no list but the trainer's own checks decides."""
     config, gpus, found = load_run(RUN, [*SMALL, *more]), 8, set()

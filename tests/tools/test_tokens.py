@@ -241,6 +241,7 @@ def test_of_a_fork_with_an_order_of_its_own(pretrain_command: Command, say: Say,
             shutil.rmtree(run / "checkpoints")
 
 
+@pytest.mark.slow
 def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> None:
     """12 steps of 4 samples' tokens, of which six are done, continue in steps of 8: 3 more. The checkpoint alone has the change."""
     tokens = ("train.steps=null", f"train.tokens={48 * LENGTH}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,16 +87,16 @@ def test_data_that_is_there_is_counted_and_not_repeated_too_often(tmp_path: Path
     assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[1]  # the fix that is named is one
 
 
-def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [total_parameters, pytest.param(non_embedding_parameters, marks=pytest.mark.slow)])
+def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path, count: Callable[..., int]) -> None:
     shape = ShapeRule(head_size=16, aspect_ratio=32)
     model = load_run(ROOT / "configs/run/scaling_cpu.yaml").model
-    for count in (total_parameters, non_embedding_parameters):
-        counts = {width: count(shaped(shape, width).of(model)) for width in range(16, 512, 16)}
-        for target in (3e4, 7.7e5, 4e6):
-            sizes = nearest_sizes(shape, model, target, count)
-            away = {width: max(found / target, target / found) for width, found in counts.items()}
-            assert away[sizes.width] == min(away.values())
-            assert sizes.heads * 16 == sizes.width and sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
+    counts = {width: count(shaped(shape, width).of(model)) for width in range(16, 512, 16)}
+    for target in (3e4, 7.7e5, 4e6):
+        sizes = nearest_sizes(shape, model, target, count)
+        away = {width: max(found / target, target / found) for width, found in counts.items()}
+        assert away[sizes.width] == min(away.values())
+        assert sizes.heads * 16 == sizes.width and sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
     _, runs = planned(write(tmp_path, lambda values: values.update(sizes={"parameters": [5e4, 2e5, 5e5]}, budgets=[1e11])))
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
     assert all(0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True))  # steps of a head's width
