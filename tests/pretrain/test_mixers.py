@@ -14,6 +14,8 @@ NAMES = [name for name in MIXERS if not name.startswith("fla.")]
 # Nats a token over the last ten steps: the text's unigram entropy is 5.3 with this tokenizer of 512 entries, a fresh model has 6.3.
 BOUND = 4.9
 TRAINING = ["model.hidden_size=64", "model.num_layers=2", "model.ffn_hidden_size=128", "train.steps=200", "train.eval_interval=200"]
+# 512 tokens a step: with half of them deltanet has only begun to leave the unigram entropy, 5.05 at the end; it has 4.68.
+TRAINING += ["train.global_batch_size=8", "train.micro_batch_size=8"]
 
 
 @pytest.mark.slow
