@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import socket
@@ -9,14 +10,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import boto3
+import pytest
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
-from tests.ranks import PATIENCE
+from pretrain.data import store_cache, store_client
+from tools.checkpoint.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the-key-of-this-test"
@@ -109,11 +114,36 @@ class Store:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, env=environ, text=True, **{**pipes, **given})
 
+    def told(self, *arguments: object) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of ``tools.checkpoint`` in this process, which has imported the clients' packages already."""
+        with mock.patch.dict(os.environ, self.environ), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            forget_clients()
+            code = main([*map(str, arguments)])
+        assert SECRET not in out.getvalue() + err.getvalue()
+        return code, out.getvalue(), err.getvalue()
+
     def run(self, *arguments: object) -> tuple[int, str]:
-        process = self.start(*arguments)
-        said, _ = process.communicate(timeout=PATIENCE)
-        assert SECRET not in said
-        return process.returncode, said
+        """(exit code, stdout and then stderr) of the same."""
+        code, out, err = self.told(*arguments)
+        return code, out + err
+
+
+def forget_clients() -> None:
+    """The next client is made anew, by the variables of its time, as the first one of a process is."""
+    S3FileSystem.clear_instance_cache()
+
+
+def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run reads of a store before training is brought in this process, not in one beside it, whose packages take a second."""
+
+    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", store_cache.CLIENT] and given["stderr"] == subprocess.PIPE
+        forget_clients()
+        with redirect_stderr(io.StringIO()) as said:
+            code = store_client.main(command[3:])
+        return subprocess.CompletedProcess(command, code, "", said.getvalue())
+
+    monkeypatch.setattr(store_cache, "subprocess", mock.Mock(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE))
 
 
 def refused(client: socket.socket, data: bytes) -> None:

@@ -107,20 +107,21 @@ def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_p
 
 def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
     """The demo trains into runs/demo/fem, where its file names runs/demo/mixers/{mixer}; of another model or name it is not the run."""
-    short, demo, new = ("train.steps=4", *WSD[2:]), tmp_path / "demo", tmp_path / "new"
+    short, demo, new = ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]), tmp_path / "demo", tmp_path / "new"
     file = tmp_path / "demo.yaml"
     file.write_text(dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"])))
     runs = {"old": (), "fem": (), "other": ("model.num_layers=1",), "mixers/named": ("name=another",)}
     for number, (run, more) in enumerate(runs.items()):
         assert pretrain(*short, *more, f"run_dir={demo / run}") == 0
-        os.utime(step_of(demo / run, 4) / MANIFEST, (number, number))
-    assert fork(pretrain, file, new, "train.steps=6") == 0, pretrain.err
-    assert f"forked from {step_of(demo / 'fem', 4)} at step 4" in pretrain.out and "the newest run of demo" in pretrain.err
+        os.utime(step_of(demo / run, 1) / MANIFEST, (number, number))
+    assert fork(pretrain, file, new, "train.steps=2") == 0, pretrain.err
+    assert f"forked from {step_of(demo / 'fem', 1)} at step 1" in pretrain.out and "the newest run of demo" in pretrain.err
     assert pretrain(config=str(file)) == 0
-    assert fork(pretrain, file, tmp_path / "newer", "train.steps=6") == 0
-    assert f"forked from {step_of(demo / 'mixers/fem_softmax', 4)}" in pretrain.out
+    assert fork(pretrain, file, tmp_path / "newer", "train.steps=2") == 0
+    assert f"forked from {step_of(demo / 'mixers/fem_softmax', 1)}" in pretrain.out
 
 
+@pytest.mark.slow
 def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
     """Its scaling alone of the model, and longer sequences; weights and moments go on. So does a run from the weights alone."""
     assert pretrain("train.steps=4", *WSD[2:]) == 0

@@ -275,7 +275,7 @@ def late_reader(arguments: list[str]) -> int:
     load = numpy.load
 
     def late(*given: Any, **named: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.05)
         return load(*given, **named)
 
     if os.environ["RANK"] == "1":
@@ -313,8 +313,8 @@ def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
     (run.folder / "file").write_text("")
     said = refused(f"data.index_cache={run.folder / 'file'}")
     assert "the index cache cannot be written: " in said and said.endswith("; data.index_cache=FOLDER names another place\n")
-    run.write_data(seed=2, documents=20_000, length=4)
-    with largest_file(60_000):
+    run.write_data(seed=2, documents=6_000, length=4)
+    with largest_file(18_000):
         said = refused(code=1)  # a full disk may have room again
     assert said.startswith("pretrain: error: the index cache cannot be written: ") and "Traceback" not in said
     assert folders(run.cache) == []

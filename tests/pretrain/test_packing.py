@@ -236,7 +236,11 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
 def test_a_run_resumes_within_a_pass_and_goes_on_into_more(pretrain: Command, tmp_path: Path) -> None:
     """96 samples, of fewer a pass; what a longer stream would be refused for is no other order here."""
     corpus(tmp_path / "data")
-    words = [*packed(tmp_path / "data", "train.global_batch_size=8", "data.documents=separate", "train.precision=fp32")]
+    words = [
+        *packed(tmp_path / "data", "train.global_batch_size=8", "data.documents=separate", "train.precision=fp32"),
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+    ]
     assert pretrain(*words) == 0, pretrain.err
     told = next(line for line in pretrain.out.splitlines() if "best_fit" in line)
     straight = losses(pretrain.run_dir)

@@ -21,7 +21,7 @@ from pretrain.report.progress_file import NAME, ProgressFile, read_progress
 from pretrain.run_directory import relaunch_command
 from pretrain.schedule import Schedule
 from pretrain.trainer import Outcome, Trainer
-from tests.pretrain.conftest import DEMO, ROOT, Command
+from tests.pretrain.conftest import ROOT, Command
 from tests.ranks import PATIENCE, records
 
 TOKENS = 4 * 32  # of a step
@@ -99,7 +99,7 @@ def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
 def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     """Every word in its order; a complete run started again has nothing to do; a longer one goes on."""
     with watching(pretrain.run_dir) as seen:
@@ -231,15 +231,15 @@ def test_a_signal_after_the_last_step_changes_nothing(pretrain: Command, ignored
     assert "stopped" not in pretrain.out
 
 
-def test_started_by_a_launcher(settings: list[str], tmp_path: Path) -> None:
+def test_started_by_a_launcher(pretrain: Command, tmp_path: Path) -> None:
     """From launch/config.yaml in the run directory, as torchrun does it, SIGUSR1 pending since before the program began."""
     run_dir = tmp_path / "run"
     (run_dir / "attempts" / "0001").mkdir(parents=True)
     (run_dir / "launch").mkdir()
     start = [sys.executable, "-m", "pretrain"]
-    done = subprocess.run([*start, DEMO, *settings, "--resolve"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert pretrain("--resolve") == 0
     config = run_dir / "launch" / "config.yaml"
-    config.write_text(done.stdout)
+    config.write_text(pretrain.out)
     torchrun = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:

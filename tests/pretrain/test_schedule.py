@@ -28,11 +28,17 @@ from tests.ranks import losses
 
 LENGTH = 16  # tokens of a sample
 BASE = (
-    *("data.seq_length=16", "data.valid=[]", "optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.warmup_steps=0"),
+    *("model.num_layers=1", "data.seq_length=16", "data.valid=[]", "optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.warmup_steps=0"),
     *("log.diagnostics_interval=0", "checkpoint.interval=0", "checkpoint.keep_last=9", "checkpoint.keep=[12,16,18]"),
 )
 TOKENS, STEPS, WSD = ("train.steps=null", "train.tokens=1280"), ("train.steps=20",), ("optimizer.schedule=wsd", "optimizer.decay_steps=4")
 ENGINES = ["megatron", "deepspeed"]
+QUICK = [
+    ("megatron", "tokens, 4 to 8"),
+    ("megatron", "steps, wsd, 4 to 8"),
+    ("megatron", "warm-up done, 4 to 8"),
+    ("deepspeed", "tokens, 4 to 8"),
+]
 
 
 def cosine(*parts: float) -> list[float]:
@@ -72,11 +78,7 @@ def learning_rates(run_dir: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [
-        pytest.param(engine, name, marks=() if engine == "megatron" or name == "tokens, 4 to 8" else pytest.mark.slow)
-        for engine in ENGINES
-        for name in CASES
-    ],
+    [pytest.param(engine, name, marks=() if (engine, name) in QUICK else pytest.mark.slow) for engine in ENGINES for name in CASES],
 )
 def test_a_resume_with_another_batch_size(engine: str, name: str, pretrain: Command, ten_steps: Callable[[str, Path], None]) -> None:
     more, batch, wanted = CASES[name]
@@ -122,7 +124,7 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        ((*STEPS, "optimizer.warmup_steps=8"), cosine(*(n / 12 for n in range(3, 13)))),
+        pytest.param((*STEPS, "optimizer.warmup_steps=8"), cosine(*(n / 12 for n in range(3, 13))), marks=pytest.mark.slow),
         ((*TOKENS, "optimizer.from_step=4", "optimizer.schedule=linear"), [0.5, 0.375, 0.25, 0.125, 0]),
     ],
     ids=["warm-up done", "from_step"],
