@@ -28,8 +28,8 @@ from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO, SMALL, Command
-from tests.pretrain.data_folder import write_folder
-from tests.pretrain.stores import SECRET, Store, refused
+from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.stores import SECRET, Store, bring_here, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
 from tools.tokens.__main__ import main as tokens
 
@@ -76,9 +76,10 @@ class Heard:
 
 @pytest.fixture
 def here(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The store, with its variables in this process."""
+    """The store, with its variables in this process, which brings the small files itself."""
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
+    bring_here(monkeypatch)
     return store
 
 
@@ -102,6 +103,7 @@ def train(store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience:
         return [process.exitcode for process in processes], said
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
     tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ def damaged(prefix: Path) -> None:
     table.write_bytes(hashes[: len(hashes) // 2 - 3])
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     large: Path, tmp_path: Path, here: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
@@ -154,9 +157,9 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
     assert half > whole > 0 and anew > 0
 
 
-@pytest.mark.parametrize("gigabytes", [0.009, 1.0])
+@pytest.mark.parametrize("gigabytes", [0.009, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: Store, gigabytes: float) -> None:
-    """Every byte read twice; the cache is asked the second time, as far as it may hold."""
+    """Every byte read twice; the cache is asked the second time, as far as it may hold, and a third time with damage in it."""
     url, content = here.upload(large), (large / "train.bin").read_bytes()
     words = [*sources(url, "train"), f"data.store_cache={tmp_path}", f"data.store_cache_gb={gigabytes}", "data.valid=[]", "data.test=[]"]
     config = load_run(DEMO, words)
@@ -179,6 +182,12 @@ def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: 
     held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.bin*"))
     assert kept <= held <= gigabytes * 1e9
     assert 0 < allowed < count or gigabytes == 1
+    damaged(Path(local_prefix(f"{url}/train", tmp_path)))
+    reader = StoreReader(config)
+    with reader.planning():
+        assert all(reader.read(part) == bytes(part[2]) for part in parts)
+    assert b"".join(map(reader.read, parts)) == content
+    reader.close()
 
 
 class Dying(Heard):
@@ -197,6 +206,7 @@ class Dying(Heard):
         return data
 
 
+@pytest.mark.slow
 def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
     url = store.upload(large)
     dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
@@ -210,7 +220,7 @@ def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: 
     url = store.upload(large)
     settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")
     Dying(store, 64 + 90, lambda: False)
-    codes, said = train(store, tmp_path / "run", *settings, patience=2.0)
+    codes, said = train(store, tmp_path / "run", *settings, patience=0.5)
     assert codes == [1] and said.count("error: ") == 1 and "Traceback" not in said
     assert f"error: {url}/train cannot be read: " in said
     before = losses(tmp_path / "run")
@@ -247,11 +257,12 @@ def test_samples_are_asked_for_before_they_are_needed(large: Path, tmp_path: Pat
                 while len(heard.ranges) < len(reader.line):
                     assert time.monotonic() < end
                     time.sleep(0.05)
-                time.sleep(0.5)
+                time.sleep(0.3)
                 here.proxy.fault = refused
         reader.close()
 
 
+@pytest.mark.slow
 def test_index_plan_and_resume_know_urls(
     tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +301,7 @@ def test_a_wrong_place_is_one_line(
     here.proxy.fault = forbidden
     assert "data.train.0.prefix = s3://" in refused_with(2)
     here.proxy.fault = lambda client, data: None
-    monkeypatch.setattr("pretrain.data.store_cache._PATIENCE", 1.0)
+    monkeypatch.setattr("pretrain.data.store_cache._PATIENCE", 0.3)
     assert f"{url}/train cannot be read: " in refused_with(1)
     here.proxy.fault = lambda client, data: data
     assert pretrain("--index") == 0
@@ -317,9 +328,9 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: P
     """And what was kept of the old one is not taken for it, not even zeros, which a hole is too."""
     read = []
     for filling in (0, 8):
-        folder = write_folder(tmp_path / str(filling), documents=[[filling] * 6_500_000])
-        for path in (folder / "manifest.json", *folder.glob("valid.*"), *folder.glob("test.*")):
-            path.unlink()
+        folder = tmp_path / str(filling)
+        folder.mkdir()
+        write_pair(folder / "train", [[filling] * 6_500_000])
         url = here.upload(folder)
         words = [*sources(url, "train"), f"data.store_cache={tmp_path}/cache", "model.vocab_size=500", "data.valid=[]", "data.test=[]"]
         config = load_run(DEMO, words)
@@ -330,6 +341,7 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: P
     assert read[0][0] != read[1][0] and [content for _, content in read] == [bytes(4), b"\x08\0\x08\0"]
 
 
+@pytest.mark.slow
 def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here: Store) -> None:
     url = here.upload(large)
     command = beside.command(CLIENT, "bring", tmp_path, 60, f"data.train.0.prefix={url}/train")
@@ -348,6 +360,7 @@ def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here:
     assert names == {".lock", "brought.json", "manifest.json", "tokenizer", "train.bin", "train.idx"}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Store) -> None:
     url = store.upload(large)
     arguments = [DEMO, f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url, "train"), *MANY, "train.steps=100000"]
