@@ -272,7 +272,7 @@ UNSEEN = ("attention_backend", "second_order.exact_max_length")
 MET = ("fem.budget", "fem.temperature")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in NAMES else pytest.mark.slow) for name in CASES])
 def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
     """A key set away from its default is refused just where the block computes the same with it."""
     model, x = replace(SMALL, **CASES[name]), tokens(name)

@@ -70,7 +70,14 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("case", MIXERS, ids=" ".join)
+# Of a mixer's variants the quick level has sequence parallelism and one cut; of every mixer all.
+REPEATED = [
+    *((case, PLACES[0]) for case in CASES if case not in NAMES),
+    *((case, CUTS[0]) for case, _ in (*GATHERED, *PASSED) if case not in NAMES),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in REPEATED else []) for case in MIXERS], ids=" ".join)
 def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) -> None:
     # 1e-10: float64 sums in another order; a gradient that is not summed over the ranks, or twice, is off by 1e-1.
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}

@@ -239,9 +239,14 @@ def named(forms: tuple[Form, ...]) -> list[Any]:
 
 
 def both() -> list[Any]:
-    """(form, implementation): the definition of every form, and Triton's where there is one."""
+    """(form, implementation): the definition of every form, and Triton's where there is one; what repeats a kernel is slow."""
     ways = [(each, way) for each in FORMS for way in (("reference", "triton") if each.triton else ("reference",))]
-    return [pytest.param(each, way, id=f"{each.op}: {each.case}, {way}, {n}") for n, (each, way) in enumerate(ways)]
+    made = []
+    for n, (each, way) in enumerate(ways):
+        again = way == "triton" and any(form.op == each.op and form.triton for form in FORMS[: FORMS.index(each)])
+        marks = [pytest.mark.slow] if again and each.op != "linear_attention" else []  # that one has a kernel for each kind of decay
+        made.append(pytest.param(each, way, marks=marks, id=f"{each.op}: {each.case}, {way}, {n}"))
+    return made
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:

@@ -84,7 +84,9 @@ EMPTY = "get_(text|image|audio|video)_features_.*|generation_tester_mixin_.*"
 CHECKS = [check for check in dict.fromkeys(checks()) if not re.fullmatch(EMPTY, check)]
 OTHER = [check for check in CHECKS if any(row.models == ALL and re.fullmatch(row.checks, check) for row in TABLE)]
 # Seconds long, and of every mixer the same question.
-SLOW = {(name, "training_overfit") for name in ALL} | {(name, "bc_torch_dtype") for name in OURS[1:]}
+SLOW = {(name, "training_overfit") for name in ALL} | {(name, "bc_torch_dtype") for name in ALL if name != "fem_softmax"}
+SLOW |= {(name, check) for name in ("fem_gla", "hyperset", "hybrid") for check in CHECKS}  # with RoPE: fem_softmax; without: cem
+SLOW |= {(CONTROL, check) for check in CHECKS if check.startswith("eager_matches_sdpa_")}  # of ours they are skipped
 
 pytestmark = [
     pytest.mark.skipif(

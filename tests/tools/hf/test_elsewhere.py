@@ -92,7 +92,7 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("age", ["newest", "oldest"])
+@pytest.mark.parametrize("age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"])  # the newest one runs every other test here
 def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]) -> None:
     """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch.
 

@@ -164,6 +164,7 @@ def test_sizes() -> None:
             byte_count(bad)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process can be reset on Linux alone")
 def test_memory_is_a_shards(tmp_path: Path) -> None:
     """110 MB in files of 20 MB: the process's peak above what it held is at most 1.3 x one shard and one tensor."""

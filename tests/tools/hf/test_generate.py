@@ -33,7 +33,11 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Every kind of cache: keys, windows of them, states, both, those of recurrent blocks, transformers' own.
+CACHES = ("fem_softmax", "fem_gla", "fem_mamba", "cem", "mha2nd1st", "hyperset", "hybrid", "mamba2", "gated_deltanet", "transformer")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CACHES else pytest.mark.slow) for name in NAMES])
 def test_every_strategy_with_and_without_cache(exported: Callable[[str], Exported], name: str) -> None:
     """A left-padded batch: the same tokens with each cache as with none, the prompt at once or in pieces; a row as if it were alone."""
     given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)

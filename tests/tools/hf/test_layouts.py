@@ -24,6 +24,7 @@ from tests.tools.refusals import Refused
 from tools.hf.open_model import open_model
 
 LENGTH, CONTEXT = 16, 64
+MODELS = ("every mixer", "fem", "qwen2")
 TEXT = [(7 * n * n + 3 * n) % (VOCAB - 1) for n in range(LENGTH)]
 # Of config.json: what no training changes, besides the weights' names and shapes.
 OF_THE_MODEL = "max_position_embeddings bos_token_id eos_token_id pad_token_id rope_parameters sliding_window architecture".split()
@@ -43,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["every mixer", "fem", "qwen2"])
+@pytest.fixture(scope="module", params=MODELS)
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A checkpoint, and the loss of the folder that it was made of, by transformers."""
     place = tmp_path_factory.mktemp("imported")
@@ -88,7 +89,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Every layout and every model once, tied embeddings at each end of a pipeline; the others are slow.
+QUICK = [("every mixer", "TP2"), ("fem", "TP2+SP"), ("fem", "PP2"), ("qwen2", "DP2"), ("qwen2", "TP2")]
+PAIRS = [
+    pytest.param(model, layout, id=f"{model}-{layout}", marks=[] if (model, layout) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("imported", "layout"), PAIRS, indirect=["imported"])
 def test_two_ranks(layout: str, imported: tuple[Path, float], data: Path, tmp_path: Path) -> None:
     given = arguments(imported[0], data, tmp_path / "run", *STILL, *LAYOUTS[layout].split())
     finished(2, given, tmp_path / "out")
