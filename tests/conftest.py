@@ -7,6 +7,7 @@ transformers copies of an export's code goes to a folder of this process, one fo
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.interpreter import interpret
 interpret()
 pytest_plugins = ["tests.wording", "tests.draw"]
 ROOMS = ("fem_common", "kernels", "fem_megatron", "data_prep", "pretrain", "tools", "launch", "slurm")  # each builds on those before it
+# Temporary folders are in memory where there is room: a checkpoint calls fsync twenty times, which is 0.1 s of a disk's time.
+MEMORY, ROOM = "/dev/shm", 4e9  # bytes
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported
 

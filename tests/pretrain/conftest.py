@@ -8,10 +8,8 @@ import gc
 import inspect
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/run/demo.yaml")
 MANY_THREADS = 150
-MEMORY, ROOM = Path("/dev/shm"), 4e9  # where a folder is in memory, if so many bytes are free there
 # The demo at a size whose numbers tests state, whatever its own are tuned to.
 DEMO_SIZES = (
     "model.hidden_size=192",
@@ -52,16 +49,6 @@ MODULES = (argparse, ast, inspect, json, os, subprocess, textwrap)
 def run(*command: str) -> None:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of the test's own, in memory where there is room: a checkpoint calls fsync twenty times, which is 0.1 s of a disk's time."""
-    if not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < ROOM:
-        yield tmp_path_factory.mktemp(request.node.originalname[:30])
-        return
-    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="pytest-", ignore_cleanup_errors=True) as name:
-        yield Path(name).resolve()
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,6 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
-    gc.freeze()  # what was imported and collected before: the collection below need not look at it, half a second in a test's process
     platform.initialize_distributed()
     config = prepare(load_run(DEMO, overrides), torch.distributed.get_world_size()).config
     initialize_model_parallel(config)
