@@ -45,10 +45,12 @@ def write_folder(
     (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(raw))
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     splits = {}
+    write_pair(folder / "train", documents, dtype)
+    binary, index = ((folder / name).read_bytes() for name in ("train.bin", "train.idx"))
     for split in ("train", "valid", "test"):
         prefix = folder / split
-        write_pair(prefix, documents, dtype)
-        binary, index = (prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx"))
+        prefix.with_suffix(".bin").write_bytes(binary)
+        prefix.with_suffix(".idx").write_bytes(index)
         splits[split] = {
             "documents": len(documents),
             "tokens": tokens,

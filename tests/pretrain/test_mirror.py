@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -16,14 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
-from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, damaged_files, hash_of, newest_first
-from pretrain.checkpoint.reader import read_metadata
-from tests.pretrain.conftest import DEMO, SMALL, Command
+from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, hash_of
+from tests.pretrain.conftest import SMALL, Command
 from tests.pretrain.stores import ROOT, SECRET, Store, refused
-from tests.ranks import PATIENCE, _pretrain, forked, losses, wait_until
+from tests.ranks import PATIENCE, losses
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.mirror import Mirror
 
@@ -75,53 +72,6 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole"), "those before the loss, too"
 
 
-@pytest.mark.slow
-def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A damaged newest checkpoint there is passed over; one here is brought from there."""
-    pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
-    for steps in (12, 16):
-        assert pretrain(*mirrored, f"train.steps={steps}") == 0
-    store.flip("run/step_00000016/__0_0.distcp")
-    shutil.rmtree(tmp_path / "run")
-    assert pretrain(*mirrored, "train.steps=16") == 0
-    assert "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it" in pretrain.out
-    assert "step_00000012 brought from" in pretrain.out
-    # Damage that shows when tensors are read: the mirror's copy is as good as the local one was.
-    local = tmp_path / "run/checkpoints/step_00000016/__0_0.distcp"
-    store_copy = local.read_bytes()
-    content = bytearray(store_copy)
-    content[len(content) // 2] ^= 4
-    local.write_bytes(content)
-    (tmp_path / "run/progress.json").unlink()  # else it is complete, and reads nothing
-    assert pretrain(*mirrored, "train.steps=16") == 0
-    assert f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out and "step_00000016 brought from s3://" in pretrain.out
-    assert "step_00000016 at step 16" in pretrain.out and local.read_bytes() == store_copy
-    assert main(["verify", str(tmp_path)]) == 0
-
-
-@pytest.mark.slow
-def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in store.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("pretrain.checkpoint.mirroring._FETCH_PATIENCE", 1.0)
-    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    pretrain = Command([f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, f"checkpoint.mirror={store.url}"], capsys)
-    assert pretrain("train.steps=4") == 0
-    store.proxy.fault = lambda client, data: None
-    limited = ("checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
-    assert pretrain("train.steps=40", *limited) == 1
-    assert "what is there may be newer than" in pretrain.out and "step_00000004 at step 4" in pretrain.out
-    assert "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err and pretrain.err.count("\n") == 1
-    assert max(losses(tmp_path / "run")) == 10 and damage(tmp_path / "run/checkpoints/step_00000010") is None
-    shutil.rmtree(tmp_path / "run")
-    assert pretrain() == 1
-    assert "cannot be read, and" in pretrain.err and not list((tmp_path / "run").glob("checkpoints/step_*"))
-
-
 @pytest.mark.parametrize("kills", [2, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (6, 20))])
 def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: Store, kills: int) -> None:
     """Each a little later after the sending has begun; what has a manifest there is whole."""
@@ -134,11 +84,12 @@ def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: St
         return data
 
     store.proxy.fault = heard
-    newest = write_step(tmp_path, 2, size=60_000_000, files=12)
+    newest = write_step(tmp_path, 2, size=min(kills, 6) * 10_000_000, files=12)
     for number in range(kills):
         sending.clear()
         process = store.start("mirror", tmp_path, store.url, stdout=subprocess.DEVNULL)
-        assert sending.wait(PATIENCE)
+        while not sending.wait(0.01) and process.poll() is None:
+            pass  # all may have been sent before the last kills
         time.sleep(number / kills)
         process.kill()
         process.wait()
@@ -148,79 +99,6 @@ def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: St
     assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
     assert content(tmp_path / "new/checkpoints" / newest.name) == content(newest)
     assert not list((tmp_path / "checkpoints").glob(".mirroring*"))
-
-
-def slowly(environ: dict[str, str], arguments: list[str]) -> None:
-    """``python -m pretrain`` on this rank: half a second a step, in which a sender can do something."""
-    os.environ.update(environ)
-    _pretrain(arguments, {0: 0.25})
-
-
-def newest_whole(folder: Path, store: Store) -> int:
-    """The step of the newest checkpoint that is whole, every byte of it, here or there; 0: none is."""
-    here = [path.name for path in newest_first(folder) if damage(path) is None and not [*damaged_files(path, lambda count: None)]]
-    there = [name.split("/")[1] for name in store.names() if name.endswith(MANIFEST)]
-    return max((int(name.removeprefix("step_")) for name in (*here, *there)), default=0)
-
-
-@pytest.mark.slow
-def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the rank and of its sender, in turn amid a save and amid an upload, over a store that fails, and checkpoints that come to harm.
-
-    Each attempt goes on from the newest that is whole, of both places, and says so.
-    """
-    for name, value in store.environ.items():
-        monkeypatch.setenv(name, value)
-    dice, sending, said = random.Random(20), threading.Event(), ""
-    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    settings = [*data, "data.test=[]", *SMALL, "train.steps=300"]
-    mirrored = [f"run_dir={tmp_path / 'run'}", *settings, f"checkpoint.mirror={store.url}", "checkpoint.mirror_keep_last=3"]
-
-    def failing(client: socket.socket, data: bytes) -> bytes | None:
-        if len(data) < 20_000:
-            return data
-        sending.set()
-        changed: bytes | None = dice.choice([flipped, cut, refused, *[lambda client, data: data] * 45])(client, data)
-        return changed
-
-    folder, harmed = tmp_path / "run/checkpoints", False
-    for number in range(20):
-        expected, before = newest_whole(folder, store), set(folder.glob("step_*"))
-        arguments = [DEMO, *mirrored, "checkpoint.interval=1", f"checkpoint.async_save={str(number % 4 < 2).lower()}"]
-        store.proxy.fault = failing
-        with forked(1, slowly, store.environ, arguments, output=tmp_path / f"said{number}") as ranks:
-            wait_until(lambda: bool({*folder.glob("step_*")} - before), ranks)  # noqa: B023
-            if number % 5 == 3:  # the next one's folder will be lost
-                wait_until(lambda: any(name.endswith(MANIFEST) for name in store.names()), ranks)
-            sending.clear()
-            wait_until(sending.is_set if number % 2 else lambda: any(folder.glob(".writing_*")), ranks, nap=0.0)
-            time.sleep(dice.random() / 20)
-            for child in psutil.Process(ranks[0].pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                    child.kill()
-            ranks[0].kill()
-            ranks[0].join()
-        said = (tmp_path / f"said{number}.0").read_text()
-        assert "Traceback" not in said and f"step_{expected:08d} at step {expected}\n" * bool(expected) in said, said
-        assert ("resumed from" in said) is bool(expected) and ("is damaged" in said) is harmed, said
-        assert "brought from" in said or number % 5 or not number, said
-        harmed = number % 5 == 2
-        if harmed:  # a bit of a weight's
-            newest = newest_first(folder)[0]
-            place = max(read_metadata(newest / ".metadata").storage_data.values(), key=lambda place: place.length)
-            content = bytearray((newest / place.relative_path).read_bytes())
-            content[place.offset + place.length // 2] ^= 1
-            (newest / place.relative_path).write_bytes(content)
-        elif number % 5 == 4:
-            shutil.rmtree(folder)
-    store.proxy.fault = lambda client, data: data
-    pretrain = Command(mirrored, capsys)
-    assert pretrain("checkpoint.interval=100") == 0, pretrain.err
-    assert Command([f"run_dir={tmp_path / 'whole'}", *settings], capsys)() == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert store.run("verify", store.url)[0] == 0 and main(["verify", str(tmp_path / "run")]) == 0
 
 
 def flipped(client: socket.socket, data: bytes) -> bytes:

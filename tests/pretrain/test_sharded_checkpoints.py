@@ -59,7 +59,7 @@ MODEL = [
     "optimizer.warmup_steps=3",
 ]
 ZERO = "engine.name=deepspeed"
-LAYOUTS: dict[str, list[str]] = {
+LAYOUTS: dict[str, list[str]] = {  # one after another, each reads the last one's checkpoint
     "DP2": [],
     "TP2 + SP": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     "PP2": ["parallel.pipeline_model_parallel_size=2"],
@@ -71,6 +71,7 @@ LAYOUTS: dict[str, list[str]] = {
     "ZeRO-1, TP2": [ZERO, "engine.zero_stage=1", "parallel.tensor_model_parallel_size=2"],
     "DP2 again": [],
 }
+FEW = ["TP2 + SP", "PP2", "ZeRO-3", "CP2, ZeRO-2", "DP2 again"]
 
 
 def everything(step: Path) -> dict[str, torch.Tensor]:
@@ -82,20 +83,23 @@ def everything(step: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_read(tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [FEW, pytest.param([*LAYOUTS], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_read(
+    tiny_data: Path, tmp_path: Path, layouts: list[str]
+) -> None:
     """From one that holds whole tensors, as they once were written at DP2, through every layout: weights and state stay what they were."""
     with tarfile.open(ROOT / "tests/fixtures/older_checkpoint.tar.xz") as older:
         older.extractall(tmp_path / "older", filter="data")
     jobs, last = [], str(tmp_path / "older/step_00000002")
-    for number, (name, layout) in enumerate(LAYOUTS.items()):
+    for number, name in enumerate(layouts):
         data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-        jobs.append(Job(name, [*MODEL, *data, f"run_dir={tmp_path / str(number)}", *layout], 0, 0, last))
+        jobs.append(Job(name, [*MODEL, *data, f"run_dir={tmp_path / str(number)}", *LAYOUTS[name]], 0, 0, last))
         last = str(tmp_path / str(number) / "checkpoints/step_00000002")
     answer(2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "out")
     wanted = everything(tmp_path / "older/step_00000002")
     moments = [tensor for name, tensor in wanted.items() if "exp_avg." in name]
     assert len(wanted) == 4 * len(moments) and all(tensor.count_nonzero() for tensor in moments)
-    for number, name in enumerate(LAYOUTS):
+    for number, name in enumerate(layouts):
         found = everything(tmp_path / str(number) / "checkpoints/step_00000002")
         assert found.keys() == wanted.keys(), name
         assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == [], name
@@ -165,14 +169,25 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
         return {**told, "parameters": parameters, "peak": max(peaks)}
 
 
-@pytest.mark.parametrize(("ranks", "writers"), [(2, 2), *(pytest.param(4, writers, marks=pytest.mark.slow) for writers in (4, 2))])
+SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the number of parameters
+
+
+@pytest.mark.parametrize(
+    ("ranks", "writers", "hidden"),
+    [(2, 2, 512), *(pytest.param(*sizes, 1024, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 4), (4, 2)))],
+)
 def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_each_byte_once(
-    tiny_data: Path, tmp_path: Path, ranks: int, writers: int
+    tiny_data: Path, tmp_path: Path, ranks: int, writers: int, hidden: int
 ) -> None:
-    """64 million parameters, 16 bytes each in fp32: weights and state. While it is written each rank has its part of them twice."""
+    """16 or 64 million parameters, 16 bytes each in fp32: weights and state. While it is written each rank has its part of them twice."""
     overrides = [
         f"run_dir={tmp_path}",
-        *("model.mixer=transformer", "model.hidden_size=1024", "model.num_attention_heads=8", "model.ffn_hidden_size=2816"),
+        *(
+            "model.mixer=transformer",
+            f"model.hidden_size={hidden}",
+            "model.num_attention_heads=8",
+            f"model.ffn_hidden_size={hidden * 11 // 4}",
+        ),
         *("model.num_layers=5", "data.seq_length=8", f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"),
         *("train.micro_batch_size=2", "train.global_batch_size=8", "optimizer.warmup_steps=0", "checkpoint.async_save=true"),
     ]
@@ -182,10 +197,12 @@ def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_ea
         found = answer(world, save_and_load, overrides, folder, source, output=tmp_path / "out", patience=300)
     print({name: round(value, 2) for name, value in found.items()})
     size = sum(file.stat().st_size for file in (tmp_path / f"by {writers}" / "step_00000001").iterdir())
-    assert 60e6 < found["parameters"] < 70e6 and (found["different"] == 0 or ranks != writers)
+    least, most = SIZES[hidden]
+    assert least < found["parameters"] < most and (found["different"] == 0 or ranks != writers)
     planned = make_plan(prepare(load_run(DEMO, overrides), ranks).config, ranks, cuda=False).save_memory
-    # A tenth: what the libraries allocate meanwhile, and the last rank's padding.
-    assert 0.9 * planned <= found["peak"] <= 1.1 * planned and planned == 16 * int(found["parameters"]) // ranks
+    # A tenth: what the libraries allocate meanwhile, and the last rank's padding. Of a small model a part finds memory that is free.
+    assert found["peak"] <= 1.1 * planned == 1.1 * (16 * int(found["parameters"]) // ranks)
+    assert found["peak"] >= 0.9 * planned or hidden < 1024
     assert size <= found["read"] <= 1.2 * size
     # Before training goes on the part is copied, once, which is the peak; no tensor is written or hashed: common.pt and pipes are little.
     assert found["files"] == 0 and found["written"] < 1e6 < size / 100

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fem_common.errors import StorageError
 from pretrain.checkpoint.folder import Progress, damage, newest_good
+from tests import ranks
 from tests.ranks import answer
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
     """Runs the plans, and leaves what came of them in ``outcomes.json``."""
     from tests.pretrain.data_folder import write_folder
 
+    ranks._context.set_forkserver_preload(["tests.pretrain.preloaded"])  # DeepSpeed, which no plan has, takes seconds
     data, told = write_folder(folder / "data"), []
     for number, plan in enumerate(Plan(**each) for each in plans):
         asynchronous = f"checkpoint.async_save={str(plan.asynchronous).lower()}"

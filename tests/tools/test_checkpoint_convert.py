@@ -101,7 +101,7 @@ def base(tiny_data: Path) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def plain(request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Precision, run directory and curve of a run of six steps under the plain optimizer, with its checkpoint of the third."""
     run_dir = tmp_path_factory.mktemp(request.param) / "plain"

@@ -82,6 +82,7 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
         ]
 
 
+@pytest.mark.slow
 def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
     """In a process of its own, where Megatron-core would warn of packages that are not needed."""
     command = [sys.executable, "-m", "tools.checkpoint", "merge", "--last", "2", "--of", f"{runs}/tensor", "--out", f"{tmp_path}/merged"]
