@@ -3,8 +3,8 @@
 # PYTHON_BASE names the interpreter that .venv is made from; default: the first below that is 3.11, 3.12 or 3.13.
 
 VENV := .venv
-# Test files that run at a time; many start up to four ranks of their own.
-WORKERS := 2
+# Test files that run at a time, on two cores: some wait for processes, and many start up to four ranks of their own.
+WORKERS := 3
 # A file at a time. xdist would start a crashed worker again and then wait for ever; without that it names the test and ends.
 SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -66,12 +66,11 @@ test: lint  ## static checks and the quick tests, before a commit
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in three minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
-	@# three files at a time: they wait for Slurm more than they compute
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -n 3 -m 'slurm and not slow' tests/slurm
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs $(SHARED) -m 'slurm and not slow' tests/slurm
 
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
 test-draw: $(ENVIRONMENT)  ## three minutes of the slow tests, drawn by the commit; SEED=... draws those of another one
-	@# recorded seconds of one worker: 170 for each of two; the rest of the three minutes starts them
+	@# recorded seconds of all workers, which on two cores take half as long
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v -rs $(SHARED) -m slow --slow-seconds 340 --slow-seed $(SEED)
 
 test-all: lint  ## the night's: the slow tests too, a real Slurm, and ten of the mutants

@@ -80,7 +80,12 @@ def text_of_the_library(most: int) -> list[str]:
 # --- the ids ----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*EXACT, *INEXACT])
+def some(*names: str) -> list[Any]:
+    """Every second name; the others are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", some(*EXACT, *INEXACT))
 def test_hugging_face_gives_each_documents_own_ids(made_of: Made, name: str) -> None:
     folder = made_of(name)
     strings, special = [*battery(folder, 150, 1000), ""], special_contents(folder)
@@ -91,7 +96,7 @@ def test_hugging_face_gives_each_documents_own_ids(made_of: Made, name: str) -> 
     assert name == "added after special" or encoded == alone(folder, strings)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some(*EXACT))
 def test_gigatoken_is_exact(made_of: Made, name: str) -> None:
     folder = made_of(name)
     strings, gigatoken = list(battery(folder, 500, 400, seed=7)), Gigatoken(folder)

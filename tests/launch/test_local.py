@@ -25,7 +25,8 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     clean_up(tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_rank_leaves_no_trace_in_the_losses(tmp_path: Path, tiny_data: Path, ranks: int) -> None:
     reference, run = Training(tmp_path / "reference", tiny_data), Training(tmp_path / "here", tiny_data)
     finished(ranks, reference.words, tmp_path / "ranks")

@@ -60,6 +60,7 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrai
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_validation_set_or_none_changes_no_training_step(pretrain: Command, tiny_data: Path, tmp_path: Path) -> None:
     """A fork and a resume go on bit for bit; manifests without the training sources' own key still open."""
     base = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.interval=2", "log.diagnostics_interval=0")
@@ -105,6 +106,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_p
     assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
 
 
+@pytest.mark.slow
 def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
     """The demo trains into runs/demo/fem, where its file names runs/demo/mixers/{mixer}; of another model or name it is not the run."""
     short, demo, new = ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]), tmp_path / "demo", tmp_path / "new"

@@ -206,6 +206,7 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert losses(stopped) == losses(compared) and len(losses(stopped)) == 6, "to the last bit"
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.1"]

@@ -188,7 +188,9 @@ def on_a_gpu(
     return reads, flops, products, first.plan, gradients, json.loads(said.getvalue())
 
 
-@pytest.mark.parametrize("stages", [pytest.param([1], id="ZeRO-1"), pytest.param([1, 2, 3], id="every stage", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stages", [pytest.param([1], id="ZeRO-1", marks=pytest.mark.slow), pytest.param([1, 2, 3], id="every stage", marks=pytest.mark.slow)]
+)
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path, stages: list[int]) -> None:
     zero = [f"DP4, ZeRO-{stage}" for stage in stages]
     names = [name for name in LAYOUTS if name not in ZERO or name in zero]
@@ -236,7 +238,7 @@ def planned_and_kept(world: int, more: list[str], sizes: list[str]) -> dict[str,
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
-        pytest.param("plain", ["demo"], id="plain, demo"),
+        pytest.param("plain", ["demo"], id="plain, demo", marks=pytest.mark.slow),
         *(pytest.param(way, [*LIKE], id=way, marks=pytest.mark.slow) for way in ("plain", "TP2 + SP", "selective")),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err
 
 
-@pytest.mark.parametrize("blended", [True, False])
+@pytest.mark.parametrize("blended", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_told(
     blended: bool, pretrain: Command, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

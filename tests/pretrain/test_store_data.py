@@ -216,6 +216,7 @@ def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Sto
     assert dying.died and said.count("; trying again") == said.count("is read again") >= 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
     url = store.upload(large)
     settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")

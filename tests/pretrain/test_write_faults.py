@@ -61,6 +61,7 @@ def in_order(found: list[str]) -> None:
     assert [call for call in ORDER if call not in rest] == [], found
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_costs_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     """All calls on files that hold no tensors; of the 27 or so writes of a file of tensors, some."""
     (found,) = failing_saves([Plan(1, False, {"*/__0_0.distcp*": 20, OTHERS: 1})], folder, tmp_path / "faults.so")

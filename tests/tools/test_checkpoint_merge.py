@@ -63,6 +63,7 @@ def assert_equal(merged: Path, shares: list[float], folders: list[Path]) -> None
     assert ours.keys() == wanted.keys() and all(torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engine(runs: Path, tmp_path: Path) -> None:
     tensor, zero = ([runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)] for name in LAYOUTS)
     assert not torch.equal(*(weights(step)["embedding.word_embeddings.weight"] for step in tensor))

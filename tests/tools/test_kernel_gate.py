@@ -232,7 +232,7 @@ def test_a_part_of_the_page_is_compared_by_module() -> None:
     assert not _same(text, f"\n{part}\n\n## rotary.triton.unknown\n", whole=False) and not _same(text, f"\n{part}", whole=True)
 
 
-@pytest.mark.parametrize("by", [run, by_the_oldest])
+@pytest.mark.parametrize("by", [run, pytest.param(by_the_oldest, marks=pytest.mark.slow)])
 def test_fem_attention_compiles(by: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = by("-c", FEM)
     assert done.returncode == 0, done.stderr[-2000:]

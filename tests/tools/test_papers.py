@@ -218,7 +218,7 @@ def test_language_data_are_of_three_parts() -> None:
 # --- training --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(TINY)])
 def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Sudoku's boards are kept below runs
     experiment, size = tiny(name)
