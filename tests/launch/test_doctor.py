@@ -47,6 +47,7 @@ def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
     return lambda text, *options: examined(tmp_path, capsys, text, *options)
 
 
+@pytest.mark.slow
 def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

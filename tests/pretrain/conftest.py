@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import gc
 import inspect
 import json
@@ -53,15 +54,25 @@ def run(*command: str) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data_prep folder: 512 entries, train and valid."""
-    folder = tmp_path_factory.mktemp("data")
+    """A data_prep folder, made once for all workers: 512 entries, train and valid."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_data"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "data/manifest.json").exists():
+            write_tiny_data(folder)
+    return folder / "data"
+
+
+def write_tiny_data(folder: Path) -> None:
+    """Write a corpus, a tokenizer and the data of the standard library's modules."""
     texts = [part for module in MODULES for part in inspect.getsource(module).split("\n\n\n")]
     table = pa.table({"text": texts, "id": [f"doc-{i}" for i in range(len(texts))]})
     pq.write_table(table, folder / "corpus.parquet")
     run("-m", "data_prep", "train-tokenizer", str(folder / "corpus.parquet"), "--vocab-size", "512", "--out", str(folder / "tokenizer"))
     prefix = ("-m", "data_prep", "run", str(folder / "corpus.parquet"), "--tokenizer", str(folder / "tokenizer"))
     run(*prefix, "--out", str(folder / "data"), "--valid-percent", "10", "--test-percent", "0")
-    return folder / "data"
 
 
 @pytest.fixture(scope="module")

@@ -256,7 +256,8 @@ def bad_steps(checkpoints: Path) -> dict[int, int]:
     return {manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"] for manifest in manifests}
 
 
-@pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
 def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(pretrain: Command, how: str) -> None:
     """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")

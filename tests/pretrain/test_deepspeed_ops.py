@@ -196,6 +196,7 @@ def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: 
     assert ops.check_ops(True) == f"DeepSpeed is not installed: {ops.INSTALL}"
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_the_compilers_error_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = script(tmp_path / "bin/g++", 'case " $* " in *" -c "*) echo "adam.cpp:7:1: error: no such luck"; exit 1;; esac')

@@ -41,6 +41,7 @@ class NotNiced(subprocess.Popen[Any]):
 # --- the whole of it -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)

@@ -84,6 +84,7 @@ def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(pretrain: Comma
     assert {group["eps"] for group in groups} == {1e-3} and {tuple(group["betas"]) for group in groups} == {(0.8, 0.5)}
 
 
+@pytest.mark.slow
 def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: Path) -> None:
     """One checkpoint, every key of the optimizer changed: the same losses and norms from both, others than without the change."""
     assert pretrain("train.steps=4") == 0

@@ -207,7 +207,8 @@ def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(ch
     assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
 
 
-@pytest.mark.parametrize("engine", quick_or_slow(ENGINES, ENGINES[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
     """The loss goes up by 9 nats; the norm of a batch of 1 scatters more than that of 8. Within "again" the guard stays awake."""
     stages = "{name: low, steps: 60}, {name: again, steps: 4, lr: 1e-2, schedule: constant}, "

@@ -167,7 +167,8 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
-@pytest.mark.parametrize("fp8", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", ["tensorwise", "delayed"])
 def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path, fp8: str) -> None:
     """Two attempts are one to the bit: no scale is kept, or all history; a checkpoint has the same weights as without, in their types."""
     wide = ["model.hidden_size=64", "train.precision=bf16", "train.steps=8", "train.eval_interval=0", "log.diagnostics_interval=0"]
@@ -189,6 +190,7 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain:
         assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=0.05)
 
 
+@pytest.mark.slow
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
     quick = ("checkpoint.interval=0", "train.eval_interval=0", "log.diagnostics_interval=0", "optimizer.schedule=wsd")
     assert pretrain(*quick, "optimizer.decay_steps=4") == 0
