@@ -90,7 +90,7 @@ def check(run: Path, out: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "mixers", [("transformer", "fem_softmax"), pytest.param(("cem",), marks=pytest.mark.slow)], ids=["attention", "cem"]
+    "mixers", [("transformer", "fem_softmax"), pytest.param(("transformer", "cem"), marks=pytest.mark.slow)], ids=["attention", "cem"]
 )
 def test_mup_is_flat_and_the_standard_parametrization_is_not(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mixers: tuple[str, ...]
