@@ -240,11 +240,8 @@ def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path, monkeypa
         assert len(report.iterations(experiment, size, results).axes) == len(experiment.curves)
 
 
-UNLEARNED = pytest.mark.xfail(reason="Sudoku's quick form ends at 0.119 of the cells, chance is 0.111", strict=True)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=UNLEARNED if name == "sudoku" else []) for name in TINY])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.xfail(reason="0.119, chance 0.111")] * (x == "sudoku")) for x in TINY])
 def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first claim's rows at the quick form's full length, one rate and seed: better than guessing, or than what no network does."""
     monkeypatch.chdir(tmp_path)
