@@ -20,7 +20,7 @@ INTERPRETERS = ("test_crash.py", "test_workers.py")  # the tests of the processe
 
 
 class Fork:
-    """What `subprocess.Popen` is to the parent."""
+    """Worker process forked from the test's process, with the part of `subprocess.Popen` that its parent uses."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str]) -> None:
         self._code: int | None = None
@@ -69,7 +69,7 @@ def start(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: M
 
 @pytest.fixture(autouse=True)
 def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what this test runs in its own process."""
+    """Fork the workers of a ``run`` that a test calls in its own process."""
     if request.path.name not in INTERPRETERS:
         stand_in = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
         monkeypatch.setattr(workers, "subprocess", stand_in)
