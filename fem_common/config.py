@@ -8,12 +8,13 @@ and types share the tree that knows where each value was written.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 _EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
 _KINDS = "str int float bool null timestamp merge value seq map".split()  # what YAML may take a value for
+_hints = functools.cache(typing.get_type_hints)  # evaluates every annotation of a class
 
 Mistake = tuple[str, ConfigError]
 """The section of the configuration that it is in, "" where nobody knows, and what is wrong."""
@@ -135,7 +137,7 @@ def dump_yaml(config: Any) -> str:
 
 def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
     """Every key under a configuration class as (dotted key, its dataclass field, its type), list items as ``<key>.N.<key>``."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for item in fields(cls):
         key, kind = prefix + item.name, hints[item.name]
         yield key, item, kind
@@ -257,6 +259,15 @@ def _stems(folder: Path) -> list[str]:
     return sorted(other.stem for other in folder.glob("*.yaml"))
 
 
+def _tree(text: str) -> Any:
+    """YAML's nodes, by libyaml in a tenth of the time where PyYAML was built with it; PyYAML's own parser describes a mistake better."""
+    import yaml
+
+    with suppress(yaml.YAMLError, AttributeError):
+        return yaml.compose(text, Loader=yaml.CSafeLoader)
+    return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
 def _parse(text: str, where: str) -> Node:
     import yaml
 
@@ -271,7 +282,7 @@ def _parse(text: str, where: str) -> Node:
         if isinstance(found, yaml.SequenceNode):
             return Node([node(entry) for entry in found.value], here, "seq")
         if isinstance(found, yaml.ScalarNode):
-            return Node(found.value, here, tag, quoted=found.style is not None)
+            return Node(found.value, here, tag, quoted=bool(found.style))
         values: dict[str, Node] = {}
         for key, value in found.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -282,7 +293,7 @@ def _parse(text: str, where: str) -> Node:
         return Node(values, here, "map")
 
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = _tree(text)
         for token in yaml.scan(text) if "*" in text else ():
             if isinstance(token, yaml.AliasToken):
                 raise ConfigError(f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base")
@@ -307,7 +318,7 @@ def _moved(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
     """Older names of keys -> theirs now, by what ``moved`` says in a configuration class and in its sections'."""
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for item in fields(cls):
         if is_dataclass(kind := hints[item.name]):
             yield from _moved(typing.cast(type, kind), (*path, item.name))
@@ -372,7 +383,7 @@ class _Reader:
 
     def __init__(self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]) -> None:
         self.cls, self.path, self.parts, self.shipped, self.absent = cls, path, parts, shipped, absent
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         self.known = set(hints)
         self.sections = {item.name for item in fields(cls) if is_dataclass(hints[item.name])} if parts else set()
         self.moved = dict(_moved(cls))
@@ -459,7 +470,7 @@ class _Reader:
     def build(self, cls: Any, node: Node, path: tuple[str, ...]) -> Any:
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where}: {'.'.join(path)} = {node}: expected a mapping")
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         known = {item.name: item for item in fields(cls)}
         values = {}
         for key, value in node.value.items():

@@ -67,6 +67,7 @@ def texts(*endings: str) -> Sources:
 
 python_sources = functools.partial(texts, ".py")
 parsed = functools.cache(ast.parse)  # every rule reads every file
+walked = functools.cache(lambda text: list(ast.walk(parsed(text))))
 
 
 def of_rooms() -> Sources:
@@ -76,19 +77,19 @@ def of_rooms() -> Sources:
 
 def nodes(sources: Sources, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(path, node) of every node of every file but these."""
-    return ((name, node) for name, text in sources.items() if name not in but for node in ast.walk(parsed(text)))
+    return ((name, node) for name, text in sources.items() if name not in but for node in walked(text))
 
 
 def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import in a file, inside functions and under TYPE_CHECKING too."""
     package = name.removesuffix(".py").split("/")[:-1]
-    for node in ast.walk(parsed(text)):
+    for node in walked(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             yield node.lineno, ".".join([*base, *filter(None, [node.module])])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__"):
             named = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
             yield from ((node.lineno, value) for value in named if isinstance(value, str))
 
@@ -111,7 +112,7 @@ def knows_cuda(sources: Sources) -> list[str]:
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, node in nodes(sources, (PLATFORM, PAPER, "kernels/machine.py"))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") and node.attr in ("cuda", "xpu", "mps", "accelerator")
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu", "mps", "accelerator") and ast.unparse(node).startswith("torch.")
     ]
 
 
@@ -125,7 +126,7 @@ def patches_a_library(sources: Sources) -> list[str]:
     for name, node in nodes(sources, (PLATFORM,)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
         written = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
             written = [ast.unparse(node.args[0])]
         faults += [f"{name}:{node.lineno}: {text}" for text in written if text.split(".")[0] in theirs[name] and text not in SETTINGS]
     return faults
@@ -158,7 +159,7 @@ def too_long(sources: Sources) -> list[str]:
     for name, text in sources.items():
         tree = parsed(text)
         found: list[tuple[str, Any, int, int]] = [("the module", tree, len(text.splitlines()), MODULE_LINES)]
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [node for node in walked(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         found += [(node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES) for node in functions]
         long = [each for each in found if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")]
         faults += [f"{name}: {what} has {lines} lines" for what, _, lines, _ in long]
