@@ -1,8 +1,8 @@
 """What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
 
 This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
-where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the processes that write checkpoints, and of the
-gradient's norm. Long, because all patches are here.
+where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of what writes checkpoints, and of the gradient's norm.
+Long, because all patches are here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import queue
 import resource
 import signal
 import sys
+import threading
 import time
 import types
 import warnings
@@ -151,16 +152,21 @@ def stored(tensor: torch.Tensor) -> Any:
 
 
 def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
-    """What Megatron's checkpoint writers open their files by, and where they report; before ``dist_checkpointing.save``.
+    """Set how Megatron's checkpoint writers open their files, run and report; call it before ``dist_checkpointing.save``.
 
     The files that it opens hear of each tensor: ``mark(where its archive begins, `stored` bytes)``.
+
+    The writers of a rank are threads. Upstream (filesystem_async.py:266, 0.16.1) forks a process for each, which copies the page tables of
+    the rank and faults on every page of its tensors, and forks a process that uses CUDA when the save is synchronous.
 
     They report here, unless training goes on meanwhile. Upstream's way is a process of its own, which imports torch and Megatron to read
     the reports: four seconds of a first save. Its ``write_preloaded_data`` (filesystem_async.py:342, 0.16.1) opens by the builtin.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    vars(filesystem_async).update(open=opened)
+    threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
+    contexts = types.SimpleNamespace(get_context=lambda kind: threads if kind == "fork" else multiprocessing.get_context(kind))
+    vars(filesystem_async).update(open=opened, mp=contexts)
     if not asynchronous:
         filesystem_async._results_queue = queue.SimpleQueue()
     elif isinstance(filesystem_async._results_queue, queue.SimpleQueue):
@@ -493,13 +499,12 @@ def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]
 
 
 def _fix_checkpoint_writers() -> None:
-    """Let the processes that write a checkpoint's tensors mark them, say why they failed, and end with the rank that forked them.
+    """Let what writes a checkpoint's tensors mark them and report why it failed.
 
     And let a GPU's tensors be packed on the host (`fem_megatron.megatron.staging`).
 
     Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
-    hides the file system's own error; ``write_preloaded_data`` (342) outlives a rank that is killed, with the rank's locks. What it logs
-    as an error (326) is raised, too.
+    hides the file system's own error. What ``write_preloaded_data_multiproc`` logs as an error (326) is raised, too.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
 
@@ -521,7 +526,6 @@ def _fix_checkpoint_writers() -> None:
         return written
 
     upstream._write_item = fixed_write_item
-    writer.write_preloaded_data = staticmethod(ending_with_parent(writer.write_preloaded_data))
     writer.preload_tensors = staticmethod(_preloading_into_blocks(writer.preload_tensors))
     upstream.logger.setLevel(logging.CRITICAL)
     writer._writers_fixed = True
