@@ -316,9 +316,9 @@ def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
     features = {dict(build.constants)["FEATURES"] for build in builds if build.module == "kernels.fem_projection.triton"}
     assert {64, 32, 6} <= features
     assert any(build.types[0] == ("reads", "*fp32") for build in builds if build.kernel == "_epilogue_kernel")  # FEM over a linear prior
-    attention = [build for build in builds if build.module == "kernels.fem_attention.triton"]
+    attention = [build for build in builds if build.module.startswith("kernels.fem_attention.triton")]
     assert any(build.label.endswith("documents") for build in attention) and any(dict(build.types).get("valid") for build in attention)
-    assert any("q_t" not in build.aligned for build in attention)
+    assert any("tq" in dict(build.types) and "tq" not in build.aligned for build in attention)  # no multiple of 16 queries
 
 
 def test_few_builds_have_each_form_and_type() -> None:
