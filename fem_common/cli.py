@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import logging
 import os
 import re
 import signal
@@ -151,6 +152,7 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
         raise
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
+        logging.getLogger("asyncio").disabled = True  # it would report the requests that a store's client had under way
         _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
         return 128 + number
 

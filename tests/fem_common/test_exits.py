@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import errno
+import gc
 import importlib
 import io
+import logging
 import os
 import re
 import subprocess
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from fem_common import cli
 from fem_common.exits import Exit
 
 # Command -> a command line that reads or writes below FOLDER first of all. Not here: commands without a path, and launch's doctor, which
@@ -127,3 +131,23 @@ def test_the_table_of_the_page_has_every_code() -> None:
     page = (Path(__file__).parents[2] / "fem_common" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE)
     assert [int(code) for row in rows for code in row.split(",")] == [code for code in Exit if code is not Exit.KILLED]
+
+
+def test_requests_that_a_stop_cuts_off_are_not_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logs the traceback of a failed request whose answer nobody takes, when the request is freed."""
+    monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", False)
+
+    async def request() -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    loop = asyncio.new_event_loop()
+    under_way = loop.create_task(request())
+    loop.run_until_complete(asyncio.wait([under_way]))
+    assert cli.run("copy", stopped) == 130
+    del under_way
+    gc.collect()
+    loop.close()
+    assert not caplog.records
