@@ -36,9 +36,20 @@ CODES = """exit codes:
    75  another process has the folder: the same command may do later
   130  Ctrl-C; 143  SIGTERM"""
 KEPT = "the same command goes on where it was"
-_ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
+_ENDS: dict[int, str] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "the terminal hung up",
+}
 # Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
-_MEMORY = ("not enough memory", "allocation_failed", "bad_alloc", "Error -4 ", "failed to map segment", "can't start new thread")
+_MEMORY = (
+    "not enough memory",
+    "allocation_failed",
+    "bad_alloc",
+    "Error -4 ",
+    "failed to map segment",
+    "can't start new thread",
+)
 
 
 class Ended(KeyboardInterrupt):
@@ -62,7 +73,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
         program = self.prog.removeprefix("python -m ").split()[0]
-        print(f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)", file=sys.stderr)
+        print(
+            f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)",
+            file=sys.stderr,
+        )
         sys.exit(Exit.WRONG_INPUT)
 
     def _meant(self, message: str) -> str:
@@ -79,7 +93,11 @@ class Parser(argparse.ArgumentParser):
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found += [option for verb in action.choices.values() for option in verb._option_string_actions]
+                found += [
+                    option
+                    for verb in action.choices.values()
+                    for option in verb._option_string_actions
+                ]
         return found
 
 
@@ -98,7 +116,14 @@ class Verb(NamedTuple):
     purpose: str
 
 
-def parse(program: str, description: str, verbs: Mapping[str, Verb], argv: Sequence[str], *, epilog: str = "") -> argparse.Namespace:
+def parse(
+    program: str,
+    description: str,
+    verbs: Mapping[str, Verb],
+    argv: Sequence[str],
+    *,
+    epilog: str = "",
+) -> argparse.Namespace:
     """The command line as a namespace whose ``main`` does the verb.
 
     A verb that declares the positional ``words`` (``nargs="*"``) takes them between and after its options, too. One that has a default of
@@ -146,18 +171,32 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
         return end(program, error)
     except Exception as error:
         if is_want_of_memory(error):
-            return end(program, Fault("not enough memory: give the same command again where there is more; what is finished is kept"))
+            return end(
+                program,
+                Fault(
+                    "not enough memory: give the same command again where there is more; what is finished is kept"
+                ),
+            )
         if isinstance(error, OSError):
             return end(program, error)
         raise
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
-        logging.getLogger("asyncio").disabled = True  # it would report the requests that a store's client had under way
+        logging.getLogger(
+            "asyncio"
+        ).disabled = True  # it would report the requests that a store's client had under way
         _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
         return 128 + number
 
 
-def verb_main(program: str, description: str, verbs: Mapping[str, Verb], argv: Sequence[str] | None = None, *, kept: str = KEPT) -> int:
+def verb_main(
+    program: str,
+    description: str,
+    verbs: Mapping[str, Verb],
+    argv: Sequence[str] | None = None,
+    *,
+    kept: str = KEPT,
+) -> int:
     """`parse` and `run` of a command that is nothing but its verbs."""
 
     def main() -> int:
@@ -190,7 +229,9 @@ def signals_as_interrupt() -> Iterator[None]:
 
 def is_want_of_memory(error: BaseException) -> bool:
     """Whether that is what an error means, of whatever type."""
-    named = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    named = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
     return named or any(words in str(error) for words in _MEMORY)
 
 

@@ -29,7 +29,9 @@ COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 _EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
-_KINDS = "str int float bool null timestamp merge value seq map".split()  # what YAML may take a value for
+_KINDS = (
+    "str int float bool null timestamp merge value seq map".split()
+)  # what YAML may take a value for
 _hints = functools.cache(typing.get_type_hints)  # evaluates every annotation of a class
 
 Mistake = tuple[str, ConfigError]
@@ -95,7 +97,9 @@ def build(
     absent: Mapping[str, str] | None = None,
 ) -> T:
     """As `load` of a file ``path`` that holds plain ``values``; errors name ``path``. Reads no file but parts, and needs no YAML."""
-    return _Reader(cls, Path(path), parts, None, absent or {}).read(node_of(values, str(path)), overrides)
+    return _Reader(cls, Path(path), parts, None, absent or {}).read(
+        node_of(values, str(path)), overrides
+    )
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -117,7 +121,9 @@ def plain(config: Any) -> Any:
         return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
     if isinstance(config, tuple | list):
         return [plain(item) for item in config]
-    return {key: plain(value) for key, value in config.items()} if isinstance(config, dict) else config
+    return (
+        {key: plain(value) for key, value in config.items()} if isinstance(config, dict) else config
+    )
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -164,9 +170,19 @@ def reference(cls: type) -> Iterator[Row]:
         said = spec(item)
         words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
         default = (
-            _plainly(plain(item.default if item.default_factory is MISSING else item.default_factory())) if not required(item) else None
+            _plainly(
+                plain(item.default if item.default_factory is MISSING else item.default_factory())
+            )
+            if not required(item)
+            else None
         )
-        yield Row(key, is_dataclass(kind), f"{words}: {said.range()}" if said.range() else words, default, said.doc)
+        yield Row(
+            key,
+            is_dataclass(kind),
+            f"{words}: {said.range()}" if said.range() else words,
+            default,
+            said.doc,
+        )
 
 
 def required(item: Field[Any]) -> bool:
@@ -183,7 +199,11 @@ def describe(kind: Any) -> str:
     elif typing.get_origin(kind) is dict:
         words = "a mapping" if entry is Any else f"a mapping of names to {describe(entry)}"
     elif entry is not None:
-        words = f"a list of {{{', '.join(part.name for part in fields(entry))}}}" if is_dataclass(entry) else f"a list of {describe(entry)}"
+        words = (
+            f"a list of {{{', '.join(part.name for part in fields(entry))}}}"
+            if is_dataclass(entry)
+            else f"a list of {describe(entry)}"
+        )
     else:
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
     return words + (" or null" if optional else "")
@@ -218,7 +238,13 @@ class Node:
     def __str__(self) -> str:
         """The value as a message shows it."""
         if not isinstance(self.value, str):
-            return ("a mapping" if isinstance(self.value, dict) else "a list") if self.value else "{}" if self.value == {} else "[]"
+            return (
+                ("a mapping" if isinstance(self.value, dict) else "a list")
+                if self.value
+                else "{}"
+                if self.value == {}
+                else "[]"
+            )
         text = repr(self.value) if self.quoted or self.tag == "str" else self.value or "null"
         return text if len(text) <= 60 else text[:57] + "..."
 
@@ -226,7 +252,9 @@ class Node:
 def node_of(value: Any, where: str) -> Node:
     """Plain values as if they had been read."""
     if isinstance(value, Mapping):
-        return Node({_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map")
+        return Node(
+            {_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map"
+        )
     if isinstance(value, list | tuple):
         return Node([node_of(entry, where) for entry in value], where, "seq")
     if isinstance(value, str):  # YAML 1.1 took 1e-4 for text
@@ -235,7 +263,11 @@ def node_of(value: Any, where: str) -> Node:
 
 
 def _plainly(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _file(path: Path) -> Node:
@@ -251,7 +283,9 @@ def _file(path: Path) -> Node:
         raise told(error) from None
     node = _parse(text, str(path))
     if not isinstance(node.value, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, got {'nothing' if node.tag == 'null' else node}")
+        raise ConfigError(
+            f"{path}: expected a mapping of keys to values, got {'nothing' if node.tag == 'null' else node}"
+        )
     return node
 
 
@@ -272,7 +306,9 @@ def _parse(text: str, where: str) -> Node:
     import yaml
 
     def place(mark: Any) -> str:
-        return where if mark is None or where.startswith(COMMAND_LINE) else f"{where}:{mark.line + 1}"
+        return (
+            where if mark is None or where.startswith(COMMAND_LINE) else f"{where}:{mark.line + 1}"
+        )
 
     def node(found: Any) -> Node:
         here = place(found.start_mark)
@@ -296,9 +332,13 @@ def _parse(text: str, where: str) -> Node:
         tree = _tree(text)
         for token in yaml.scan(text) if "*" in text else ():
             if isinstance(token, yaml.AliasToken):
-                raise ConfigError(f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base")
+                raise ConfigError(
+                    f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base"
+                )
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {error.problem or error.context}"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
     return Node("", where, "null") if tree is None else node(tree)
@@ -314,7 +354,9 @@ def _merged(under: Node, over: Node) -> Node:
     return replace(over, value=values)
 
 
-def _moved(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _moved(
+    cls: type, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Older names of keys -> theirs now, by what ``moved`` says in a configuration class and in its sections'."""
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
@@ -324,7 +366,9 @@ def _moved(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield from _moved(typing.cast(type, kind), (*path, item.name))
 
 
-def _under(names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _under(
+    names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
+) -> dict[tuple[str, ...], tuple[str, ...]]:
     """The names of what is moved within the section ``keys``, from there."""
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
@@ -344,7 +388,9 @@ def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
     if not isinstance(node.value, dict) or keys[0] not in node.value:
         return None, node
     if len(keys) == 1:
-        return node.value[keys[0]], replace(node, value={key: entry for key, entry in node.value.items() if key != keys[0]})
+        return node.value[keys[0]], replace(
+            node, value={key: entry for key, entry in node.value.items() if key != keys[0]}
+        )
     found, rest = _taken(node.value[keys[0]], keys[1:])
     return found, replace(node, value={**node.value, keys[0]: rest})
 
@@ -353,7 +399,9 @@ def _assignment(text: str) -> tuple[list[str], Node]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or key.startswith("-"):
         raise ConfigError(f"{COMMAND_LINE}: '{text}' is not of the form section.key=value")
-    return key.strip().split("."), replace(_parse(value, f"{COMMAND_LINE}: {key.strip()}"), where=COMMAND_LINE)
+    return key.strip().split("."), replace(
+        _parse(value, f"{COMMAND_LINE}: {key.strip()}"), where=COMMAND_LINE
+    )
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
@@ -366,12 +414,20 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
     nothing = Node("", COMMAND_LINE, "null")
     if isinstance(node.value, list):
         if not key.isdigit() or int(key) > len(node.value):
-            raise ConfigError(f"{COMMAND_LINE}: {name}: the list has {len(node.value)} items, counted from 0")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: the list has {len(node.value)} items, counted from 0"
+            )
         items = [*node.value, *([nothing] if int(key) == len(node.value) else [])]
         items[int(key)] = _assigned(items[int(key)], rest, value, (*above, key))
         return replace(node, value=items)
     if isinstance(node.value, dict):
-        return replace(node, value={**node.value, key: _assigned(node.value.get(key, nothing), rest, value, (*above, key))})
+        return replace(
+            node,
+            value={
+                **node.value,
+                key: _assigned(node.value.get(key, nothing), rest, value, (*above, key)),
+            },
+        )
     raise ConfigError(f"{COMMAND_LINE}: unknown key {name}: {'.'.join(above)} is a single value")
 
 
@@ -381,11 +437,23 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
 class _Reader:
     """One configuration: its class, the file that it is in, and what is wrong with it so far."""
 
-    def __init__(self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]) -> None:
-        self.cls, self.path, self.parts, self.shipped, self.absent = cls, path, parts, shipped, absent
+    def __init__(
+        self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
+    ) -> None:
+        self.cls, self.path, self.parts, self.shipped, self.absent = (
+            cls,
+            path,
+            parts,
+            shipped,
+            absent,
+        )
         hints = _hints(cls)
         self.known = set(hints)
-        self.sections = {item.name for item in fields(cls) if is_dataclass(hints[item.name])} if parts else set()
+        self.sections = (
+            {item.name for item in fields(cls) if is_dataclass(hints[item.name])}
+            if parts
+            else set()
+        )
         self.moved = dict(_moved(cls))
         self.mistakes: list[Mistake] = []
 
@@ -422,7 +490,9 @@ class _Reader:
             for keys, value in assignments:
                 if (len(keys) == 1 and keys[0] in self.sections) is whole:
                     with self.noted(keys[0]):
-                        tree = _assigned(tree, keys, self.over_base(value, keys[0], Path()) if whole else value)
+                        tree = _assigned(
+                            tree, keys, self.over_base(value, keys[0], Path()) if whole else value
+                        )
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
@@ -441,31 +511,64 @@ class _Reader:
 
         ``here`` is the folder that a base given as a path starts from.
         """
-        what, key = f"the name of a part in {section}/ or the path of a .yaml file", f"{section}.base"
+        what, key = (
+            f"the name of a part in {section}/ or the path of a .yaml file",
+            f"{section}.base",
+        )
         if not section:
             what, key = "the name of a file beside this one, or a path", "base"
-        if section and isinstance(node.value, str) and node.tag != "null" and (node.quoted or node.tag == "str"):
+        if (
+            section
+            and isinstance(node.value, str)
+            and node.tag != "null"
+            and (node.quoted or node.tag == "str")
+        ):
             node = Node({"base": node}, node.where, "map")
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where}: {section} = {node}: expected a mapping or {what}")
         if "base" not in node.value or (not section and node.value["base"].tag == "null"):
-            return replace(node, value={name: entry for name, entry in node.value.items() if name != "base"} if not section else node.value)
+            return replace(
+                node,
+                value={name: entry for name, entry in node.value.items() if name != "base"}
+                if not section
+                else node.value,
+            )
         base = node.value["base"]
-        own = replace(node, value={name: entry for name, entry in node.value.items() if name != "base"})
-        if not isinstance(base.value, str) or base.tag == "null" or (base.tag != "str" and not base.quoted):
+        own = replace(
+            node, value={name: entry for name, entry in node.value.items() if name != "base"}
+        )
+        if (
+            not isinstance(base.value, str)
+            or base.tag == "null"
+            or (base.tag != "str" and not base.quoted)
+        ):
             raise ConfigError(f"{base.where}: {key} = {base}: expected {what}")
         name = expand_home(base.value)
         by_path = "/" in name or name.endswith((".yaml", ".yml"))
-        folders = [self.path.parent.parent / section] if section else [here, *([self.shipped] if self.shipped else [])]
-        places = [Path(os.path.normpath(here / name))] if by_path else [folder / f"{name}.yaml" for folder in folders]
+        folders = (
+            [self.path.parent.parent / section]
+            if section
+            else [here, *([self.shipped] if self.shipped else [])]
+        )
+        places = (
+            [Path(os.path.normpath(here / name))]
+            if by_path
+            else [folder / f"{name}.yaml" for folder in folders]
+        )
         file = next((place for place in places if place.is_file()), places[0])
         if os.path.abspath(file) in chain:
-            raise ConfigError(f"{base.where}: {key} = '{name}' goes round in a circle: {' -> '.join((*chain, os.path.abspath(file)))}")
+            raise ConfigError(
+                f"{base.where}: {key} = '{name}' goes round in a circle: {' -> '.join((*chain, os.path.abspath(file)))}"
+            )
         if not file.is_file():
             named = f"{section or 'base'} names the {'file' if by_path else 'part' if section else 'file'} '{name}'"
-            raise ConfigError(f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}")
+            raise ConfigError(
+                f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}"
+            )
         under = _renamed(_file(file), _under(self.moved, [section]) if section else self.moved)
-        return _merged(self.over_base(under, section, file.parent, (*chain, os.path.abspath(file))), own)
+        return _merged(
+            self.over_base(under, section, file.parent, (*chain, os.path.abspath(file))), own
+        )
 
     def build(self, cls: Any, node: Node, path: tuple[str, ...]) -> Any:
         if not isinstance(node.value, dict):
@@ -477,12 +580,18 @@ class _Reader:
             here = (*path, key)
             with self.noted(here[0]):
                 if key not in known:
-                    raise ConfigError(f"{value.where}: unknown key {'.'.join(here)}; {self.suggestion(path, key, list(known))}")
+                    raise ConfigError(
+                        f"{value.where}: unknown key {'.'.join(here)}; {self.suggestion(path, key, list(known))}"
+                    )
                 said = spec(known[key])
-                values[key] = self.convert(hints[key], said.expand(value) if said.expand else value, here, said)
+                values[key] = self.convert(
+                    hints[key], said.expand(value) if said.expand else value, here, said
+                )
         for name, item in known.items():
             if name not in values and required(item):
-                raise ConfigError(f"{node.where}: key {'.'.join((*path, name))} is missing: {spec(item).doc}")
+                raise ConfigError(
+                    f"{node.where}: key {'.'.join((*path, name))} is missing: {spec(item).doc}"
+                )
         return cls(**values)
 
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
@@ -490,9 +599,15 @@ class _Reader:
         for pattern, said in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
                 return f"{said}; leave it out"
-        everywhere = {name.rsplit(".", 1)[-1]: name for name, _, _ in reversed(list(walk(self.cls))) if ".N." not in name}
+        everywhere = {
+            name.rsplit(".", 1)[-1]: name
+            for name, _, _ in reversed(list(walk(self.cls)))
+            if ".N." not in name
+        }
         here = nearest(key, known)
-        near = everywhere.get(key) or (".".join((*path, here)) if here else everywhere.get(nearest(key, everywhere) or ""))
+        near = everywhere.get(key) or (
+            ".".join((*path, here)) if here else everywhere.get(nearest(key, everywhere) or "")
+        )
         return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
 
     def convert(self, kind: Any, node: Node, path: tuple[str, ...], said: Spec) -> Any:
@@ -505,7 +620,10 @@ class _Reader:
             return self.build(inner, node, path)
         origin, entry = typing.get_origin(inner), _entry(inner)
         if origin is tuple and isinstance(node.value, list):
-            return tuple(self.convert(entry, item, (*path, str(number)), said) for number, item in enumerate(node.value))
+            return tuple(
+                self.convert(entry, item, (*path, str(number)), said)
+                for number, item in enumerate(node.value)
+            )
         if origin is dict and isinstance(node.value, dict):  # null takes a base's entry away
             return {
                 name: self.convert(entry, item, (*path, name), said)
@@ -522,9 +640,13 @@ class _Reader:
                 value = expand_home(value)
             except ConfigError as error:
                 raise ConfigError(f"{node.where}: {name}: {error}") from None
-        if said.choices and not any(value == choice or _matches(value, choice) for choice in said.choices):
+        if said.choices and not any(
+            value == choice or _matches(value, choice) for choice in said.choices
+        ):
             choices = [str(choice) for choice in said.choices]
-            raise ConfigError(f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}")
+            raise ConfigError(
+                f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}"
+            )
         if fault := said.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
         return value
@@ -553,12 +675,25 @@ def _as_written(node: Node) -> Any:
         return [_as_written(entry) for entry in node.value]
     if node.tag == "null":
         return None
-    kinds = [] if node.quoted else [bool] if node.tag == "bool" else [float] if re.search("[.eE]", node.value) else [int]
+    kinds = (
+        []
+        if node.quoted
+        else [bool]
+        if node.tag == "bool"
+        else [float]
+        if re.search("[.eE]", node.value)
+        else [int]
+    )
     return next((value for kind in kinds if (value := _scalar(kind, node)) is not None), node.value)
 
 
 def _matches(value: Any, choice: Any) -> bool:
-    return isinstance(choice, str) and choice.endswith(".*") and isinstance(value, str) and value.startswith(choice[:-1])
+    return (
+        isinstance(choice, str)
+        and choice.endswith(".*")
+        and isinstance(value, str)
+        and value.startswith(choice[:-1])
+    )
 
 
 def _scalar(kind: Callable[..., Any], node: Node) -> Any:
@@ -571,9 +706,22 @@ def _scalar(kind: Callable[..., Any], node: Node) -> Any:
     if node.quoted:
         return None
     if kind is bool:
-        return {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}.get(text.lower())
+        return {
+            "true": True,
+            "false": False,
+            "yes": True,
+            "no": False,
+            "on": True,
+            "off": False,
+        }.get(text.lower())
     if not _NUMBER.fullmatch(text) or not abs(float(text)) < _HUGE[kind]:  # type: ignore[index]
         return None
     if kind is float:
         return float(text)
-    return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(float(text)) if float(text) == int(float(text)) else None
+    return (
+        int(text)
+        if text.lstrip("+-").replace("_", "").isdigit()
+        else int(float(text))
+        if float(text) == int(float(text))
+        else None
+    )

@@ -16,7 +16,13 @@ from typing import ClassVar
 from fem_common.exits import Exit
 
 # What the operating system says of a wrong path, or of another's. All else (no space, a stale handle, an I/O error) is the file system's.
-MISTAKES = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+MISTAKES = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, whoever's limit it is
 
 

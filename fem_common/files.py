@@ -29,9 +29,13 @@ def expand_home(text: str) -> str:
     if not name.startswith("~"):
         return text
     if os.path.lexists(name):
-        raise ConfigError(f"{text} may be below the home directory or {name} in the working directory: write ./{text}, or the whole path")
+        raise ConfigError(
+            f"{text} may be below the home directory or {name} in the working directory: write ./{text}, or the whole path"
+        )
     if (path := os.path.expanduser(text)) == text:
-        raise ConfigError(f"{text}: there is no user {name[1:]!r}; write ./{text} for a name that begins with ~")
+        raise ConfigError(
+            f"{text}: there is no user {name[1:]!r}; write ./{text} for a name that begins with ~"
+        )
     return path
 
 
@@ -59,7 +63,9 @@ def read_lines(path: Path) -> list[str]:
 
 def json_bytes(value: Any) -> bytes:
     """A JSON value as people read it, UTF-8; a lone surrogate (names that are not UTF-8 have them) as its JSON escape."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -91,7 +97,10 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> Non
     Without ``synced`` a reader still sees the old file or the new one, but a machine that loses power may lose both.
     Raises OSError, which names ``path``; nothing is left behind then.
     """
-    unfinished, raw = temporary(path), content.encode("utf-8") if isinstance(content, str) else content
+    unfinished, raw = (
+        temporary(path),
+        content.encode("utf-8") if isinstance(content, str) else content,
+    )
     try:
         write_synced(unfinished, raw) if synced else unfinished.write_bytes(raw)
         os.replace(unfinished, path)
@@ -158,7 +167,11 @@ def remove_leftovers(folder: Path, process: int | None = None) -> None:
             if process is not None:
                 gone = owner == here and number == str(process)
             else:
-                gone = not _alive(number) if owner == here else time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+                gone = (
+                    not _alive(number)
+                    if owner == here
+                    else time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+                )
             if gone:
                 remove(path)
         except FileNotFoundError:
@@ -184,7 +197,9 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = False) -> Iterator[bool]:
+def locked(
+    path: Path, busy: str = "", *, shared: bool = False, wait: bool = False
+) -> Iterator[bool]:
     """A lock on the file ``path``, which is created and stays (NFS locks no folders); it ends with the block or the process.
 
     Gives whether it is held: False on a file system without locks, where the work goes on. ``shared``: with all that share it.
@@ -195,7 +210,10 @@ def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = Fal
     descriptor, owner = _opened(path), os.getpid()
     try:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(
+                descriptor,
+                (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB),
+            )
             held = True
         except BlockingIOError:
             raise InUse(busy or f"another process has {path.parent}: wait for it") from None
@@ -203,7 +221,9 @@ def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = Fal
             held = False
         yield held
     finally:
-        if os.getpid() == owner:  # what was forked meanwhile has the descriptor as well, and may end later
+        if (
+            os.getpid() == owner
+        ):  # what was forked meanwhile has the descriptor as well, and may end later
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -214,6 +234,8 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         try:
-            return os.open(path, os.O_RDONLY)  # another user's, or on a file system that is read only
+            return os.open(
+                path, os.O_RDONLY
+            )  # another user's, or on a file system that is read only
         except OSError:
             raise told(error, f"cannot write in {path.parent} (", ")") from None

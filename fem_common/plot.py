@@ -59,4 +59,7 @@ def ordered_colours(count: int) -> list[dict[str, Any]]:
     from matplotlib import colormaps
 
     places = [0.85 * number / (count - 1) for number in range(count)] if count > 1 else [0.3]
-    return [{"color": colormaps["viridis"](place), "marker": MARKERS[number % len(MARKERS)]} for number, place in enumerate(places)]
+    return [
+        {"color": colormaps["viridis"](place), "marker": MARKERS[number % len(MARKERS)]}
+        for number, place in enumerate(places)
+    ]

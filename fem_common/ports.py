@@ -7,7 +7,9 @@ import os
 import socket
 from contextlib import suppress
 
-PORTS = range(12000, 32000)  # below those that Linux gives away by itself: no connection takes one of these in that moment
+PORTS = range(
+    12000, 32000
+)  # below those that Linux gives away by itself: no connection takes one of these in that moment
 _turns = itertools.count()
 
 
@@ -16,7 +18,9 @@ def server_port(seed: int | None = None) -> int:
 
     The search starts at another port for each seed; without one, for each process and each of its calls. Raises OSError.
     """
-    start = 7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)  # processes of one parent are far apart
+    start = (
+        7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)
+    )  # processes of one parent are far apart
     for offset in range(0, len(PORTS), 101):
         port = PORTS[(start + offset) % len(PORTS)]
         with socket.socket() as listener:

@@ -44,7 +44,11 @@ class Progress:
     @property
     def left(self) -> float | None:
         """Seconds left at the rate so far; None where that cannot be told."""
-        return self.elapsed * max(self.total - self.done, 0) / self.done if self.total is not None and self.done else None
+        return (
+            self.elapsed * max(self.total - self.done, 0) / self.done
+            if self.total is not None and self.done
+            else None
+        )
 
     @property
     def due(self) -> bool:
@@ -66,7 +70,13 @@ class Progress:
         of = "" if self.total is None else f" of {count(self.total)}"
         share = "" if not self.total else f"{100 * min(self.done / self.total, 1):.0f}%"
         left = "" if self.left is None else f"{duration(self.left)} left"
-        parts = (f"{count(self.done)}{of} {self.unit}", share, f"{count(self.done / self.elapsed)}/s", note, left)
+        parts = (
+            f"{count(self.done)}{of} {self.unit}",
+            share,
+            f"{count(self.done / self.elapsed)}/s",
+            note,
+            left,
+        )
         return (f"{self.title}: " if self.title else "") + " · ".join(filter(None, parts))
 
     def show(self, line: str) -> None:
@@ -79,7 +89,9 @@ class Progress:
                 if self._bar is None:
                     from tqdm import tqdm
 
-                    self._bar = tqdm(file=self.stream, bar_format="{desc}", dynamic_ncols=True, leave=False)
+                    self._bar = tqdm(
+                        file=self.stream, bar_format="{desc}", dynamic_ncols=True, leave=False
+                    )
                 self._bar.set_description_str(line)
             else:
                 print(line, file=self.stream, flush=True)
@@ -94,5 +106,10 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-SHORTEST = 8  # a value with fewer characters is not looked for in output: it would be found everywhere
+SHORTEST = (
+    8  # a value with fewer characters is not looked for in output: it would be found everywhere
+)
 SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "TOKENS", "JWT", "PASSPHRASE")
 SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _HARMLESS_WORDS = {"PKEY"}  # InfiniBand's partition key, a number: NCCL_IB_PKEY
@@ -26,7 +28,10 @@ _HARMLESS_BEGINNINGS = tuple(
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is a secret: ``WANDB_API_KEY``, ``HF_TOKEN``, ``DB_PASSWORD``, ``MY_CREDENTIALS``."""
     words = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word not in _HARMLESS_WORDS]
-    return any(word.endswith(SECRET_ENDINGS) or any(part in word for part in SECRET_PARTS) for word in words)
+    return any(
+        word.endswith(SECRET_ENDINGS) or any(part in word for part in SECRET_PARTS)
+        for word in words
+    )
 
 
 def hides_a_password(value: str) -> bool:
@@ -47,7 +52,12 @@ def values(environ: Mapping[str, str]) -> tuple[str, ...]:
             found.update(line.strip() for line in lines)
             found.update(" ".join(line.split()) for line in lines)
         found.update(_PASSWORD_IN_URL.findall(value))
-    return tuple(sorted((value for value in found if len(value) >= SHORTEST), key=lambda value: (-len(value), value)))
+    return tuple(
+        sorted(
+            (value for value in found if len(value) >= SHORTEST),
+            key=lambda value: (-len(value), value),
+        )
+    )
 
 
 def hide(text: str, secrets: tuple[str, ...]) -> str:

@@ -17,13 +17,18 @@ class Spec:
     least: float | None = None
     above: float | None = None
     below: float | None = None
-    expand: Callable[[Any], Any] | None = None  # a short way to write the value: `config.Node` -> the node of the whole way
+    expand: Callable[[Any], Any] | None = (
+        None  # a short way to write the value: `config.Node` -> the node of the whole way
+    )
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
         """What is wrong with a number or a text by its range or ``check``, or None."""
         wanted = self.range()
-        for limit, holds in ((self.least, lambda: value >= self.least), (self.above, lambda: value > self.above)):
+        for limit, holds in (
+            (self.least, lambda: value >= self.least),
+            (self.above, lambda: value > self.above),
+        ):
             if limit is not None and not holds():
                 return f"must be {wanted}"
         if self.below is not None and not value < self.below:
@@ -32,8 +37,17 @@ class Spec:
 
     def range(self) -> str:
         """The range in words: ``1 or more``, ``more than 0 and less than 1``; empty where any number will do."""
-        least, above, below = (f"{limit:g}" if isinstance(limit, float) else str(limit) for limit in (self.least, self.above, self.below))
-        low = f"{least} or more" if self.least is not None else f"more than {above}" if self.above is not None else ""
+        least, above, below = (
+            f"{limit:g}" if isinstance(limit, float) else str(limit)
+            for limit in (self.least, self.above, self.below)
+        )
+        low = (
+            f"{least} or more"
+            if self.least is not None
+            else f"more than {above}"
+            if self.above is not None
+            else ""
+        )
         high = f"less than {below}" if self.below is not None else ""
         return " and ".join(filter(None, (low, high)))
 
@@ -66,9 +80,15 @@ def spec(item: Field[Any]) -> Spec:
 
 def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Plain ``values`` with keys under their new names: "section.key" -> "section.key"; one whose new name is there too stays."""
-    given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    given = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
     for old, new in names.items():
         (section, key), (place, name) = old.split("."), new.split(".")
-        if isinstance(given.get(section), dict) and key in given[section] and name not in given.setdefault(place, {}):
+        if (
+            isinstance(given.get(section), dict)
+            and key in given[section]
+            and name not in given.setdefault(place, {})
+        ):
             given[place][name] = given[section].pop(key)
     return given

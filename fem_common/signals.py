@@ -15,7 +15,11 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     """``handler`` takes these signals meanwhile, in the main thread. A SIGHUP that nohup has silenced stays so."""
     silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    before = {number: signal.signal(number, handler) for number in numbers if not (number == signal.SIGHUP and silenced)}
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if not (number == signal.SIGHUP and silenced)
+    }
     try:
         yield
     finally:

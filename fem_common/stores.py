@@ -46,8 +46,14 @@ def refusal(place: str, folder: Path | None) -> str | None:
     """What the name of a place tells that nothing can be kept there, or no copy of what is in ``folder``; None: nothing."""
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
-        return "has a password in it, which would stand in files; give credentials in the environment"
-    if re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place) or not place.strip() or (mark and not rest.strip("/")):
+        return (
+            "has a password in it, which would stand in files; give credentials in the environment"
+        )
+    if (
+        re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place)
+        or not place.strip()
+        or (mark and not rest.strip("/"))
+    ):
         return f"= {place or repr(place)} names no bucket and folder; as in s3://BUCKET/FOLDER"
     if folder is None:
         return None
@@ -66,7 +72,11 @@ def _unknown(place: str, kind: str) -> str | None:
     known = set(available_protocols()) - _UNWRITTEN
     if kind in known:
         package = known_implementations.get(kind, {}).get("class", "fsspec").partition(".")[0]
-        return None if find_spec(package) else f"= {place} needs {package}: pip install -c constraints.txt -e .[stores]"
+        return (
+            None
+            if find_spec(package)
+            else f"= {place} needs {package}: pip install -c constraints.txt -e .[stores]"
+        )
     near = nearest(kind.lower(), known)
     meant = f"; did you mean {near}://{place.partition('://')[2]}?" if near else ""
     return f"= {place}: nothing can be sent to {kind}://{meant or '; as in s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
@@ -85,12 +95,18 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
         raise ConfigError(f"URL {wrong}")
     url = place if is_url(place) else Path(place).absolute().as_uri()
     try:
-        store, root = fsspec.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(url.partition(":")[0], {}))
+        store, root = fsspec.url_to_fs(
+            url, use_listings_cache=False, **_OPTIONS.get(url.partition(":")[0], {})
+        )
     except ImportError as error:
-        raise ConfigError(f"{place}: {error}: pip install -c constraints.txt -e .[stores]") from None
+        raise ConfigError(
+            f"{place}: {error}: pip install -c constraints.txt -e .[stores]"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
-    store.retries = 1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `until_it_works` does it
+    store.retries = (
+        1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `until_it_works` does it
+    )
     return store, root, url
 
 
@@ -105,7 +121,9 @@ def kind_of(error: Exception) -> type[ConfigError | StorageError]:
     return ConfigError if isinstance(error, MISTAKES) else StorageError
 
 
-def until_it_works(work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]) -> Exception | None:
+def until_it_works(
+    work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]
+) -> Exception | None:
     """Do ``work`` again until it works, with longer and longer pauses; the last failure where it was over before, else None.
 
     over: waits for so many seconds, and says whether it is over. note: hears why an attempt failed, None where it did not.

@@ -17,7 +17,14 @@ def count(number: float) -> str:
 
 def si(number: float) -> str:
     """A number before a unit: ``1.234 P`` for FLOPs, ``12 ``; smaller than a million it is written out."""
-    for unit, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+    for unit, prefix in (
+        (1e21, "Z"),
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+    ):
         if number >= unit:
             return f"{number / unit:.4g} {prefix}"
     return f"{number:,.0f} "
@@ -59,12 +66,19 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
     """Rows of cells as lines whose columns stand below each other: those of ``left`` (None: all) to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if left is None or number in left else ">" for number in range(len(widths))]
-    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def one_line(said: object, longest: int = 0) -> str:
     """A message on one line, cut to ``longest`` characters where that is not 0; of an error without words its type."""
-    text = " ".join(str(said).split()) or (type(said).__name__ if isinstance(said, BaseException) else "")
+    text = " ".join(str(said).split()) or (
+        type(said).__name__ if isinstance(said, BaseException) else ""
+    )
     return text if not longest or len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
 
 

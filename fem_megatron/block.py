@@ -25,9 +25,14 @@ class Block(nn.Module):
         super().__init__()
         self.recurrence = shape.recurrence
         self.mixer: Update = located(shape.mixer.layer_class)(shape.mixer, parallel)
-        self.mlp: Update | None = None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
+        self.mlp: Update | None = (
+            None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
+        )
         # Kept here: a module of peft's that takes the place of an update passes its call on, not its attributes.
-        self.hidden, self.streams = shape.mixer.hidden, [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
+        self.hidden, self.streams = (
+            shape.mixer.hidden,
+            [part.stream for part in (shape.mixer, shape.mlp) if part is not None],
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type.
@@ -36,7 +41,10 @@ class Block(nn.Module):
         """
         context = replace(context, origin=x[..., : self.hidden], memory={})
         for iteration in range(self.recurrence):
-            here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
+            here = replace(
+                context if self.recurrence == 1 else context.within(str(iteration)),
+                iteration=iteration,
+            )
             x = _updated(self.mixer, self.streams[0], x, here.within("mixer"))
             if self.mlp is not None:
                 x = here.again(partial(_updated, self.mlp, self.streams[1]), x, here.within("mlp"))

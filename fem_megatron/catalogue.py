@@ -11,7 +11,15 @@ from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
 from fem_megatron.mixers.delta.shape import DeltaShape
 from fem_megatron.mixers.differential.shape import DifferentialShape
-from fem_megatron.mixers.fem.prior_shapes import AftShape, DecayShape, GlaShape, LinearShape, MambaShape, PriorShape, SoftmaxShape
+from fem_megatron.mixers.fem.prior_shapes import (
+    AftShape,
+    DecayShape,
+    GlaShape,
+    LinearShape,
+    MambaShape,
+    PriorShape,
+    SoftmaxShape,
+)
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.mixers.fla.shape import FlaShape
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
@@ -62,9 +70,14 @@ MIXERS: dict[str, Mixer] = {
     "fem_gla": _fem("FEM over gated linear attention's weights", GlaShape, "T"),
     "fem_lrnn_decay": _fem("FEM over a running mean that forgets", DecayShape, "T"),
     "fem_aft": _fem("FEM over AFT's weights, exp(k) a channel", AftShape, "T"),
-    "fem_mamba": _fem("FEM over a selective state space with non-negative weights, normalised", MambaShape, "T"),
+    "fem_mamba": _fem(
+        "FEM over a selective state space with non-negative weights, normalised", MambaShape, "T"
+    ),
     "transformer": Mixer(
-        "standard attention, RoPE, grouped queries on request", "Llama", "T^2", lambda model, layer: AttentionShape.of(model)
+        "standard attention, RoPE, grouped queries on request",
+        "Llama",
+        "T^2",
+        lambda model, layer: AttentionShape.of(model),
     ),
     "cem": Mixer(
         "steps down an interaction energy: K = V, O = Q^T, ALiBi, preconditioned",
@@ -105,15 +118,27 @@ MIXERS: dict[str, Mixer] = {
         lambda model, layer: AcceleratedAttentionShape.of(model),
         mlp="yuriiformer",
     ),
-    "differential": Mixer("the difference of two softmax attentions", "Differential Transformer", "T^2", DifferentialShape.of),
-    "deltanet": Mixer("linear attention by the delta rule", "DeltaNet", "T", lambda model, layer: DeltaShape.of(model, layer, gated=False)),
+    "differential": Mixer(
+        "the difference of two softmax attentions",
+        "Differential Transformer",
+        "T^2",
+        DifferentialShape.of,
+    ),
+    "deltanet": Mixer(
+        "linear attention by the delta rule",
+        "DeltaNet",
+        "T",
+        lambda model, layer: DeltaShape.of(model, layer, gated=False),
+    ),
     "gated_deltanet": Mixer(
         "the delta rule with a decay and an output gate",
         "Gated DeltaNet",
         "T",
         lambda model, layer: DeltaShape.of(model, layer, gated=True),
     ),
-    "mamba2": Mixer("a selective state space with a scalar decay a head", "Mamba-2", "T", Mamba2Shape.of),
+    "mamba2": Mixer(
+        "a selective state space with a scalar decay a head", "Mamba-2", "T", Mamba2Shape.of
+    ),
     "fla.*": Mixer(
         "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs a GPU",
         "flash-linear-attention",
@@ -134,7 +159,10 @@ MLPS: dict[str, Callable[[ModelConfig], Shape]] = {
 def describe(name: str) -> Mixer:
     """The mixer of this name. Raises KeyError where there is none."""
     if name.startswith("fla."):
-        return replace(MIXERS["fla.*"], shape=lambda model, layer: FlaShape.of(model, layer, name=name.removeprefix("fla.")))
+        return replace(
+            MIXERS["fla.*"],
+            shape=lambda model, layer: FlaShape.of(model, layer, name=name.removeprefix("fla.")),
+        )
     return MIXERS[name]
 
 
@@ -147,19 +175,32 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
     for name, each in zip(names, made, strict=True):
         mup.check_mixer(model, name, each.mixer)
     if keys := unread(model):
-        what = f"model.pattern={','.join(model.pattern)}" if model.pattern else f"model.mixer={model.mixer}"
-        raise ValueError(f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out")
+        what = (
+            f"model.pattern={','.join(model.pattern)}"
+            if model.pattern
+            else f"model.mixer={model.mixer}"
+        )
+        raise ValueError(
+            f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out"
+        )
     return made
 
 
 def unread(model: ModelConfig) -> list[str]:
     """The keys of ``model`` that are not at their defaults and that none of its layers reads. Raises ValueError where sizes do not fit."""
-    read, default = set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))), type(model)()
+    read, default = (
+        set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))),
+        type(model)(),
+    )
     keys = []
     for name in (item.name for item in fields(model) if item.name not in EVERYONES | read):
         ours, theirs = getattr(model, name), getattr(default, name)
         if is_dataclass(theirs):
-            keys += [f"{name}.{key}" for key, value in vars(theirs).items() if getattr(ours, key) != value]
+            keys += [
+                f"{name}.{key}"
+                for key, value in vars(theirs).items()
+                if getattr(ours, key) != value
+            ]
         elif ours != theirs:
             keys.append(name)
     return [key for key in keys if key not in read]
@@ -169,7 +210,9 @@ def mixer_names(model: ModelConfig) -> list[str]:
     """The mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
     pattern = model.pattern or [model.mixer]
     if model.num_layers % len(pattern):
-        raise ValueError(f"model.pattern has {len(pattern)} layers, which does not divide model.num_layers={model.num_layers}")
+        raise ValueError(
+            f"model.pattern has {len(pattern)} layers, which does not divide model.num_layers={model.num_layers}"
+        )
     return [*pattern] * (model.num_layers // len(pattern))
 
 
@@ -178,8 +221,14 @@ def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
     mixer = describe(name)
     mlp, shape = model.mlp or mixer.mlp, mixer.shape(model, layer)
     if odd := shape.rotary_size() % 2 * shape.rotary_size():
-        key = "model.num_attention_heads" if model.attention.head_dim is None else "model.attention.head_dim"
-        raise ValueError(f"model.rope turns pairs of channels, but a head has {odd}; change {key}, or set model.rope=false")
+        key = (
+            "model.num_attention_heads"
+            if model.attention.head_dim is None
+            else "model.attention.head_dim"
+        )
+        raise ValueError(
+            f"model.rope turns pairs of channels, but a head has {odd}; change {key}, or set model.rope=false"
+        )
     return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
 
 
@@ -190,4 +239,7 @@ def table() -> str:
         *((name, m.cost, m.layouts, f"{m.about} ({m.paper})") for name, m in MIXERS.items()),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows)
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )

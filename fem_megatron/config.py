@@ -32,9 +32,15 @@ class ModelConfig:
 
     moved: ClassVar[dict[str, str]] = MOVED  # older names of keys
 
-    mixer: str = setting("fem_softmax", "The token mixer of every layer (`python -m pretrain --list-mixers`).", MIXERS)
+    mixer: str = setting(
+        "fem_softmax",
+        "The token mixer of every layer (`python -m pretrain --list-mixers`).",
+        MIXERS,
+    )
     pattern: tuple[str, ...] | None = setting(
-        None, "Hybrids: the mixers of the first layers, repeated to num_layers; null: `mixer` in all.", MIXERS
+        None,
+        "Hybrids: the mixers of the first layers, repeated to num_layers; null: `mixer` in all.",
+        MIXERS,
     )
     mlp: str | None = setting(
         None,
@@ -42,33 +48,51 @@ class ModelConfig:
         (*catalogue.MLPS, "none"),
     )
     recurrence: int = setting(
-        1, "How often every block is applied, with the same weights (the loop Transformer; Hyper-SET's depth).", least=1
+        1,
+        "How often every block is applied, with the same weights (the loop Transformer; Hyper-SET's depth).",
+        least=1,
     )
     hidden_size: int = setting(768, "Width D of the residual stream.", least=1)
     num_layers: int = setting(12, "Number of blocks (mixer + MLP).", least=1)
     num_attention_heads: int = setting(12, "Heads H of the mixer.", least=1)
     num_query_groups: int | None = setting(
-        None, "Heads of keys and values that the transformer's queries share; null: one a head.", least=1
+        None,
+        "Heads of keys and values that the transformer's queries share; null: one a head.",
+        least=1,
     )
     ffn_hidden_size: int | None = setting(
-        None, "Inner width of the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 64.", least=1
+        None,
+        "Inner width of the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 64.",
+        least=1,
     )
-    vocab_size: int | None = setting(None, "Entries of the tokenizer; null: read from the data's manifest.", least=1)
-    make_vocab_size_divisible_by: int = setting(128, "The embedding is padded to a multiple of this; independent of the layout.", least=1)
+    vocab_size: int | None = setting(
+        None, "Entries of the tokenizer; null: read from the data's manifest.", least=1
+    )
+    make_vocab_size_divisible_by: int = setting(
+        128, "The embedding is padded to a multiple of this; independent of the layout.", least=1
+    )
     tie_embeddings: bool = setting(False, "Share the input embedding with the output layer.")
     causal: bool = setting(
-        True, "A token sees itself and what is before it; false: all tokens (encoders, from Python; not for `pretrain`)."
+        True,
+        "A token sees itself and what is before it; false: all tokens (encoders, from Python; not for `pretrain`).",
     )
-    rope: bool = setting(True, "Rotary position embedding on queries and keys, of the mixers that have them.")
+    rope: bool = setting(
+        True, "Rotary position embedding on queries and keys, of the mixers that have them."
+    )
     rope_base: int = setting(10000, "Base of the rotary frequencies.", least=1)
-    rope_scaling: RopeScaling = setting(RopeScaling, "Rotary frequencies for longer texts (docs/long_context.md), of the mixers that turn.")
+    rope_scaling: RopeScaling = setting(
+        RopeScaling,
+        "Rotary frequencies for longer texts (docs/long_context.md), of the mixers that turn.",
+    )
     qk_norm: bool = setting(
         False,
         "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, yuriiformer, differential, "
         "fem_softmax; what the others compare is what their energies are made of, and hyperset norms its own.",
     )
     norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
-    init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.", above=0)
+    init_std: float = setting(
+        0.02, "Standard deviation of the normal initialisation of every matrix.", above=0
+    )
     parametrization: str = setting(
         "standard",
         "How initialisation and learning rates follow the width. standard: not at all; mup: so that a learning rate that is best for a "
@@ -82,10 +106,16 @@ class ModelConfig:
         "it; fused: torch's attention on [v | exp(beta v - r)], likewise; reference: always the exact log-sum-exp.",
         ("auto", "fused", "reference"),
     )
-    attention: AttentionConfig = setting(AttentionConfig, "Switches of standard attention, for mixers transformer and yuriiformer.")
+    attention: AttentionConfig = setting(
+        AttentionConfig, "Switches of standard attention, for mixers transformer and yuriiformer."
+    )
     fem: FemConfig = setting(FemConfig, "The Free Energy Mixer's switches and sizes.")
-    cem: CemConfig = setting(CemConfig, "Switches and sizes of Causal Energy Minimization, attention and MLP.")
-    second_order: SecondOrderConfig = setting(SecondOrderConfig, "Switches of second-order attention.")
+    cem: CemConfig = setting(
+        CemConfig, "Switches and sizes of Causal Energy Minimization, attention and MLP."
+    )
+    second_order: SecondOrderConfig = setting(
+        SecondOrderConfig, "Switches of second-order attention."
+    )
     hyperset: HyperSetConfig = setting(HyperSetConfig, "Hyper-SET's switches and sizes.")
     delta: DeltaConfig = setting(DeltaConfig, "Sizes of DeltaNet and Gated DeltaNet.")
     mamba2: Mamba2Config = setting(Mamba2Config, "Sizes of Mamba-2.")
@@ -99,11 +129,18 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Channels that layers hand on for a token: hidden_size, and as many of its velocity where any layer moves by one."""
-        return max(part.stream for block in self._blocks for part in (block.mixer, block.mlp) if part is not None)
+        return max(
+            part.stream
+            for block in self._blocks
+            for part in (block.mixer, block.mlp)
+            if part is not None
+        )
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""
-        assert self.vocab_size is not None, "vocab_size is filled in from the data before the model is built"
+        assert self.vocab_size is not None, (
+            "vocab_size is filled in from the data before the model is built"
+        )
         step = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // step) * step
 
@@ -115,7 +152,9 @@ class ModelConfig:
     def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
         """Each different layer's shape, and how many there are."""
         every = self.blocks()
-        return tuple((shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n])
+        return tuple(
+            (shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n]
+        )
 
     @cached_property
     def _blocks(self) -> tuple[BlockShape, ...]:
@@ -124,8 +163,12 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
         """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
-        computed = {name for name, value in vars(cls).items() if isinstance(value, cached_property)}  # vars() of an object has them, too
-        given = moved({name: value for name, value in fields.items() if name not in computed}, cls.moved)
+        computed = {
+            name for name, value in vars(cls).items() if isinstance(value, cached_property)
+        }  # vars() of an object has them, too
+        given = moved(
+            {name: value for name, value in fields.items() if name not in computed}, cls.moved
+        )
         for key, default in vars(cls()).items():
             if isinstance(given.get(key), dict):
                 given[key] = type(default)(**given[key])

@@ -95,7 +95,15 @@ class Cut:
         whole = torch.arange(length * self.ranks.size, device=device)
         return own_tokens(whole, self.ranks.size, self.ranks.rank, 0)
 
-    def apart(self, read: Read, given: Given, each: Given, keys: Collection[int], dims: Dims, context: Context) -> Tensor:
+    def apart(
+        self,
+        read: Read,
+        given: Given,
+        each: Given,
+        keys: Collection[int],
+        dims: Dims,
+        context: Context,
+    ) -> Tensor:
         """``read(valid, *given, *each)`` of whole sequences, of which ``given`` and the result are this rank's tokens.
 
         each: what belongs to a head alone, heads first; of one head: to all. keys: the places in ``given`` of what queries read; none:
@@ -107,20 +115,29 @@ class Cut:
         if not (self.gathers and keys):
             return self._by_heads(read, given, each, dims, context)
         if context.documents is not None or not context.causal:
-            raise ValueError("documents that are read apart, and reads both ways, are made by exchanging heads")
+            raise ValueError(
+                "documents that are read apart, and reads both ways, are made by exchanging heads"
+            )
 
         def gathered(*given: Tensor | None) -> Tensor:
-            whole = [t if t is None or place not in keys else self._all_tokens(t, dims.time) for place, t in enumerate(given)]
+            whole = [
+                t if t is None or place not in keys else self._all_tokens(t, dims.time)
+                for place, t in enumerate(given)
+            ]
             return self._by_chunks(read, whole, each, keys, dims.time)
 
         if not torch.is_grad_enabled():
             return gathered(*given)
-        made: Tensor = checkpoint(gathered, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        made: Tensor = checkpoint(
+            gathered, *given, use_reentrant=False, preserve_rng_state=False
+        )  # nothing is random
         return made
 
     def side_by_side(self, read: Read, given: Given, each: Given, dims: Dims) -> Tensor:
         """``read(None, *given, *each)``, given this rank's two chunks as sequences, the first chunks of all before the second ones."""
-        beside = [None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given]
+        beside = [
+            None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given
+        ]
         return torch.cat(read(None, *beside, *each).chunk(2, dims.batch), dims.time)
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
@@ -129,11 +146,19 @@ class Cut:
         if not count:
             return torch.cat((zeros, zeros), 1)
         chunks = self.all_chunks(x[-count:], 1)
-        return torch.cat([torch.cat((zeros, *chunks[max(0, number - count) : number]))[-count:] for number in self.own], 1)
+        return torch.cat(
+            [
+                torch.cat((zeros, *chunks[max(0, number - count) : number]))[-count:]
+                for number in self.own
+            ],
+            1,
+        )
 
     def span(self, v: Tensor, time: int) -> Tensor:
         """The least and the greatest of all tokens, two in place of this rank's along ``time``; no gradient."""
-        every = self.ranks.gather(torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time))
+        every = self.ranks.gather(
+            torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time)
+        )
         low, high = every.chunk(2, time + 1)
         return torch.cat((low.amin(0), high.amax(0)), time)
 
@@ -146,7 +171,9 @@ class Cut:
         """What every chunk has, in order, of what this rank's two have side by side in the dimension ``batch``."""
         return _in_order(self.ranks.gather(own), batch + 1)
 
-    def _by_chunks(self, read: Read, given: Given, each: Given, keys: Collection[int], time: int) -> Tensor:
+    def _by_chunks(
+        self, read: Read, given: Given, each: Given, keys: Collection[int], time: int
+    ) -> Tensor:
         """``given``: keys of all tokens, the rest of this rank's."""
         chunks, made = 2 * self.ranks.size, []
         for half, number in enumerate(self.own):
@@ -156,16 +183,34 @@ class Cut:
                     return t.chunk(2, time)[half]
                 return t.narrow(time, 0, t.shape[time] // chunks * (number + 1))
 
-            made.append(read(None, *(None if t is None else seen(place, t) for place, t in enumerate(given)), *each))
+            made.append(
+                read(
+                    None,
+                    *(None if t is None else seen(place, t) for place, t in enumerate(given)),
+                    *each,
+                )
+            )
         return torch.cat(made, time)
 
-    def _by_heads(self, read: Read, given: Given, each: Given, dims: Dims, context: Context) -> Tensor:
+    def _by_heads(
+        self, read: Read, given: Given, each: Given, dims: Dims, context: Context
+    ) -> Tensor:
         heads = max(t.shape[dims.heads] for t in given if t is not None)
         whole = [None if t is None else self._own_heads(t, dims, heads) for t in given]
-        mine = [t if t is None or t.shape[0] == 1 else t.chunk(self.ranks.size)[self.ranks.rank] for t in each]
-        out = context.apart(read, *whole, each=mine, batch=dims.batch, time=dims.time, heads=dims.heads)
+        mine = [
+            t if t is None or t.shape[0] == 1 else t.chunk(self.ranks.size)[self.ranks.rank]
+            for t in each
+        ]
+        out = context.apart(
+            read, *whole, each=mine, batch=dims.batch, time=dims.time, heads=dims.heads
+        )
         parts = self._by_rank(out.movedim((dims.time, dims.heads), (0, 1)))
-        return self.ranks.exchange(parts).transpose(0, 1).flatten(1, 2).movedim((0, 1), (dims.time, dims.heads))
+        return (
+            self.ranks.exchange(parts)
+            .transpose(0, 1)
+            .flatten(1, 2)
+            .movedim((0, 1), (dims.time, dims.heads))
+        )
 
     def _own_heads(self, t: Tensor, dims: Dims, heads: int) -> Tensor:
         """All tokens of this rank's heads; of what is one for all ``heads`` as it is; of fewer heads than ranks the one that these read."""
@@ -175,7 +220,9 @@ class Cut:
         if own < size:
             t = t.repeat_interleave(size // own, dims.heads)
         parts = t.movedim((dims.heads, dims.time), (0, 1)).unflatten(0, (size, -1))
-        return torch.cat(_in_order(self.ranks.exchange(parts), 2), 1).movedim((0, 1), (dims.heads, dims.time))
+        return torch.cat(_in_order(self.ranks.exchange(parts), 2), 1).movedim(
+            (0, 1), (dims.heads, dims.time)
+        )
 
     def _all_tokens(self, t: Tensor, time: int) -> Tensor:
         return torch.cat(_in_order(self.ranks.gather(t.movedim(time, 0)), 1)).movedim(0, time)

@@ -56,7 +56,11 @@ class Crossing:
         again: the layer is computed again in the backward pass (train.recompute = full).
         """
         others, forward, tokens = training.ranks - 1, 1 + again, self._tokens(training)
-        token = (forward + 1) * (self.exchanged / training.ranks + self.gathered) + (forward + 2) * self.keys + forward * self.angles
+        token = (
+            (forward + 1) * (self.exchanged / training.ranks + self.gathered)
+            + (forward + 2) * self.keys
+            + forward * self.angles
+        )
         gradients = tokens * self.ring * training.ranks * training.wide
         states = training.micro_batch * ((forward + 1) * 2 * self.states + forward * self.span)
         return self.beside(training, again=again) + gradients + others * (tokens * token + states)
@@ -75,7 +79,13 @@ CUT_KINDS = ("all_to_all", "all_gather", "ring")
 
 
 def cut_kinds(
-    mixer: Shape, *, tensor: int, context: int, asked: str | None = None, causal: bool = True, separate: bool = False
+    mixer: Shape,
+    *,
+    tensor: int,
+    context: int,
+    asked: str | None = None,
+    causal: bool = True,
+    separate: bool = False,
 ) -> CutKinds:
     """How a mixer's reads are made of sequences cut over ``context`` ranks: as one of CUT_KINDS asks, where there is a choice.
 
@@ -86,21 +96,44 @@ def cut_kinds(
     Raises:
         ValueError: it cannot be made; the message names the width, or what was asked for.
     """
-    ranks, widths, states = tensor * context, mixer.cut_widths(), asked != "all_to_all" and not separate
-    words = f"parallel.context_parallel_size={context}" + (f" x tensor_model_parallel_size={tensor}" if tensor > 1 else "")
-    words, only = f"{words} does not divide", "documents that are read apart are read by whole heads (all_to_all)"
+    ranks, widths, states = (
+        tensor * context,
+        mixer.cut_widths(),
+        asked != "all_to_all" and not separate,
+    )
+    words = f"parallel.context_parallel_size={context}" + (
+        f" x tensor_model_parallel_size={tensor}" if tensor > 1 else ""
+    )
+    words, only = (
+        f"{words} does not divide",
+        "documents that are read apart are read by whole heads (all_to_all)",
+    )
     for name, width in (widths.always | ({} if states else widths.scanned)).items():
         if width % ranks:
-            choice = f"; {only}" if separate else "; leave parallel.context_parallel_kind out: states are passed"
-            raise ValueError(f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}")
+            choice = (
+                f"; {only}"
+                if separate
+                else "; leave parallel.context_parallel_kind out: states are passed"
+            )
+            raise ValueError(
+                f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}"
+            )
     keyed, ring = widths.keyed, asked == "ring" and widths.rings
     short = [f"{name}={width}" for name, width in keyed.items() if width % ranks]
-    short += [f"{name}={width}" for name, width in widths.shared.items() if width % ranks and (width % tensor or ranks % width)]
+    short += [
+        f"{name}={width}"
+        for name, width in widths.shared.items()
+        if width % ranks and (width % tensor or ranks % width)
+    ]
     if not keyed or (not short and asked != "all_gather" and not ring):
         return CutKinds(gathers=False, states=states)
     if separate or not causal:
         why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={asked}"
-        raise ValueError(f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}")
+        raise ValueError(
+            f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}"
+        )
     if asked == "all_to_all":
-        raise ValueError(f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not")
+        raise ValueError(
+            f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not"
+        )
     return CutKinds(gathers=True, states=states, ring=ring)

@@ -50,7 +50,9 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
     found: Quantities = {}
     numbers: dict[str, float] = {}
     handles = [
-        update.register_forward_hook(_hook(f"layer_{number:02}", part, block.recurrence > 1, found, tokens))
+        update.register_forward_hook(
+            _hook(f"layer_{number:02}", part, block.recurrence > 1, found, tokens)
+        )
         for number, block in blocks.items()
         for part, update in (("mixer", block.mixer), ("mlp", block.mlp))
         if update is not None
@@ -63,7 +65,9 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
         numbers |= {name: float(value) for name, value in found.items()}
 
 
-def _hook(layer: str, part: str, iterated: bool, found: Quantities, tokens: int) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(
+    layer: str, part: str, iterated: bool, found: Quantities, tokens: int
+) -> Callable[[nn.Module, Any, Any], None]:
     looked: set[int] = set()
 
     def look(update: nn.Module, arguments: tuple[Tensor, Context], output: Tensor) -> None:
@@ -72,14 +76,23 @@ def _hook(layer: str, part: str, iterated: bool, found: Quantities, tokens: int)
             return
         looked.add(context.iteration)
         assert isinstance(update, Update)
-        place = f"{layer}/iteration_{context.iteration:02}/{part}" if iterated else f"{layer}/{part}"
-        found.update({f"{place}/{name}": value for name, value in observe(update, x, output, context, tokens).items()})
+        place = (
+            f"{layer}/iteration_{context.iteration:02}/{part}" if iterated else f"{layer}/{part}"
+        )
+        found.update(
+            {
+                f"{place}/{name}": value
+                for name, value in observe(update, x, output, context, tokens).items()
+            }
+        )
 
     return look
 
 
 @torch.no_grad()
-def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: int = TOKENS) -> Quantities:
+def observe(
+    update: Update, x: Tensor, after: Tensor, context: Context, tokens: int = TOKENS
+) -> Quantities:
     """The quantities of one update that made ``after`` of the slice x. The context must be one without a state."""
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
@@ -114,7 +127,10 @@ def _tokens(update: Update, streams: list[Tensor]) -> list[Tensor]:
 
 
 def _generic(before: Tensor, after: Tensor) -> Quantities:
-    return {"step_norm": (size(wide(after) - wide(before)) / size(before)).mean(), "activation_max": wide(after).abs().max()}
+    return {
+        "step_norm": (size(wide(after) - wide(before)) / size(before)).mean(),
+        "activation_max": wide(after).abs().max(),
+    }
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:

@@ -62,15 +62,28 @@ class Documents:
         most = int(sizes[first < length].argmax())
         begun = torch.where(begins, torch.arange(length), 0).cummax(1).values
         positions, longest = (torch.arange(length) - begun).T, (int(first[most]), int(sizes[most]))
-        return cls(positions, longest, tuple(rows), every // length, every % length, kept, tuple(valid))
+        return cls(
+            positions, longest, tuple(rows), every // length, every % length, kept, tuple(valid)
+        )
 
     def to(self, device: torch.device) -> Documents:
         """The same on a device."""
-        moved = [t.to(device, non_blocking=True) for t in (self.positions, self.batch, self.time, self.kept)]
+        moved = [
+            t.to(device, non_blocking=True)
+            for t in (self.positions, self.batch, self.time, self.kept)
+        ]
         valid = tuple(t.to(device, non_blocking=True) for t in self.valid)
         return Documents(moved[0], self.longest, self.rows, moved[1], moved[2], moved[3], valid)
 
-    def apart(self, read: Callable[..., Tensor], tensors: Sequence[Tensor | None], *, batch: int, time: int, causal: bool) -> Tensor:
+    def apart(
+        self,
+        read: Callable[..., Tensor],
+        tensors: Sequence[Tensor | None],
+        *,
+        batch: int,
+        time: int,
+        causal: bool,
+    ) -> Tensor:
         """``read(valid, *tensors)`` of every document by itself, its tokens the ``time`` dimension, documents the ``batch`` dimension.
 
         tensors: with b and s in these dimensions (1 in place of b: alike in every sequence); None stays None. What ``read`` returns has
@@ -80,7 +93,12 @@ class Documents:
         given = [None if t is None else self._rows(t, batch, time).split(sizes) for t in tensors]
         made = []
         for number, shape in enumerate(self.rows):
-            parts = [None if parts is None else parts[number].unflatten(0, shape).movedim((0, 1), (batch, time)) for parts in given]
+            parts = [
+                None
+                if parts is None
+                else parts[number].unflatten(0, shape).movedim((0, 1), (batch, time))
+                for parts in given
+            ]
             here = read(None if causal else self.valid[number], *parts)
             made.append(here.movedim((batch, time), (0, 1)).flatten(0, 1))
         length, sequences = self.positions.shape

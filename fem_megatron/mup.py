@@ -25,7 +25,9 @@ class MupConfig:
     """The base model of muP; only where ``model.parametrization`` is mup."""
 
     base_hidden_size: int = setting(
-        256, "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size.", least=1
+        256,
+        "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size.",
+        least=1,
     )
     base_head_size: int | None = setting(
         None,
@@ -70,7 +72,9 @@ def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
     in it): constant for a map of the width into itself, m^(-1/2) for one of it into a head, of which a wider model has more.
     """
     m, columns = width_ratio(model), weight.shape[-1]
-    outward = weight.scaling in (HIDDEN, FIXED) and (not weight.maps or model.mup.base_head_size is not None)
+    outward = weight.scaling in (HIDDEN, FIXED) and (
+        not weight.maps or model.mup.base_head_size is not None
+    )
     inward = weight.scaling != FIXED
     base = max(rows / m**outward, columns / m**inward)
     return float(0.2 * base**0.5 * m ** ((outward - inward) / 2))
@@ -93,8 +97,14 @@ def outer_weights(model: ModelConfig) -> Weights:
         "decoder.final_layernorm.weight": Weight((model.hidden_size,), init=1.0, per_token=True),
     }
     if model.stream_size > model.hidden_size:
-        weights["embedding.velocity.word_embeddings.weight"] = Weight(shape, split=0, mup=FIXED, maps=None)
-    return weights if model.tie_embeddings else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT, maps=None)}
+        weights["embedding.velocity.word_embeddings.weight"] = Weight(
+            shape, split=0, mup=FIXED, maps=None
+        )
+    return (
+        weights
+        if model.tie_embeddings
+        else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT, maps=None)}
+    )
 
 
 def check_model(model: ModelConfig) -> None:
@@ -107,7 +117,9 @@ def check_model(model: ModelConfig) -> None:
             )
         return
     if model.tie_embeddings:
-        raise ValueError("model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false")
+        raise ValueError(
+            "model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false"
+        )
 
 
 def check_mixer(model: ModelConfig, name: str, shape: Shape) -> None:
@@ -115,7 +127,9 @@ def check_mixer(model: ModelConfig, name: str, shape: Shape) -> None:
     if model.parametrization != "mup":
         return
     if shape.external:
-        raise ValueError(f"model.parametrization=mup: the weights of {name} are another package's; set model.parametrization=standard")
+        raise ValueError(
+            f"model.parametrization=mup: the weights of {name} are another package's; set model.parametrization=standard"
+        )
     if model.mup.base_head_size is not None and not shape.product_scores():
         raise ValueError(
             f"model.mup.base_head_size scales scores that are products over a head's width, and {name} has none of that kind; "

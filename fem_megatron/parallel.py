@@ -32,7 +32,9 @@ class Parallel(Protocol):
         last, which are taken as one.
         """
 
-    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+    def project_beside(
+        self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
+    ) -> tuple[list[Tensor], Tensor]:
         """(others(enter(x)), linear(enter(x))), of which ``project`` keeps x's slice: the backward pass enters x and runs ``others`` again.
 
         linear: the larger product, which is not made twice.
@@ -78,7 +80,9 @@ class OneProcess:
             return y
         return nn.functional.linear(x, linear.flatten(0, -2))
 
-    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+    def project_beside(
+        self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
+    ) -> tuple[list[Tensor], Tensor]:
         y = linear(x)
         return others(x), y
 
@@ -113,7 +117,11 @@ def swiglu(packed: Tensor) -> Tensor:
 def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     """A parameter of ``shape``, marked with the weight it is a part of (``parameter.spec``); constants are filled in."""
     constant = weight.init if isinstance(weight.init, int | float) else None
-    made = nn.Parameter(torch.empty(shape, dtype=dtype) if constant is None else torch.full(shape, constant, dtype=dtype))
+    made = nn.Parameter(
+        torch.empty(shape, dtype=dtype)
+        if constant is None
+        else torch.full(shape, constant, dtype=dtype)
+    )
     made.spec = weight  # type: ignore[attr-defined]
     return made
 
@@ -135,7 +143,12 @@ def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None
         owner = module
         for depth, part in enumerate(path):
             if not hasattr(owner, part):
-                linear = depth == len(path) - 1 and leaf == "weight" and made.ndim == 2 and not weight.bare
+                linear = (
+                    depth == len(path) - 1
+                    and leaf == "weight"
+                    and made.ndim == 2
+                    and not weight.bare
+                )
                 owner.add_module(part, parallel.linear(made) if linear else Holder())
             owner = owner.get_submodule(part)
         setattr(owner, leaf, made)

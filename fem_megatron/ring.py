@@ -44,11 +44,32 @@ def softmax_read(
     if cut is not None and cut.ring:
         window = None if beta is None else value_window(cut.span(v, 2), beta)
         if window is None or not (decision or Decision()).exact(window.largest):
-            return context.again(lambda *given: _by_ring(cut, window, scale, *given), q, k, v, beta, lam, gate)
+            return context.again(
+                lambda *given: _by_ring(cut, window, scale, *given), q, k, v, beta, lam, gate
+            )
 
-    def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None) -> Tensor:
+    def read(
+        valid: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        beta: Tensor | None,
+    ) -> Tensor:
         v = repeat_heads(v, 1, k.shape[1])
-        return fem_attention(q, k, v, beta, lam, gate, causal=context.causal, keys_valid=valid, scale=scale, implementation=implementation)
+        return fem_attention(
+            q,
+            k,
+            v,
+            beta,
+            lam,
+            gate,
+            causal=context.causal,
+            keys_valid=valid,
+            scale=scale,
+            implementation=implementation,
+        )
 
     return context.apart(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
 
@@ -64,14 +85,23 @@ def _by_ring(
     lam: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    scale, wide = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(q.dtype, torch.float32)
+    scale, wide = (
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        torch.promote_types(q.dtype, torch.float32),
+    )
     if beta is None or window is None:
         return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
     centre, shifted = window.centre, window.shifted
     rows = beta.to(wide)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(wide), rows, centre, shifted)
-    mu, z = _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, cut.ranks).to(wide).chunk(2, -1)
-    gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, q.shape[1]) for t in (rows, centre, shifted)))
+    mu, z = (
+        _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, cut.ranks)
+        .to(wide)
+        .chunk(2, -1)
+    )
+    gap = FreeEnergyGap.apply(
+        mu, z, *(repeat_heads(t, 1, q.shape[1]) for t in (rows, centre, shifted))
+    )
     return mix_gap(mu, gap, lam, gate).to(q.dtype)
 
 
@@ -81,12 +111,16 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Ranks) -> Tensor:
         ctx.widths = [t.shape[-1] for t in (q, k, v)]
-        q, k, v = (pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v))  # the kernels want one
+        q, k, v = (
+            pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v)
+        )  # the kernels want one
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         total, kept = out.new_full(q.shape[:3], -torch.inf), list[Sequence[Any]]()
 
         def add(k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool) -> None:
-            made, log, *more = _attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale)
+            made, log, *more = _attend(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale
+            )
             both = torch.logaddexp(total[:, :, rows], log)
             out[:, :, rows] *= (total[:, :, rows] - both).exp()[..., None]
             out[:, :, rows] += made * (log - both).exp()[..., None]
@@ -107,14 +141,24 @@ class _Ring(torch.autograd.Function):
 
         def add(k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool) -> None:
             own = [t[:, :, rows].contiguous() for t in (grad, q, out, total)]
-            found = _gradients(own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept))
+            found = _gradients(
+                own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept)
+            )
             dq[:, :, rows] += found[0]
             for whole, part in zip(held, found[1:], strict=True):
-                whole[:, :, columns] += part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
-            held[:] = ctx.ranks.shift(held)()  # behind the keys and values, and in the end to whose they are
+                whole[:, :, columns] += (
+                    part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
+                )
+            held[:] = ctx.ranks.shift(
+                held
+            )()  # behind the keys and values, and in the end to whose they are
 
         _round(ctx.ranks, k, v, add)
-        return (*(t[..., :width].to(q.dtype) for t, width in zip((dq, *held), ctx.widths, strict=True)), None, None)
+        return (
+            *(t[..., :width].to(q.dtype) for t, width in zip((dq, *held), ctx.widths, strict=True)),
+            None,
+            None,
+        )
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
@@ -126,7 +170,9 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
             coming = ranks.shift(held)
         if step == 0:
             add(*held, every, every, True)
-        elif source < ranks.rank:  # its first chunk is before both of this rank's, its second behind them
+        elif (
+            source < ranks.rank
+        ):  # its first chunk is before both of this rank's, its second behind them
             add(*held, every, slice(0, half), False)
         else:  # both of its chunks lie between this rank's
             add(*held, slice(half, None), every, False)
@@ -137,14 +183,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
     """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides; the kernels read groups of as many k as v."""
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
     if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError("parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather takes fp32 too")
-    out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        raise ValueError(
+            "parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather takes fp32 too"
+        )
+    out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, total, *more[:6]
 
 
-def _gradients(own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]) -> Sequence[Tensor]:
+def _gradients(
+    own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]
+) -> Sequence[Tensor]:
     """Of q, k and v, this of as many heads as k. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
     grad, q, out, total = own
     v = repeat_heads(v, 1, k.shape[1])

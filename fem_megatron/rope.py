@@ -39,14 +39,32 @@ class RopeScaling:
         "smoothly from the one to the other, yarn with sharper attention; abf: rope_base times factor; null: as they are.",
         tuple(KINDS),
     )
-    factor: float = setting(8.0, "How many times longer texts become: what divides frequencies; abf: what multiplies rope_base.", above=0)
-    original_length: int = setting(8192, "llama3, yarn: the context length before the scaling, in tokens.", least=1)
-    low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in original_length are slow.", above=0)
-    high_freq_factor: float = setting(4.0, "llama3: frequencies with more turns than this in original_length stay as they are.")
-    beta_fast: float = setting(32.0, "yarn: frequencies with more turns than this in original_length stay as they are.", above=0)
-    beta_slow: float = setting(1.0, "yarn: frequencies with fewer turns than this in original_length are slow.", above=0)
+    factor: float = setting(
+        8.0,
+        "How many times longer texts become: what divides frequencies; abf: what multiplies rope_base.",
+        above=0,
+    )
+    original_length: int = setting(
+        8192, "llama3, yarn: the context length before the scaling, in tokens.", least=1
+    )
+    low_freq_factor: float = setting(
+        1.0, "llama3: frequencies with fewer turns than this in original_length are slow.", above=0
+    )
+    high_freq_factor: float = setting(
+        4.0, "llama3: frequencies with more turns than this in original_length stay as they are."
+    )
+    beta_fast: float = setting(
+        32.0,
+        "yarn: frequencies with more turns than this in original_length stay as they are.",
+        above=0,
+    )
+    beta_slow: float = setting(
+        1.0, "yarn: frequencies with fewer turns than this in original_length are slow.", above=0
+    )
     attention_factor: float | None = setting(
-        None, "yarn: what queries and keys are each multiplied by, scores by its square; null: 0.1 ln(factor) + 1.", above=0
+        None,
+        "yarn: what queries and keys are each multiplied by, scores by its square; null: 0.1 ln(factor) + 1.",
+        above=0,
     )
 
     def changed(self) -> list[str]:
@@ -57,7 +75,11 @@ class RopeScaling:
         """What queries and keys are each multiplied by: 1 but for yarn."""
         if self.kind != "yarn":
             return 1.0
-        return max(1.0, 0.1 * math.log(self.factor) + 1.0) if self.attention_factor is None else self.attention_factor
+        return (
+            max(1.0, 0.1 * math.log(self.factor) + 1.0)
+            if self.attention_factor is None
+            else self.attention_factor
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,11 @@ class Rope:
     @classmethod
     def of(cls, model: ModelConfig) -> Rope | None:
         """RoPE as ``model`` asks for it, for scores that are products of what is turned; None without model.rope."""
-        return cls(model.rope_base, model.rope_scaling, model.rope_scaling.attention()) if model.rope else None
+        return (
+            cls(model.rope_base, model.rope_scaling, model.rope_scaling.attention())
+            if model.rope
+            else None
+        )
 
     @classmethod
     def rotation(cls, model: ModelConfig) -> Rope | None:
@@ -87,9 +113,16 @@ class Rope:
         """yarn: the pairs of ``size`` channels, counted from the fastest, up to which all stay and from which all are slow."""
 
         def pair(turns: float) -> float:
-            return size * math.log(self.scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            return (
+                size
+                * math.log(self.scaling.original_length / (turns * 2 * math.pi))
+                / (2 * math.log(self.base))
+            )
 
-        low, high = max(math.floor(pair(self.scaling.beta_fast)), 0), min(math.ceil(pair(self.scaling.beta_slow)), size - 1)
+        low, high = (
+            max(math.floor(pair(self.scaling.beta_fast)), 0),
+            min(math.ceil(pair(self.scaling.beta_slow)), size - 1),
+        )
         return low, high if high != low else high + 0.001
 
 
@@ -99,16 +132,24 @@ def check(model: ModelConfig) -> None:
     where, changed = "model.rope_scaling", [name for name in given.changed() if name != "kind"]
     if given.kind is None:
         if changed:
-            raise ValueError(f"{where}.{changed[0]} is set, but {where}.kind is null: set both or neither")
+            raise ValueError(
+                f"{where}.{changed[0]} is set, but {where}.kind is null: set both or neither"
+            )
         return
     if not model.rope:
         raise ValueError(f"{where}.kind={given.kind} scales rotary angles, and model.rope is false")
     if vain := [name for name in changed if name not in KINDS[given.kind]]:
-        raise ValueError(f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it out")
+        raise ValueError(
+            f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it out"
+        )
     low, high = given.low_freq_factor, given.high_freq_factor
     if low >= high:
         raise ValueError(f"{where}.low_freq_factor={low} must be less than high_freq_factor={high}")
     if given.beta_slow >= given.beta_fast:
-        raise ValueError(f"{where}.beta_slow={given.beta_slow} must be less than beta_fast={given.beta_fast}")
+        raise ValueError(
+            f"{where}.beta_slow={given.beta_slow} must be less than beta_fast={given.beta_fast}"
+        )
     if given.kind == "yarn" and model.rope_base == 1:
-        raise ValueError(f"{where}.kind=yarn tells slow frequencies from fast ones, and with model.rope_base=1 all are one; raise it")
+        raise ValueError(
+            f"{where}.kind=yarn tells slow frequencies from fast ones, and with model.rope_base=1 all are one; raise it"
+        )

@@ -18,7 +18,9 @@ from kernels.linear_attention import Damp, end_state, linear_attention
 from kernels.time_decay_scan import time_decay_scan
 
 
-def fading_sum(a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *, backward: bool = False) -> Tensor:
+def fading_sum(
+    a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *, backward: bool = False
+) -> Tensor:
     """s_t = exp(-softplus(a_t)) s_{t-1} + f_t: a and f [s, b, n], initial [b, n] -> s [s, b, n]; ``backward``: from the last token on."""
     if backward:
         a, f = a.flip(0), f.flip(0)
@@ -31,18 +33,30 @@ def fading_sum(a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *
 
 
 def linear_scan(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, context: Context, *, normalise: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    context: Context,
+    *,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_attention`, causal; of a chunk the state is that after the sequence's tokens up to its end."""
     if (cut := context.passing) is not None:
         # What the product keeps is wider than what it is given.
-        end, fading = checkpoint(end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False)
+        end, fading = checkpoint(
+            end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False
+        )
         initial = states_before(cut, end, fading)
     return linear_attention(q, k, v, log_decay, initial, normalise=normalise)
 
 
 def squares_before(
-    k: Tensor, initial: Tensor | None, context: Context, features: Callable[[Tensor], Tensor] | None = None
+    k: Tensor,
+    initial: Tensor | None,
+    context: Context,
+    features: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
     """Where causal the sum of f_i f_i^T, f = features(k), over the tokens before those of k [b, h, s, d], [b, h, d, d] fp32 or wider.
 
@@ -55,7 +69,9 @@ def squares_before(
     return states_before(cut, wide.mT @ wide, None)
 
 
-def states_before(cut: Cut, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False) -> Tensor:
+def states_before(
+    cut: Cut, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False
+) -> Tensor:
     """The state before each of this rank's chunks, [2 b, ..., n] like ``end``, those after a scan of each chunk from zero.
 
     log_decay [2 b, ..., 1]: by which a chunk fades what was before it, at most 0; its middle dimensions may be 1. None: by nothing.

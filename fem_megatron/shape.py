@@ -150,12 +150,17 @@ class Training:
         """Bytes of a linear attention's operands (`update.product_type`)."""
         return self.element if self.cuda else self.wide
 
-    def estimate(self, hidden: int, kept: Kept, more: float = 0.0, *, sliced: bool = False) -> dict[str, float]:
+    def estimate(
+        self, hidden: int, kept: Kept, more: float = 0.0, *, sliced: bool = False
+    ) -> dict[str, float]:
         """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank keeps the input whole, or its slice."""
         on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
         seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
         whole = self.element * hidden
-        return {ESTIMATE: whole / (self.sequence_split if sliced else 1) + max(0.0, seen - whole) / self.tensor_parallel}
+        return {
+            ESTIMATE: whole / (self.sequence_split if sliced else 1)
+            + max(0.0, seen - whole) / self.tensor_parallel
+        }
 
 
 class Kept(NamedTuple):
@@ -289,7 +294,11 @@ class Shape(ABC):
     @cached_property
     def map_flops(self) -> dict[str, float]:
         """2 FLOPs for each number of a linear map, by its weight's name."""
-        return {name: 2.0 * weight.size for name, weight in self.weights().items() if name.endswith(".weight") and len(weight.shape) == 2}
+        return {
+            name: 2.0 * weight.size
+            for name, weight in self.weights().items()
+            if name.endswith(".weight") and len(weight.shape) == 2
+        }
 
 
 def located(place: str) -> Any:
@@ -303,7 +312,9 @@ def located(place: str) -> Any:
 def head_width(model: ModelConfig) -> int:
     """Channels of a head that the model's width is shared out to. Raises ValueError where the heads do not divide it."""
     if model.hidden_size % model.num_attention_heads:
-        raise ValueError(f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}")
+        raise ValueError(
+            f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}"
+        )
     return model.hidden_size // model.num_attention_heads
 
 
@@ -338,22 +349,36 @@ class BlockShape:
     @cached_property
     def _weights(self) -> Weights:
         parts = {"mixer": self.mixer} | ({} if self.mlp is None else {"mlp": self.mlp})
-        return {f"{part}.{name}": weight for part, shape in parts.items() for name, weight in shape.weights().items()}
+        return {
+            f"{part}.{name}": weight
+            for part, shape in parts.items()
+            for name, weight in shape.weights().items()
+        }
 
-    def flops(self, length: int, *, whole_square: bool = False, document: int | None = None) -> dict[str, float]:
+    def flops(
+        self, length: int, *, whole_square: bool = False, document: int | None = None
+    ) -> dict[str, float]:
         """FLOPs of one token's forward pass by part, over all iterations; ``document``: of one that is read apart, of so many tokens."""
         flops: dict[str, float] = {}
         for shape in filter(None, (self.mixer, self.mlp)):
             parts = shape.flops(length if document is None else document, whole_square=whole_square)
             if document is not None and shape.once:
-                parts |= {name: value for name, value in shape.flops(length, whole_square=whole_square).items() if name in shape.once}
+                parts |= {
+                    name: value
+                    for name, value in shape.flops(length, whole_square=whole_square).items()
+                    if name in shape.once
+                }
             for name, value in parts.items():
                 flops[name] = flops.get(name, 0.0) + self.recurrence * value
         return flops
 
     def state_bytes(self, length: int, element: int) -> int:
         """Bytes of one sequence's decoding state after ``length`` tokens; every iteration has its own."""
-        return self.recurrence * sum(shape.state_bytes(length, element) for shape in (self.mixer, self.mlp) if shape is not None)
+        return self.recurrence * sum(
+            shape.state_bytes(length, element)
+            for shape in (self.mixer, self.mlp)
+            if shape is not None
+        )
 
     def reads(self) -> set[str]:
         """The keys of the model that one of the two reads, besides those that every part of a model has."""
@@ -402,7 +427,9 @@ class SwiGluShape(Shape):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
         inner = (2 if training.cuda else 3) * training.element + training.operand
-        return {"MLP": training.entered * self.hidden + inner * self.inner / training.tensor_parallel}
+        return {
+            "MLP": training.entered * self.hidden + inner * self.inner / training.tensor_parallel
+        }
 
     def summary(self) -> str:
         return f"MLP {self.inner}"

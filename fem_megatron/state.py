@@ -32,7 +32,9 @@ class Room:
     def check(self, length: int) -> None:
         """Raises ValueError where ``length`` more tokens have no place; waits for the device."""
         if (needed := int(self.taken) + length) > self.places:
-            raise ValueError(f"the cache has room for {self.places} tokens, and {needed} are asked for: make it larger (max_cache_len)")
+            raise ValueError(
+                f"the cache has room for {self.places} tokens, and {needed} are asked for: make it larger (max_cache_len)"
+            )
 
     def first(self, new: Tensor, dim: int) -> Tensor:
         """A cache that holds the first tokens, ``new`` along ``dim``."""
@@ -111,7 +113,9 @@ class Context:
         """``part(*given)``; under ``recompute`` the backward pass computes it again, by the same operations in the same order."""
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
-        made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        made: Tensor = checkpoint(
+            part, *given, use_reentrant=False, preserve_rng_state=False
+        )  # nothing is random
         return made
 
     def apart(
@@ -138,12 +142,21 @@ class Context:
             what = "documents are read apart" if documents else "a sequence is cut"
             raise ValueError(f"{what} in training, without a decoding state and without padding")
         if passes and (cut := self.passing) is not None:
-            return self.again(lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)), *tensors)
+            return self.again(
+                lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)),
+                *tensors,
+            )
         if self.cut is not None:
-            return self.cut.apart(read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None))
+            return self.cut.apart(
+                read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None)
+            )
 
-        once = any(each is not None for each in (documents, self.state, self.valid))  # lengths that change from call to call
-        fixed = torch.compiler.is_compiling() or not (once or any(t.shape[time] % 128 for t in tensors if t is not None))
+        once = any(
+            each is not None for each in (documents, self.state, self.valid)
+        )  # lengths that change from call to call
+        fixed = torch.compiler.is_compiling() or not (
+            once or any(t.shape[time] % 128 for t in tensors if t is not None)
+        )
 
         def whole(valid: Tensor | None, *given: Tensor | None) -> Tensor:
             with nullcontext() if fixed else without_cudnn_attention():
@@ -151,16 +164,29 @@ class Context:
 
         if documents is None:
             return self.again(lambda *given: whole(self.valid, *given), *tensors)
-        return self.again(lambda *given: documents.apart(whole, given, batch=batch, time=time, causal=self.causal), *tensors)
+        return self.again(
+            lambda *given: documents.apart(
+                whole, given, batch=batch, time=time, causal=self.causal
+            ),
+            *tensors,
+        )
 
     @property
     def passing(self) -> Cut | None:
         """The cut, where scans pass states from chunk to chunk."""
-        return self.cut if self.cut is not None and self.cut.states and self.documents is None else None
+        return (
+            self.cut
+            if self.cut is not None and self.cut.states and self.documents is None
+            else None
+        )
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
         """The ``count`` tokens before those of x [s, b, c], in a read that ``passes``, [count, b, c]; zeros where there are none."""
-        return x.new_zeros(count, *x.shape[1:]) if self.passing is None else self.passing.tokens_before(x, count)
+        return (
+            x.new_zeros(count, *x.shape[1:])
+            if self.passing is None
+            else self.passing.tokens_before(x, count)
+        )
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""
@@ -176,7 +202,9 @@ class Context:
             return
         value, old = value.detach(), self.recall(name)
         if self.room is None:
-            part = torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes  # a traced tensor has no storage
+            part = (
+                torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
+            )  # a traced tensor has no storage
             self.state[self.prefix + name] = value.clone() if part else value
         elif old is None:
             self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)
@@ -192,13 +220,19 @@ class Context:
         self.keep(name, whole)
         return whole
 
-    def _extend_in_room(self, room: Room, name: str, cache: Tensor | None, new: Tensor, dim: int) -> Tensor:
+    def _extend_in_room(
+        self, room: Room, name: str, cache: Tensor | None, new: Tensor, dim: int
+    ) -> Tensor:
         assert self.state is not None
         if cache is None:
             self.state[self.prefix + name] = room.first(new.detach(), dim)
             return new
         keys = room.extend(cache, new.to(cache.dtype), dim).to(new.dtype)
-        return keys.index_select(dim, room.adjacent(new.shape[dim], new.device)[0]) if self.touching else keys
+        return (
+            keys.index_select(dim, room.adjacent(new.shape[dim], new.device)[0])
+            if self.touching
+            else keys
+        )
 
     def without_gap(self, length: int) -> Context:
         """The same for a layer that counts how far a key is from the ``length`` new tokens by its place among the keys."""

@@ -44,7 +44,13 @@ from kernels.implementations import Op
 from kernels.machine import PAPER
 
 META = torch.device("meta")
-POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = ("pointwise", "GEMM", "float32 GEMM", "attention", "tiles")
+POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
+    "pointwise",
+    "GEMM",
+    "float32 GEMM",
+    "attention",
+    "tiles",
+)
 """Of a kernel: bound by memory; a GEMM, of bfloat16 or wider; an engine's attention; a Triton kernel of ours with matrix products."""
 
 
@@ -93,11 +99,19 @@ class Trace:
 
     def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
         """Of the launches of these kinds (none: all), of one pass or both, whose names begin with ``of``."""
-        chosen = (each for each in self.launches if each.kind in (kinds or KINDS) and each.name.startswith(of))
+        chosen = (
+            each
+            for each in self.launches
+            if each.kind in (kinds or KINDS) and each.name.startswith(of)
+        )
         return sum(each.bytes for each in chosen if backward in (None, each.backward))
 
 
-def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]], *, backward: bool = True) -> Trace:
+def run_on_paper(
+    make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]],
+    *,
+    backward: bool = True,
+) -> Trace:
     """The trace of a forward pass, the second, and, where asked for, of its backward pass.
 
     make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
@@ -145,13 +159,18 @@ def _place_of(file: str) -> str | None:
     if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
-    return "/".join(parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :])
+    return "/".join(
+        parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :]
+    )
 
 
 TRACING = {__file__, contextlib.__file__, functools.__file__}
 """Files that are not what is traced."""
 _ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain", "deepspeed")
-_WRAPPERS = ("deepspeed/utils/nvtx.py", "deepspeed/runtime/zero/linear.py")  # as torch's own frames: around, or in place of, its functions
+_WRAPPERS = (
+    "deepspeed/utils/nvtx.py",
+    "deepspeed/runtime/zero/linear.py",
+)  # as torch's own frames: around, or in place of, its functions
 
 
 class OnPaper(TorchFunctionMode):
@@ -189,7 +208,9 @@ class OnPaper(TorchFunctionMode):
             kwargs["device"] = META
         named = (torch.device, str) if func is Tensor.to else torch.device
         if any(isinstance(each, named) for each in args):
-            args = tuple(META if isinstance(each, named) and self._here(each) else each for each in args)
+            args = tuple(
+                META if isinstance(each, named) and self._here(each) else each for each in args
+            )
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
@@ -201,17 +222,25 @@ class OnPaper(TorchFunctionMode):
         """``torch.autograd.grad``, through which this mode stays on."""
         given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
         outputs, gradients = (
-            tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,) for x in (given["outputs"], given["grad_outputs"])
+            tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,)
+            for x in (given["outputs"], given["grad_outputs"])
         )
         again = _again(given)
         with self:
-            return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
+            return _engine_run_backward(
+                outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False
+            )
 
     def _backward(self, func: Any, *args: Any, **kwargs: Any) -> None:
         """A pass that ``func`` begins, through which this mode stays on: a layer that is computed again chooses as it did before."""
         given = inspect.signature(func).bind(*args, **kwargs).arguments
-        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in map(given.get, _BACKWARD[func]))
-        made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
+        tensors, gradients = (
+            tuple(x) if isinstance(x, tuple | list) else (x,)
+            for x in map(given.get, _BACKWARD[func])
+        )
+        made = torch.autograd._make_grads(
+            tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False
+        )
         with self:
             _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
 
@@ -222,7 +251,10 @@ def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
     return create if keep is None else keep, create
 
 
-_BACKWARD: dict[Any, tuple[str, str]] = {torch.autograd.backward: ("tensors", "grad_tensors"), Tensor.backward: ("self", "gradient")}
+_BACKWARD: dict[Any, tuple[str, str]] = {
+    torch.autograd.backward: ("tensors", "grad_tensors"),
+    Tensor.backward: ("self", "gradient"),
+}
 """What begins a backward pass -> its arguments: what is derived, and by what."""
 _TYPE = Tensor.type  # `platform` puts a function of its own in its place
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
@@ -245,27 +277,35 @@ class Dispatched(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operation and counts it."""
         out = func(*args, **kwargs)
         packet = func.overloadpacket
-        name = packet.__name__ if func.namespace == "aten" else f"{func.namespace}: {packet.__name__}"
+        name = (
+            packet.__name__ if func.namespace == "aten" else f"{func.namespace}: {packet.__name__}"
+        )
         if name.startswith(("empty", "new_empty")) or not all(t.is_meta for t in _tensors(out)):
             return out
         written = [
             value
             for n, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for value in _tensors(args[n] if n < len(args) and not argument.kwarg_only else kwargs.get(argument.name))
+            for value in _tensors(
+                args[n] if n < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            )
         ]
         given = _tensors((args, kwargs))
         if not written and {_place(t)[0] for t in _tensors(out)} <= {_place(t)[0] for t in given}:
             return out  # a view
         made = written or _tensors(out)
-        flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+        flops = (
+            flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+        )
         kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
         if name in _FILLED_FIRST:
             self.trace.add("fill", moved(made))
@@ -289,14 +329,26 @@ _GATHERS = ("index", "index_select", "gather", "embedding", "nll_loss_forward")
 
 def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     """Bytes that an operation of torch reads, of the tensors that it is given, to make others."""
-    if name.endswith("_like") or name.startswith("new_") or name in ("fill_", "zero_", "nll_loss_backward"):
+    if (
+        name.endswith("_like")
+        or name.startswith("new_")
+        or name in ("fill_", "zero_", "nll_loss_backward")
+    ):
         return 0.0
     if name == "copy_":
         return moved(given[1:])
     if name in _GATHERS:
         return moved(given[1:]) + moved(made)
     outputs = {_place(t) for t in made}
-    pure = name in ("cat", "stack", "mul", "bmm", "mm", "maximum", "cumsum")  # where these write into a tensor, they do not read it
+    pure = name in (
+        "cat",
+        "stack",
+        "mul",
+        "bmm",
+        "mm",
+        "maximum",
+        "cumsum",
+    )  # where these write into a tensor, they do not read it
     return moved([t for t in given if not (pure and _place(t) in outputs)])
 
 
@@ -341,12 +393,24 @@ def _launches_counted(trace: Trace) -> Iterator[None]:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-        named = next((names for module in modules for each, names in getattr(module, "TRAFFIC", {}).items() if each is kernel), given)
+        named = next(
+            (
+                names
+                for module in modules
+                for each, names in getattr(module, "TRAFFIC", {}).items()
+                if each is kernel
+            ),
+            given,
+        )
         trace.launched(kernel, given)
         tiles = any(each is kernel for module in modules for each in getattr(module, "MATRIX", ()))
         place = kernel.fn.__module__.split(".")
         name = f"{place[1] if place[0] == 'kernels' else place[0]}: {kernel.fn.__name__.strip('_')}"
-        trace.add(name, moved([given[each] for each in named if isinstance(given[each], Tensor)]), TILES if tiles else POINTWISE)
+        trace.add(
+            name,
+            moved([given[each] for each in named if isinstance(given[each], Tensor)]),
+            TILES if tiles else POINTWISE,
+        )
 
     own = KernelInterface.__getitem__
     with triton.knobs.runtime.scope():
@@ -380,8 +444,19 @@ class _StandIn(torch.autograd.Function):
     """A kernel in each pass: the forward reads what it is given, the backward the gradient and what is kept; each writes its results."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, name: str, made: Tensor, kept: tuple[int, ...], *given: Tensor | None) -> Tensor:
-        ctx.trace, ctx.name, ctx.given = trace, name, [None if t is None else (t.shape, t.dtype) for t in given]
+    def forward(
+        ctx: Any,
+        trace: Trace,
+        name: str,
+        made: Tensor,
+        kept: tuple[int, ...],
+        *given: Tensor | None,
+    ) -> Tensor:
+        ctx.trace, ctx.name, ctx.given = (
+            trace,
+            name,
+            [None if t is None else (t.shape, t.dtype) for t in given],
+        )
         ctx.save_for_backward(*(given[n] for n in kept))
         trace.add(name, moved([*given, made]))
         return made
@@ -390,18 +465,31 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
         made = [
-            torch.empty(each[0], dtype=each[1], device=META) if each is not None and wanted else None
+            torch.empty(each[0], dtype=each[1], device=META)
+            if each is not None and wanted
+            else None
             for each, wanted in zip(ctx.given, needed, strict=True)
         ]
         ctx.trace.add(ctx.name, moved([*grads, *ctx.saved_tensors, *made]))
         return None, None, None, None, *made
 
 
-def stand_in(trace: Trace, name: str, shape: Sequence[int], given: Sequence[Tensor | None], kept: Sequence[int] | None = None) -> Tensor:
+def stand_in(
+    trace: Trace,
+    name: str,
+    shape: Sequence[int],
+    given: Sequence[Tensor | None],
+    kept: Sequence[int] | None = None,
+) -> Tensor:
     """The result, in the first tensor's type, of a fused kernel; kept: which of what it is given its backward reads (None: all)."""
     assert given[0] is not None
     made = torch.empty(shape, dtype=given[0].dtype, device=META)
-    return cast(Tensor, _StandIn.apply(trace, name, made, tuple(range(len(given)) if kept is None else kept), *given))
+    return cast(
+        Tensor,
+        _StandIn.apply(
+            trace, name, made, tuple(range(len(given)) if kept is None else kept), *given
+        ),
+    )
 
 
 class Paper(OneProcess):
@@ -438,7 +526,13 @@ class _RmsNorm(torch.autograd.Function):
         return None, dx, torch.empty_like(weight)
 
 
-def _rms_norm(trace: Trace, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    trace: Trace,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
     return cast(Tensor, _RmsNorm.apply(trace, x, weight))
 
 
@@ -449,7 +543,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, trace: Trace, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from kernels.tiles import empty_as
 
-        out, lse = empty_as(q, width=v.shape[-1]), torch.empty(q.shape[:3], dtype=torch.float32, device=META)
+        out, lse = (
+            empty_as(q, width=v.shape[-1]),
+            torch.empty(q.shape[:3], dtype=torch.float32, device=META),
+        )
         ctx.trace, ctx.flops = trace, 2.0 * _pairs(q, k, causal) * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse)
         trace.add("attention", moved([q, k, v, out, lse]), ATTENTION, ctx.flops)
@@ -460,10 +557,18 @@ class _Attention(torch.autograd.Function):
         from kernels.tiles import empty_as
 
         q, k, v, out, lse = ctx.saved_tensors
-        made, sums = [empty_as(t) for t in (q, k, v)], torch.empty(q.shape, dtype=torch.float32, device=META)
+        made, sums = (
+            [empty_as(t) for t in (q, k, v)],
+            torch.empty(q.shape, dtype=torch.float32, device=META),
+        )
         ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
         # Five products where the forward has two: the scores are made again.
-        ctx.trace.add("attention", moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]), ATTENTION, 2.5 * ctx.flops)
+        ctx.trace.add(
+            "attention",
+            moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]),
+            ATTENTION,
+            2.5 * ctx.flops,
+        )
         ctx.trace.add("attention, dq", moved([sums, made[0]]))
         return None, None, *made
 
@@ -474,7 +579,14 @@ def _pairs(q: Tensor, k: Tensor, causal: bool) -> float:
 
 
 def _attention(
-    trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, attn_mask: Tensor | None = None, **_: Any
+    trace: Trace,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     return cast(Tensor, _Attention.apply(trace, is_causal, q, k, v))
 
@@ -484,7 +596,9 @@ def _attention_of_a_cpu(
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The flash kernel that torch takes on a CPU: what it keeps and makes."""
-    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
     return cast(Tensor, out)
 
 
@@ -492,7 +606,9 @@ def _attention_of_a_cpu(
 def _packages(trace: Trace) -> Iterator[None]:
     """flash-linear-attention's delta rule as one kernel a pass, which is less than it moves: it has several, with their own states."""
 
-    def rule(q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
         made = stand_in(trace, "delta rule", v.shape, [q, k, v, beta, g])
         return made, torch.empty(q.shape[0], q.shape[2], q.shape[3], v.shape[3], device=META)
 

@@ -73,29 +73,39 @@ def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tenso
     if positions is None:
         positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
-    angles = (positions.to(wide)[..., None] * frequencies(rope, size, wide, x.device)).view(x.shape[0], -1, 1, size // 2)
+    angles = (positions.to(wide)[..., None] * frequencies(rope, size, wide, x.device)).view(
+        x.shape[0], -1, 1, size // 2
+    )
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if rope.factor == 1.0 else (cos * rope.factor, sin * rope.factor)
 
 
-def frequencies(rope: Rope, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def frequencies(
+    rope: Rope, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
     """RoPE's frequencies f over ``size`` channels, made slower as ``rope.scaling`` says, in radians a token: [size / 2].
 
     f_i = base^(-2i / size), becomes (1 - s_i) f_i / factor + s_i f_i. linear: s = 0. llama3 (Llama 3.1's published code): s = (original f /
     2 pi - low) / (high - low). yarn (arXiv 2309.00071, 3.2): s = 1 - (i - first) / (last - first), `Rope.ramp`. Both within [0, 1].
     """
     scaling = rope.scaling
-    plain = 1.0 / (rope.first_base() ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size))
+    plain = 1.0 / (
+        rope.first_base() ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+    )
     if scaling.kind in (None, "abf"):
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "llama3":
         turns = scaling.original_length * plain / (2 * torch.pi)
-        smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+        smooth = (
+            (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        ).clamp(0, 1)
     else:
         first, last = rope.ramp(size)
-        smooth = 1 - ((torch.arange(size // 2, dtype=dtype, device=device) - first) / (last - first)).clamp(0, 1)
+        smooth = 1 - (
+            (torch.arange(size // 2, dtype=dtype, device=device) - first) / (last - first)
+        ).clamp(0, 1)
     return (1 - smooth) * plain / scaling.factor + smooth * plain
 
 
@@ -104,7 +114,11 @@ def product_type(x: Tensor) -> torch.dtype:
 
     float16 is too narrow for the free energy's exponentials: float32.
     """
-    return x.dtype if x.is_cuda and x.dtype != torch.float16 else torch.promote_types(x.dtype, torch.float32)
+    return (
+        x.dtype
+        if x.is_cuda and x.dtype != torch.float16
+        else torch.promote_types(x.dtype, torch.float32)
+    )
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -115,15 +129,23 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, times the weight if there is one; in x's type, under torch.autocast too."""
-    made = torch.nn.functional.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    made = torch.nn.functional.rms_norm(
+        x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps
+    )
     return made.to(x.dtype)
 
 
-def head_norms(owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def head_norms(
+    owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """q and k [s, b, heads, d], each RMS-normalised over d, times ``owner``'s q_norm and k_norm [d], which all heads share (qk_norm)."""
-    return rms_norm(q, parallel.share(owner.q_norm()), eps), rms_norm(k, parallel.share(owner.k_norm()), eps)
+    return rms_norm(q, parallel.share(owner.q_norm()), eps), rms_norm(
+        k, parallel.share(owner.k_norm()), eps
+    )
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """LayerNorm without bias over the last dimension; in x's type, under torch.autocast too."""
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps).to(x.dtype)
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps).to(
+        x.dtype
+    )

@@ -25,8 +25,16 @@ def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
         forced = f" (FEM_KERNELS asks for {overrides()[op.name]})" if op.name in overrides() else ""
         told += ["", f"{op.name}: {op.what}{forced}"]
         for each in op.implementations:
-            state = f" [{reasons[each.name]}]" if each.name in reasons else "" if each.automatic else " [where it is asked for]"
-            told.append(f"  {'->' if each.name == runs else '  '} {each.name:{width}}  {each.what}{state}")
+            state = (
+                f" [{reasons[each.name]}]"
+                if each.name in reasons
+                else ""
+                if each.automatic
+                else " [where it is asked for]"
+            )
+            told.append(
+                f"  {'->' if each.name == runs else '  '} {each.name:{width}}  {each.what}{state}"
+            )
     return told
 
 
@@ -53,7 +61,9 @@ def _list() -> int:
         f"device: {machine.name(device)}{architecture}; torch {torch.__version__};"
         f" triton {'.'.join(map(str, triton)) if triton else 'not installed'}"
     )
-    print("-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and says so once")
+    print(
+        "-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and says so once"
+    )
     print("\n".join(lines(ops, device)))
     print("\nforce one: FEM_KERNELS=operation=implementation,... in the environment")
     return 0

@@ -52,9 +52,14 @@ def operation(like: str, *, state: bool = False, wide: str | None = None) -> Cal
                 with torch.autocast(x.device.type, enabled=False):
                     return call(*args, **kwargs)
             narrow = x.dtype == torch.float16
-            if not narrow and torch.float16 not in [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]:
+            if not narrow and torch.float16 not in [
+                t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)
+            ]:
                 return function(*args, **kwargs)
-            made = function(*_cast(args, torch.float16, torch.float32), **_cast(kwargs, torch.float16, torch.float32))
+            made = function(
+                *_cast(args, torch.float16, torch.float32),
+                **_cast(kwargs, torch.float16, torch.float32),
+            )
             if not narrow or (wide is not None and kwargs.get(wide)):
                 return made
             if state:
@@ -84,16 +89,26 @@ def is_dynamic(*given: Any) -> bool:
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    sizes = [size for each in given for size in (each.shape if isinstance(each, Tensor) else [each])]
-    return any(isinstance(size, int | torch.SymInt) and not has_static_value(size) for size in sizes)
+    sizes = [
+        size for each in given for size in (each.shape if isinstance(each, Tensor) else [each])
+    ]
+    return any(
+        isinstance(size, int | torch.SymInt) and not has_static_value(size) for size in sizes
+    )
 
 
-def check_first(op: str, name: str, x: Tensor, layout: str = "[batch, heads, tokens, width]") -> None:
+def check_first(
+    op: str, name: str, x: Tensor, layout: str = "[batch, heads, tokens, width]"
+) -> None:
     """Raises ValueError unless x, beside which the others are checked, is not empty and of a type that operations take.
 
     layout: its dimensions; "[t, ...]" and the like: any number of them.
     """
-    if (x.dim() != 4 and "..." not in layout) or x.dim() == 0 or (not is_dynamic(x) and x.numel() == 0):
+    if (
+        (x.dim() != 4 and "..." not in layout)
+        or x.dim() == 0
+        or (not is_dynamic(x) and x.numel() == 0)
+    ):
         raise ValueError(f"{op}: {name} has shape {list(x.shape)}, expected {layout}, not empty")
     if x.dtype not in FLOATS:
         raise ValueError(f"{op}: {name} is {x.dtype}; use float64, float32, bfloat16 or float16")
@@ -111,15 +126,27 @@ def check_others(op: str, first: str, x: Tensor, others: Mapping[str, tuple[Any,
         shapes = allowed if isinstance(allowed, list) else [allowed]
         if tensor.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {wanted} beside {first} {list(x.shape)}")
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}, expected {wanted} beside {first} {list(x.shape)}"
+            )
         if types and (tensor.dtype not in types or tensor.device != x.device):
             wanted = " or ".join(str(kind) for kind in dict.fromkeys(types))
-            raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}, expected {wanted} on {x.device} beside {first} {x.dtype}")
+            raise ValueError(
+                f"{op}: {name} is {tensor.dtype} on {tensor.device}, expected {wanted} on {x.device} beside {first} {x.dtype}"
+            )
 
 
-def check_read(op: str, beta: Tensor | None, lam: Tensor | None, state: Tensor | None = None, causal: bool = True) -> None:
+def check_read(
+    op: str,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    state: Tensor | None = None,
+    causal: bool = True,
+) -> None:
     """Raises ValueError for lam without beta, and for a state where all tokens read all."""
     if lam is not None and beta is None:
-        raise ValueError(f"{op}: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
+        raise ValueError(
+            f"{op}: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu"
+        )
     if state is not None and not causal:
         raise ValueError(f"{op}: a state stands for the past, so it needs causal=True")

@@ -28,7 +28,17 @@ BFLOAT16_ROUNDING = 2.0**-9  # of one rounding of the result: half a unit in its
 BFLOAT16_MOST = 0.25  # whatever the definition's own error: where that is noise (small beta, wide ranges) it would bound nothing
 WITHOUT_GRADIENTS = ("decode",)  # implementations that are not for training
 # What others wrote need not give the same bits twice on a GPU: some of their backward passes add up in any order.
-OTHERS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "efficient", "sdpa", "fused", "fla")
+OTHERS = (
+    "cudnn",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "efficient",
+    "sdpa",
+    "fused",
+    "fla",
+)
 
 
 @dataclass(frozen=True)
@@ -107,22 +117,42 @@ class Expected:
 
 
 def expect(
-    suite: Suite, case: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, real: bool = False, gradients: bool = True
+    suite: Suite,
+    case: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    real: bool = False,
+    gradients: bool = True,
 ) -> Expected:
     """Compute what an implementation must return for ``case`` in ``dtype``; real: at the GPU's size."""
     made = suite.cases[case](suite.real if real else suite.small)
     rounded = {name: _floats(x, lambda t: t.to(dtype).double()) for name, x in made.items()}
-    truth = results(suite.definition, rounded, torch.float64, device, weighted_in=dtype, gradients=gradients)
-    rough = results(suite.definition, rounded, dtype, device, gradients=gradients) if dtype == torch.bfloat16 else truth
+    truth = results(
+        suite.definition, rounded, torch.float64, device, weighted_in=dtype, gradients=gradients
+    )
+    rough = (
+        results(suite.definition, rounded, dtype, device, gradients=gradients)
+        if dtype == torch.bfloat16
+        else truth
+    )
     return Expected(case, dtype, device, rounded, truth, rough)
 
 
 def check(
-    suite: Suite, case: str, implementation: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, real: bool = False
+    suite: Suite,
+    case: str,
+    implementation: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    real: bool = False,
 ) -> list[Finding]:
     """`judge` of one implementation of a case."""
     gradients = implementation not in WITHOUT_GRADIENTS
-    return judge(suite, expect(suite, case, dtype, device, real=real, gradients=gradients), implementation)
+    return judge(
+        suite, expect(suite, case, dtype, device, real=real, gradients=gradients), implementation
+    )
 
 
 def judge(suite: Suite, expected: Expected, implementation: str) -> list[Finding]:
@@ -134,10 +164,26 @@ def judge(suite: Suite, expected: Expected, implementation: str) -> list[Finding
     case, dtype, device = expected.case, expected.dtype, expected.device
     gradients = implementation not in WITHOUT_GRADIENTS
     with poisoned_memory():
-        got = results(lambda x: suite.call(x, implementation), expected.inputs, dtype, device, gradients=gradients)
+        got = results(
+            lambda x: suite.call(x, implementation),
+            expected.inputs,
+            dtype,
+            device,
+            gradients=gradients,
+        )
         # Programs run in any order on a GPU; on a CPU they run one after another.
         alone = torch.device(device).type == "cpu"
-        again = got if alone else results(lambda x: suite.call(x, implementation), expected.inputs, dtype, device, gradients=gradients)
+        again = (
+            got
+            if alone
+            else results(
+                lambda x: suite.call(x, implementation),
+                expected.inputs,
+                dtype,
+                device,
+                gradients=gradients,
+            )
+        )
     same = implementation not in OTHERS
     findings = []
     for name, true in expected.truth.items():
@@ -146,7 +192,9 @@ def judge(suite: Suite, expected: Expected, implementation: str) -> list[Finding
         error = relative(got[name], true)
         if not got[name].isfinite().all() or (same and not torch.equal(got[name], again[name])):
             error = float("inf")
-        bound = suite.loose.get((case, name), FLOAT32_BOUND) + (FLOAT16_ROUNDING if dtype == torch.float16 else 0.0)
+        bound = suite.loose.get((case, name), FLOAT32_BOUND) + (
+            FLOAT16_ROUNDING if dtype == torch.float16 else 0.0
+        )
         if dtype == torch.bfloat16:
             own = relative(expected.rough[name], true)
             bound = BFLOAT16_FACTOR * max(own, BFLOAT16_ROUNDING)
@@ -170,7 +218,10 @@ def results(
     weighted_in: the type that the weights are rounded to, None: dtype; so that runs in several types are given the same ones. gradients
     False: the outputs alone.
     """
-    given = {name: _floats(x, lambda t: t.detach().to(device, dtype).requires_grad_(gradients)) for name, x in inputs.items()}
+    given = {
+        name: _floats(x, lambda t: t.detach().to(device, dtype).requires_grad_(gradients))
+        for name, x in inputs.items()
+    }
     given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
     leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
     outputs = call(given)
@@ -178,7 +229,12 @@ def results(
     if not gradients:
         return named
     rng = torch.Generator().manual_seed(9)
-    weights = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(weighted_in or dtype).to(device, o.dtype) for o in outputs]
+    weights = [
+        torch.randn(o.shape, generator=rng, dtype=torch.float64)
+        .to(weighted_in or dtype)
+        .to(device, o.dtype)
+        for o in outputs
+    ]
     found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
     return named | {f"d {name}": g for name, g in zip(leaves, found, strict=True) if g is not None}
 

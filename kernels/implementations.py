@@ -83,22 +83,34 @@ class Op:
         """
         names = ("auto", *(implementation.name for implementation in self.implementations))
         if asked not in names:
-            raise ValueError(f"{self.name}: implementation {asked!r} is not one of {', '.join(names)}")
+            raise ValueError(
+                f"{self.name}: implementation {asked!r} is not one of {', '.join(names)}"
+            )
         if asked == "auto":
             name, against = self.automatic(device, unfit)
-            fallback = device.type != "cpu" and bool(against) and name == self.implementations[-1].name
+            fallback = (
+                device.type != "cpu" and bool(against) and name == self.implementations[-1].name
+            )
             self._say(f"{name} runs", against, logging.WARNING if fallback else logging.INFO)
             return name
-        (chosen,) = (implementation for implementation in self.implementations if implementation.name == asked)
+        (chosen,) = (
+            implementation
+            for implementation in self.implementations
+            if implementation.name == asked
+        )
         if reason := chosen.lacks(device) or unfit(asked):
-            raise ValueError(f"{self.name}: implementation {asked!r} cannot run: {reason}; use auto")
+            raise ValueError(
+                f"{self.name}: implementation {asked!r} cannot run: {reason}; use auto"
+            )
         self._say(f"{asked} runs (asked for)")
         return asked
 
     def automatic(self, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
         """What "auto" takes, and why not each of those before it. Raises ValueError where FEM_KERNELS names what does not exist."""
         forced = overrides().get(self.name, "auto")
-        if forced != "auto" and forced not in [implementation.name for implementation in self.implementations]:
+        if forced != "auto" and forced not in [
+            implementation.name for implementation in self.implementations
+        ]:
             raise ValueError(
                 f"{VARIABLE}: {self.name} has no implementation {forced!r}; it has {', '.join(each.name for each in self.implementations)}"
             )
@@ -107,7 +119,11 @@ class Op:
             if forced != implementation.name and (forced != "auto" or not implementation.automatic):
                 continue
             # Triton's interpreter is for tests, which ask for it.
-            reason = "no GPU" if device.type == "cpu" and implementation.lacks is lacks_triton else implementation.lacks(device)
+            reason = (
+                "no GPU"
+                if device.type == "cpu" and implementation.lacks is lacks_triton
+                else implementation.lacks(device)
+            )
             if torch.compiler.is_compiling() and implementation.lacks is lacks_triton:
                 reason = "torch.compile sees through the definition"  # what is registered chooses when it runs
             reason = reason or unfit(implementation.name)
@@ -116,11 +132,15 @@ class Op:
             against[implementation.name] = reason
         return self.implementations[-1].name, against
 
-    def _say(self, what: str, against: Mapping[str, str] | None = None, level: int = logging.INFO) -> None:
+    def _say(
+        self, what: str, against: Mapping[str, str] | None = None, level: int = logging.INFO
+    ) -> None:
         """Once; not while torch.compile traces, which knows no logger, and whose choices a call before it has said as a rule."""
         if torch.compiler.is_compiling():
             return
-        reasons = "; ".join(f"{other} does not: {reason}" for other, reason in (against or {}).items())
+        reasons = "; ".join(
+            f"{other} does not: {reason}" for other, reason in (against or {}).items()
+        )
         # The template is what comes once: whatever the reasons of later calls, one line for each implementation that runs.
         self.log.log(level, f"{self.name}: {what}%s", f" ({reasons})" if reasons else "")
 
@@ -136,7 +156,9 @@ def _parsed(text: str) -> dict[str, str]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, equals, implementation = entry.partition("=")
         if not equals or not name or not implementation:
-            raise ValueError(f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by commas")
+            raise ValueError(
+                f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by commas"
+            )
         chosen[name] = implementation
     return chosen
 
@@ -144,7 +166,9 @@ def _parsed(text: str) -> dict[str, str]:
 def operations() -> dict[str, Op]:
     """Every operation of this room that has a choice to make, by name."""
     found = {}
-    for package in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.ispkg):
+    for package in sorted(
+        each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.ispkg
+    ):
         op = getattr(importlib.import_module(f"kernels.{package}"), "OP", None)
         if op is not None:
             found[op.name] = op
@@ -157,10 +181,15 @@ def check_overrides() -> None:
     for name, implementation in overrides().items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{VARIABLE}: there is no operation {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise ValueError(
+                f"{VARIABLE}: there is no operation {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
         names = [each.name for each in known[name].implementations]
         if implementation not in (*names, "auto"):
-            raise ValueError(f"{VARIABLE}: {name} has no implementation {implementation!r}; it has {', '.join(names)}")
+            raise ValueError(
+                f"{VARIABLE}: {name} has no implementation {implementation!r}; it has {', '.join(names)}"
+            )
 
 
 @functools.cache

@@ -19,7 +19,9 @@ def device() -> torch.device:
 
 def is_current(where: torch.device) -> bool:
     """Whether kernels that are launched now run on ``where``; always, for the CPU."""
-    return where.type != "cuda" or where == PAPER or where.index in (None, torch.cuda.current_device())
+    return (
+        where.type != "cuda" or where == PAPER or where.index in (None, torch.cuda.current_device())
+    )
 
 
 def name(where: torch.device) -> str:

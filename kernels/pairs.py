@@ -36,7 +36,13 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def readable_keys(
-    tq: int, tk: int, device: torch.device, *, causal: bool, keys_valid: Tensor | None, bounds: tuple[Tensor, Tensor] | None
+    tq: int,
+    tk: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    keys_valid: Tensor | None,
+    bounds: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Which of tk keys the last tq positions read: bool [tq, tk], or [b, 1, tq, tk] with keys_valid [b, tk].
 
@@ -57,6 +63,8 @@ def readable_keys(
 
 def blocks_of_rows(q: Tensor, k: Tensor, cpu: int, device: int) -> Iterator[slice]:
     """Rows of q [b, heads, tq, ...], as many at once as a bound on their pairs with k's allows; one at least."""
-    at_once = max(1, (cpu if q.device.type == "cpu" else device) // (q.shape[0] * q.shape[1] * k.shape[2]))
+    at_once = max(
+        1, (cpu if q.device.type == "cpu" else device) // (q.shape[0] * q.shape[1] * k.shape[2])
+    )
     for start in range(0, q.shape[2], at_once):
         yield slice(start, min(start + at_once, q.shape[2]))

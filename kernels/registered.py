@@ -52,8 +52,13 @@ def registered(
     """
 
     def decorate(function: F) -> F:
-        defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
-        names, op = list(defaults), _operation(function, name or function.__name__, defaults, shapes)
+        defaults = {
+            name: each.default for name, each in inspect.signature(function).parameters.items()
+        }
+        names, op = (
+            list(defaults),
+            _operation(function, name or function.__name__, defaults, shapes),
+        )
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,35 +81,60 @@ def opaque(first: Tensor, traceable: Callable[[], bool] = lambda: True) -> bool:
     return first.is_cuda or not traceable()
 
 
-def _operation(function: Callable[..., Any], name: str, defaults: dict[str, Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+def _operation(
+    function: Callable[..., Any], name: str, defaults: dict[str, Any], shapes: Callable[..., Any]
+) -> Callable[..., Any]:
     """``fem::<name>``, whose arguments are all positional, and its backward."""
-    name, schema = f"{NAMESPACE}::{name}", torch.library.infer_schema(function, mutates_args=()).replace("*, ", "")
+    name, schema = (
+        f"{NAMESPACE}::{name}",
+        torch.library.infer_schema(function, mutates_args=()).replace("*, ", ""),
+    )
     arguments = schema[1 : schema.rindex(") ->")]
 
     def by_name(args: Sequence[Any]) -> dict[str, Any]:
-        return {**defaults, **dict(zip(defaults, args, strict=False))}  # torch leaves out what is a default, at the end
+        return {
+            **defaults,
+            **dict(zip(defaults, args, strict=False)),
+        }  # torch leaves out what is a default, at the end
 
     def forward(*args: Any) -> Any:
         made = function(**by_name(args))
-        return _own(made, args) if isinstance(made, Tensor) else type(made)(_own(t, [*args, *made[:n]]) for n, t in enumerate(made))
+        return (
+            _own(made, args)
+            if isinstance(made, Tensor)
+            else type(made)(_own(t, [*args, *made[:n]]) for n, t in enumerate(made))
+        )
 
     @without_autocast
     def gradients(grads: list[Tensor], *args: Any) -> list[Tensor]:
         """Of every tensor of floats."""
         given = by_name(args)
-        leaves = {name: t.detach().requires_grad_() for name, t in given.items() if _differentiable(t)}
+        leaves = {
+            name: t.detach().requires_grad_() for name, t in given.items() if _differentiable(t)
+        }
         with _recorded():
             made = function(**{**given, **leaves})
             outputs = [made] if isinstance(made, Tensor) else list(made)
             kept = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
             outputs, given_grads = [t for t, _ in kept], [g for _, g in kept]
-            found = torch.autograd.grad(outputs, list(leaves.values()), given_grads, materialize_grads=True)
-        return [torch.empty_like(t).copy_(g) for t, g in zip(leaves.values(), found, strict=True)]  # none is another's memory
+            found = torch.autograd.grad(
+                outputs, list(leaves.values()), given_grads, materialize_grads=True
+            )
+        return [
+            torch.empty_like(t).copy_(g) for t, g in zip(leaves.values(), found, strict=True)
+        ]  # none is another's memory
 
     op = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
-    backward = torch.library.custom_op(f"{name}_backward", gradients, mutates_args=(), schema=f"(Tensor[] grads, {arguments}) -> Tensor[]")
+    backward = torch.library.custom_op(
+        f"{name}_backward",
+        gradients,
+        mutates_args=(),
+        schema=f"(Tensor[] grads, {arguments}) -> Tensor[]",
+    )
     op.register_fake(lambda *args: shapes(**by_name(args)))
-    backward.register_fake(lambda grads, *args: [torch.empty_like(t) for t in args if _differentiable(t)])
+    backward.register_fake(
+        lambda grads, *args: [torch.empty_like(t) for t in args if _differentiable(t)]
+    )
 
     def keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)))
@@ -124,7 +154,11 @@ def _operation(function: Callable[..., Any], name: str, defaults: dict[str, Any]
 def _own(t: Tensor, others: Sequence[Any]) -> Tensor:
     """t as its shape function has it, contiguous, from its memory's start, and nobody else's, as torch.library wants results."""
     shared = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
-    fits = t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().data_ptr() not in shared
+    fits = (
+        t.is_contiguous()
+        and t.storage_offset() == 0
+        and t.untyped_storage().data_ptr() not in shared
+    )
     return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -132,7 +166,11 @@ def _own(t: Tensor, others: Sequence[Any]) -> Tensor:
 def _recorded() -> Iterator[None]:
     """Operations are recorded for gradients, as they are not inside an operation of torch.library."""
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
+        for key in (
+            DispatchKey.AutogradFunctionality,
+            DispatchKey.AutogradOther,
+            DispatchKey.ADInplaceOrView,
+        ):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         yield
 

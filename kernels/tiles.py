@@ -31,7 +31,12 @@ class Blocks:
 
     def given(self) -> dict[str, int]:
         """The arguments of a launch."""
-        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return {
+            "ROWS": self.rows,
+            "KEYS": self.keys,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:
@@ -92,7 +97,16 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr = 1):
+def store_tile(
+    base,
+    stride,
+    count,
+    tile,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr = 1,
+):
     """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -111,7 +125,12 @@ def place(heads, rows, ROWS: tl.constexpr):
     """
     blocks = tl.cdiv(rows, ROWS)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
-    return head_of_all // heads, head_of_all % heads, head_of_all, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+    return (
+        head_of_all // heads,
+        head_of_all % heads,
+        head_of_all,
+        (blocks - 1 - tl.program_id(0) % blocks) * ROWS,
+    )
 
 
 @triton.jit

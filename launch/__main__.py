@@ -15,8 +15,12 @@ VERBS = {
     "status": Verb("launch.verbs.status", "how runs stand, one line a run"),
     "logs": Verb("launch.verbs.logs", "what the ranks said; --errors: which failed first, and why"),
     "cancel": Verb("launch.verbs.cancel", "end a run; --save: after a checkpoint"),
-    "requeue": Verb("launch.verbs.requeue", "continue a run that ended, or save and restart one that runs"),
-    "doctor": Verb("launch.verbs.doctor", "check this machine, or a cluster profile against the cluster"),
+    "requeue": Verb(
+        "launch.verbs.requeue", "continue a run that ended, or save and restart one that runs"
+    ),
+    "doctor": Verb(
+        "launch.verbs.doctor", "check this machine, or a cluster profile against the cluster"
+    ),
 }
 
 

@@ -54,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _told(options: argparse.Namespace) -> int:
     """`_run`, its errors told to torchrun, too, and a mistake in the input by one rank of every host."""
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # what is wrong may be wrong on one host alone
+    speaks = (
+        os.environ.get("LOCAL_RANK", "0") == "0"
+    )  # what is wrong may be wrong on one host alone
     launched = os.environ.get("WORLD_SIZE")
     try:
         return _run(options, int(launched) if launched else None)
@@ -67,7 +69,9 @@ def _told(options: argparse.Namespace) -> int:
     except OSError as error:
         _tell_torchrun(reason(error))
         if isinstance(error, MISTAKES):
-            raise RuntimeError(f"{reason(error)}: a path that is checked before should have been refused there") from error
+            raise RuntimeError(
+                f"{reason(error)}: a path that is checked before should have been refused there"
+            ) from error
         raise
 
 
@@ -76,11 +80,17 @@ def _tell_torchrun(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}))
+            Path(file).write_text(
+                json.dumps(
+                    {"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}
+                )
+            )
 
 
 def _parser() -> Parser:
-    sections = ", ".join(item.name for item in fields(RunConfig) if item.name not in ("name", "run_dir"))
+    sections = ", ".join(
+        item.name for item in fields(RunConfig) if item.name not in ("name", "run_dir")
+    )
     parser = Parser(
         prog="pretrain",
         usage=USAGE,
@@ -89,9 +99,14 @@ def _parser() -> Parser:
         add_help=False,
     )
     parser.add_argument(
-        "config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml, or a run directory, to continue it"
+        "config",
+        metavar="CONFIG.yaml",
+        nargs="?",
+        help="a run, such as configs/run/demo.yaml, or a run directory, to continue it",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
     parser.add_argument(
         "--fork",
         type=Path,
@@ -100,11 +115,29 @@ def _parser() -> Parser:
         "run directory or a step_NNNNNNNN may stand in its place): weights, moments, step; settings may be others, such as data, batch and "
         "schedule",
     )
-    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="print this, or the keys of SECTION, and stop")
-    parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
-    parser.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
     parser.add_argument(
-        "--check", action="store_true", help="check the configuration and its data, and with --plan that its memory fits, and stop"
+        "-h",
+        "--help",
+        action=_Help,
+        nargs="?",
+        metavar="SECTION",
+        help="print this, or the keys of SECTION, and stop",
+    )
+    parser.add_argument(
+        "--list-mixers",
+        action=_ListMixers,
+        nargs=0,
+        help="print the names that model.mixer may take, and stop",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print parameters, FLOPs, memory, tokens and layout, and stop",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the configuration and its data, and with --plan that its memory fits, and stop",
     )
     parser.add_argument(
         "--rehearse",
@@ -112,22 +145,45 @@ def _parser() -> Parser:
         help="run two steps of the first, middle and last pipeline stage without numbers, in a world of the true size, in this process; "
         "print memory, collectives, FLOPs and host reads of the second, and stop; with --check: is its memory there?",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="of --rehearse: parallel.world_size=N")
-    parser.add_argument("--device", choices=REHEARSED, help="of --rehearse (default: log.device, or h100)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="of --rehearse: parallel.world_size=N"
+    )
+    parser.add_argument(
+        "--device", choices=REHEARSED, help="of --rehearse (default: log.device, or h100)"
+    )
     parser.add_argument("--json", action="store_true", help="of --rehearse: print JSON")
-    parser.add_argument("--picture", metavar="FILE.png", type=Path, help="of --rehearse: draw what holds memory through the step")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE.png",
+        type=Path,
+        help="of --rehearse: draw what holds memory through the step",
+    )
     stops = parser.add_mutually_exclusive_group()
-    stops.add_argument("--resolve", action="store_true", help="print the run's whole configuration as YAML, and stop")
-    stops.add_argument("--index", action="store_true", help="build the run's index cache, in this process and without a GPU, and stop")
+    stops.add_argument(
+        "--resolve",
+        action="store_true",
+        help="print the run's whole configuration as YAML, and stop",
+    )
+    stops.add_argument(
+        "--index",
+        action="store_true",
+        help="build the run's index cache, in this process and without a GPU, and stop",
+    )
     return parser
 
 
 def _run(options: argparse.Namespace, launched: int | None) -> int:
     if options.config is None:
-        raise ConfigError("no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples")
+        raise ConfigError(
+            "no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples"
+        )
     if (options.resolve or options.index) and (options.plan or options.check):
-        raise ConfigError(f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check")
-    alone = [name for name in ("resolve", "index", "plan") if options.rehearse and getattr(options, name)]
+        raise ConfigError(
+            f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check"
+        )
+    alone = [
+        name for name in ("resolve", "index", "plan") if options.rehearse and getattr(options, name)
+    ]
     if alone:
         raise ConfigError(f"--rehearse and --{alone[0]} are two commands")
     for name in ("gpus", "device", "json", "picture"):
@@ -135,9 +191,15 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
             raise ConfigError(f"--{name} is of --rehearse")
     if options.gpus is not None:
         options.overrides = [*options.overrides, f"parallel.world_size={options.gpus}"]
-    stops = options.plan or options.resolve or options.check or options.index or options.rehearse  # whatever was launched
+    stops = (
+        options.plan or options.resolve or options.check or options.index or options.rehearse
+    )  # whatever was launched
     try:
-        config = load_given(options.config, options.overrides) if options.fork is None else _forked(options)
+        config = (
+            load_given(options.config, options.overrides)
+            if options.fork is None
+            else _forked(options)
+        )
     except ConfigErrors as error:
         if error.config is not None:
             prepare(
@@ -155,7 +217,11 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
     elif options.rehearse:
         _rehearse(options, prepare(config, None, plan_only=True))
     elif stops:
-        _check(prepare(config, None, plan_only=not options.check), plan=options.plan, check=options.check)
+        _check(
+            prepare(config, None, plan_only=not options.check),
+            plan=options.plan,
+            check=options.check,
+        )
     else:
         return _train(config, launched or 1)
     return 0
@@ -164,23 +230,47 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
 def _forked(options: argparse.Namespace) -> RunConfig:
     """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
     given, new = Path(expand_home(options.config)), options.fork
-    folder = given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given  # a step's: its run's
-    config = load_run(folder / "config.yaml", options.overrides) if given.is_dir() else load_given(given, options.overrides)
+    folder = (
+        given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given
+    )  # a step's: its run's
+    config = (
+        load_run(folder / "config.yaml", options.overrides)
+        if given.is_dir()
+        else load_given(given, options.overrides)
+    )
     parent = given if given.is_dir() else run_directory(config)
     chosen = given.is_dir() or any(text.startswith("run_dir=") for text in options.overrides)
-    if not chosen and not any(parent.glob("checkpoints/step_*")) and (other := newest_run(config, new)):
+    if (
+        not chosen
+        and not any(parent.glob("checkpoints/step_*"))
+        and (other := newest_run(config, new))
+    ):
         if os.environ.get("RANK", "0") == "0":
-            print(f"--fork: {parent} has no checkpoint; the newest run of {config.name} with this model is {other}", file=sys.stderr)
+            print(
+                f"--fork: {parent} has no checkpoint; the newest run of {config.name} with this model is {other}",
+                file=sys.stderr,
+            )
         parent = other
     if new.resolve() in (folder.resolve(), parent.resolve()):
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
     if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
         raise ConfigError(f"--fork {new} holds a run that is no fork: choose another folder")
-    mirror, named = config.checkpoint.mirror, any(text.startswith("checkpoint.mirror=") for text in options.overrides)
+    mirror, named = (
+        config.checkpoint.mirror,
+        any(text.startswith("checkpoint.mirror=") for text in options.overrides),
+    )
     if mirror and "{name}" not in mirror and not named:
-        raise ConfigError(f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or checkpoint.mirror=null")
-    name = config.name if any(text.startswith("name=") for text in options.overrides) else new.resolve().name
-    return replace(config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent)))
+        raise ConfigError(
+            f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or checkpoint.mirror=null"
+        )
+    name = (
+        config.name
+        if any(text.startswith("name=") for text in options.overrides)
+        else new.resolve().name
+    )
+    return replace(
+        config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent))
+    )
 
 
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
@@ -196,9 +286,17 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     excess = memory_excess(needs) if needs else None
     if excess:
         raise ConfigError(excess)
-    data = ", ".join(f"{count:,} tokens of {split}" for split, count in facts.tokens.items() if count)
-    fits = f"; it fits {config.log.device}" if config.log.device else "; its memory is compared with nothing: log.device is null"
-    print(f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}")
+    data = ", ".join(
+        f"{count:,} tokens of {split}" for split, count in facts.tokens.items() if count
+    )
+    fits = (
+        f"; it fits {config.log.device}"
+        if config.log.device
+        else "; its memory is compared with nothing: log.device is null"
+    )
+    print(
+        f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}"
+    )
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
@@ -211,10 +309,17 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
     import_megatron()
     from pretrain.rehearsal import render, steps
 
-    known = next((name for name in REHEARSED if name in (prepared.config.log.device or "").lower()), "h100")
+    known = next(
+        (name for name in REHEARSED if name in (prepared.config.log.device or "").lower()), "h100"
+    )
     fullest, _ = max(_plans(prepared), key=lambda each: each[1].peak_memory)
-    told = steps.rehearse(replace(fullest.config, stages=()), prepared.world_size, options.device or known)
-    print(json.dumps(render.as_json(told), indent=1) if options.json else render.text(told), flush=True)
+    told = steps.rehearse(
+        replace(fullest.config, stages=()), prepared.world_size, options.device or known
+    )
+    print(
+        json.dumps(render.as_json(told), indent=1) if options.json else render.text(told),
+        flush=True,
+    )
     if options.picture:
         render.draw(told, options.picture)
     if options.check and told.excess:
@@ -225,7 +330,13 @@ def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
     """Each stage, or the run that has none, and its plan."""
     facts = prepared.facts
     parts = parts_of(prepared.config)
-    return [(part, make_plan(part.config, prepared.world_size, facts_of(part, facts) if facts else None)) for part in parts]
+    return [
+        (
+            part,
+            make_plan(part.config, prepared.world_size, facts_of(part, facts) if facts else None),
+        )
+        for part in parts
+    ]
 
 
 def _planned(prepared: Prepared) -> Plan:
@@ -233,7 +344,10 @@ def _planned(prepared: Prepared) -> Plan:
     plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)
     if part.name:
-        print(f"stage {part.name}, which needs most memory\n{render(needs)}\n{render_stages(plans)}", flush=True)
+        print(
+            f"stage {part.name}, which needs most memory\n{render(needs)}\n{render_stages(plans)}",
+            flush=True,
+        )
     else:
         print(render(needs), flush=True)
     return needs
@@ -242,7 +356,13 @@ def _planned(prepared: Prepared) -> Plan:
 class _Help(argparse.Action):
     """As argparse's own, and with a section's name that section's keys."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option: str | None = None,
+    ) -> None:
         if value is None:
             parser.print_help()
             parser.exit()
@@ -263,7 +383,9 @@ class _ListMixers(argparse.Action):
 
 def _index(prepared: Prepared, launched: int) -> int:
     if launched > 1:
-        raise ConfigError(f"--index works in one process, but {launched} were started; leave torchrun away")
+        raise ConfigError(
+            f"--index works in one process, but {launched} were started; leave torchrun away"
+        )
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
@@ -284,8 +406,13 @@ def _train(config: RunConfig, launched: int) -> int:
 
         outcome = train(prepared, received)
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
-        then = f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
-        print(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}", flush=True)
+        then = (
+            f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
+        )
+        print(
+            f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}",
+            flush=True,
+        )
     return 0
 
 

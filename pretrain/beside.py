@@ -20,11 +20,16 @@ def command(module: str, *words: object) -> list[str]:
 
 def environ() -> dict[str, str]:
     """This process's, in which the house is found from a checkout too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
 
 
 def check(done: subprocess.CompletedProcess[str], program: str, before: str = "") -> None:
     """Raises ConfigError, StorageError: the process has failed; what it said last on stderr, behind ``before``."""
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix(f"{program}: error: ")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[
+            -1
+        ].removeprefix(f"{program}: error: ")
         raise (ConfigError if done.returncode == Exit.WRONG_INPUT else StorageError)(before + last)

@@ -35,7 +35,9 @@ class Source:
         check=lambda text: None if text else "give the path of a .bin/.idx pair without its ending",
         path=True,
     )
-    weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.", above=0)
+    weight: float = setting(
+        1.0, "Share of the blend; weights are normalised to sum to one.", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,23 @@ class DataConfig:
         "joined: a document reads those before it in its sequence; separate: no mixer reads across an end.",
         ("joined", "separate"),
     )
-    reset_positions: bool | None = setting(None, "Positions begin anew with a document; null: where documents are separate.")
+    reset_positions: bool | None = setting(
+        None, "Positions begin anew with a document; null: where documents are separate."
+    )
     eod_loss: bool = setting(True, "What follows a document's end counts in the loss.")
     tokenizer: str | None = setting(
-        None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.", path=True
+        None,
+        "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.",
+        path=True,
     )
     index_cache: str | None = setting(
-        None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.", path=True
+        None,
+        "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.",
+        path=True,
     )
-    store_cache: str | None = setting(None, "Folder of URLs' files; null: tokens/ in run_dir.", path=True)
+    store_cache: str | None = setting(
+        None, "Folder of URLs' files; null: tokens/ in run_dir.", path=True
+    )
     store_cache_gb: float = setting(50.0, "10^9 bytes kept of their .bin at most.", least=0)
 
 
@@ -72,13 +82,21 @@ class DataConfig:
 class ParallelConfig:
     """The layout. Data parallelism is what the world size leaves."""
 
-    world_size: int | None = setting(None, "Processes the run is planned for; null: as many as the launcher started.", least=1)
-    tensor_model_parallel_size: int = setting(1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.", least=1)
-    pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).", least=1)
+    world_size: int | None = setting(
+        None, "Processes the run is planned for; null: as many as the launcher started.", least=1
+    )
+    tensor_model_parallel_size: int = setting(
+        1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.", least=1
+    )
+    pipeline_model_parallel_size: int = setting(
+        1, "PP: each rank holds consecutive layers (1F1B schedule).", least=1
+    )
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "Model chunks a pipeline rank holds (interleaved schedule); null: one."
     )
-    context_parallel_size: int = setting(1, "CP: each rank holds 1 / CP of every sequence's tokens (docs/long_context.md).", least=1)
+    context_parallel_size: int = setting(
+        1, "CP: each rank holds 1 / CP of every sequence's tokens (docs/long_context.md).", least=1
+    )
     context_parallel_kind: str | None = setting(
         None,
         "How tokens of other CP ranks are read: all_to_all exchanges heads for tokens; all_gather: attention gathers keys and values; "
@@ -86,10 +104,15 @@ class ParallelConfig:
         "all_to_all is asked for.",
         CUT_KINDS,
     )
-    sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")
-    use_distributed_optimizer: bool = setting(True, "ZeRO-1: optimizer state is split over the DP ranks.")
+    sequence_parallel: bool = setting(
+        False, "SP: norms and residuals are split along the sequence over the TP ranks."
+    )
+    use_distributed_optimizer: bool = setting(
+        True, "ZeRO-1: optimizer state is split over the DP ranks."
+    )
     overlap_grad_reduce: bool | None = setting(
-        None, "Reduce gradients while the backward pass still runs; null: on a GPU with Megatron and at ZeRO-3."
+        None,
+        "Reduce gradients while the backward pass still runs; null: on a GPU with Megatron and at ZeRO-3.",
     )
     overlap_param_gather: bool | None = setting(
         None,
@@ -104,11 +127,19 @@ class ParallelConfig:
     @property
     def model_parallel(self) -> int:
         """Ranks that compute one micro-batch together."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     def settled(self, engine: EngineConfig, *, cuda: bool) -> ParallelConfig:
         """With a choice where the overlaps are null. ZeRO-1 and 2 would pay with a second bucket, and DeepSpeed's own choice is off."""
-        megatron, reduce, gather = engine.name == "megatron", self.overlap_grad_reduce, self.overlap_param_gather
+        megatron, reduce, gather = (
+            engine.name == "megatron",
+            self.overlap_grad_reduce,
+            self.overlap_param_gather,
+        )
         if reduce is None:
             reduce = bool(gather) or (cuda and (megatron or engine.zero_stage == 3))
         if gather is None:
@@ -120,19 +151,45 @@ class ParallelConfig:
 class DeepSpeedConfig:
     """DeepSpeed's own keys, under its names. null: DeepSpeed's default. What the run's other sections say is theirs alone."""
 
-    reduce_bucket_size: int | None = setting(None, "Elements reduced at a time; null: 5e8, and no more than the model has.", least=1)
-    allgather_bucket_size: int | None = setting(None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.", least=1)
-    reduce_scatter: bool | None = setting(None, "Stages 1 and 2: reduce-scatter instead of all-reduce.")
-    contiguous_gradients: bool | None = setting(None, "Copy gradients into one buffer as they come.")
-    round_robin_gradients: bool | None = setting(None, "Stages 1 and 2 with offload: spread the copies to the host over the ranks.")
-    sub_group_size: int | None = setting(None, "Stage 3: elements that the optimizer updates at a time.", least=1)
-    prefetch_bucket_size: int | None = setting(None, "Stage 3: elements gathered ahead of their use.", least=0)
-    param_persistence_threshold: int | None = setting(None, "Stage 3: parameters with fewer elements stay whole on every rank.", least=0)
-    model_persistence_threshold: int | None = setting(None, "Stage 3: elements that may stay whole at most.", least=0)
-    max_live_parameters: int | None = setting(None, "Stage 3: gathered elements that a rank holds at most.", least=0)
-    max_reuse_distance: int | None = setting(None, "Stage 3: a parameter used again within so many elements is kept.", least=0)
-    pin_memory: bool | None = setting(None, "Offload into page-locked memory; null: where there is a GPU.")
-    communication_data_type: str | None = setting(None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16"))
+    reduce_bucket_size: int | None = setting(
+        None, "Elements reduced at a time; null: 5e8, and no more than the model has.", least=1
+    )
+    allgather_bucket_size: int | None = setting(
+        None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.", least=1
+    )
+    reduce_scatter: bool | None = setting(
+        None, "Stages 1 and 2: reduce-scatter instead of all-reduce."
+    )
+    contiguous_gradients: bool | None = setting(
+        None, "Copy gradients into one buffer as they come."
+    )
+    round_robin_gradients: bool | None = setting(
+        None, "Stages 1 and 2 with offload: spread the copies to the host over the ranks."
+    )
+    sub_group_size: int | None = setting(
+        None, "Stage 3: elements that the optimizer updates at a time.", least=1
+    )
+    prefetch_bucket_size: int | None = setting(
+        None, "Stage 3: elements gathered ahead of their use.", least=0
+    )
+    param_persistence_threshold: int | None = setting(
+        None, "Stage 3: parameters with fewer elements stay whole on every rank.", least=0
+    )
+    model_persistence_threshold: int | None = setting(
+        None, "Stage 3: elements that may stay whole at most.", least=0
+    )
+    max_live_parameters: int | None = setting(
+        None, "Stage 3: gathered elements that a rank holds at most.", least=0
+    )
+    max_reuse_distance: int | None = setting(
+        None, "Stage 3: a parameter used again within so many elements is kept.", least=0
+    )
+    pin_memory: bool | None = setting(
+        None, "Offload into page-locked memory; null: where there is a GPU."
+    )
+    communication_data_type: str | None = setting(
+        None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16")
+    )
     wall_clock_breakdown: bool = setting(False, "DeepSpeed's own timers on the console.")
     file: str | None = setting(
         None,
@@ -145,14 +202,22 @@ class DeepSpeedConfig:
 class EngineConfig:
     """Who owns gradients, optimizer and schedule. Data, learning rates, logs and checkpoints are the same with both."""
 
-    name: str = setting("megatron", "megatron: Megatron-core's DDP, optimizer and pipelines; deepspeed: ZeRO.", ("megatron", "deepspeed"))
+    name: str = setting(
+        "megatron",
+        "megatron: Megatron-core's DDP, optimizer and pipelines; deepspeed: ZeRO.",
+        ("megatron", "deepspeed"),
+    )
     zero_stage: int = setting(
         1,
         "deepspeed: what is split over the DP ranks: 1 the optimizer, 2 gradients too, 3 parameters too; 0 nothing (fp32 alone).",
         (0, 1, 2, 3),
     )
-    offload_optimizer: bool = setting(False, "deepspeed: optimizer state and its update on the CPU (DeepSpeedCPUAdam).")
-    offload_parameters: bool = setting(False, "deepspeed, stage 3: parameters on the CPU until they are used.")
+    offload_optimizer: bool = setting(
+        False, "deepspeed: optimizer state and its update on the CPU (DeepSpeedCPUAdam)."
+    )
+    offload_parameters: bool = setting(
+        False, "deepspeed, stage 3: parameters on the CPU until they are used."
+    )
     deepspeed: DeepSpeedConfig = setting(DeepSpeedConfig, "DeepSpeed's own keys.")
 
 
@@ -161,11 +226,17 @@ class TrainConfig:
     """Length, batch, precision."""
 
     steps: int | None = setting(None, "Optimizer steps; or give train.tokens.", least=1)
-    tokens: int | None = setting(None, "Tokens to consume, rounded up to whole steps; or give train.steps.", least=1)
+    tokens: int | None = setting(
+        None, "Tokens to consume, rounded up to whole steps; or give train.steps.", least=1
+    )
     micro_batch_size: int = setting(1, "Sequences a rank handles at once.", least=1)
-    global_batch_size: int = setting(128, "Sequences a step over all ranks; the rest is gradient accumulation.", least=1)
+    global_batch_size: int = setting(
+        128, "Sequences a step over all ranks; the rest is gradient accumulation.", least=1
+    )
     precision: str = setting(
-        "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
+        "bf16",
+        "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.",
+        ("bf16", "fp32"),
     )
     fp8: str = setting(
         "none",
@@ -173,8 +244,17 @@ class TrainConfig:
         "its largest magnitude in the steps before. On a GPU of compute capability 8.9 or more; a CPU emulates it.",
         ("none", "tensorwise", "delayed"),
     )
-    fp8_history: int = setting(1024, "fp8=delayed: of how many steps the largest magnitude counts; 1: the last one's.", least=1)
-    fp8_margin: int = setting(0, "fp8=delayed: a scale has room for magnitudes 2^fp8_margin times as large.", least=0, below=17)
+    fp8_history: int = setting(
+        1024,
+        "fp8=delayed: of how many steps the largest magnitude counts; 1: the last one's.",
+        least=1,
+    )
+    fp8_margin: int = setting(
+        0,
+        "fp8=delayed: a scale has room for magnitudes 2^fp8_margin times as large.",
+        least=0,
+        below=17,
+    )
     recompute: str = setting(
         "none",
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
@@ -199,9 +279,13 @@ class TrainConfig:
         "loss is the same but for rounding.",
         least=0,
     )
-    seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0, below=2**32)
+    seed: int = setting(
+        42, "Seed of the initialisation and of the data order.", least=0, below=2**32
+    )
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
-    eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
+    eval_batches: int = setting(
+        10, "Global batches a validation reads; always the same ones.", least=1
+    )
     max_bad_steps: int = setting(
         10,
         "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails; so it does "
@@ -214,13 +298,19 @@ class TrainConfig:
         "nothing; rewind: training goes back to a checkpoint, and passes over the samples since.",
         ("none", "skip", "rewind"),
     )
-    spike_deviations: float = setting(6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0)
+    spike_deviations: float = setting(
+        6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0
+    )
     spike_rewind: int = setting(
         100,
         "on_spike=rewind: steps to go back at least, to a checkpoint of checkpoint.interval; where none is so early a spike is skipped.",
         least=1,
     )
-    spike_window: int = setting(100, "on_spike: steps over which mean and deviation run; the first so many are never spikes.", least=2)
+    spike_window: int = setting(
+        100,
+        "on_spike: steps over which mean and deviation run; the first so many are never spikes.",
+        least=2,
+    )
 
 
 @dataclass(frozen=True)
@@ -241,22 +331,45 @@ class OptimizerConfig:
     eps: float = setting(1e-8, "Adam's epsilon.", above=0)
     momentum: float = setting(0.95, "muon: decay of its momentum (Nesterov's).", least=0, below=1)
     clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.", least=0)
-    schedule: str = setting("cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant"))
-    warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.", least=0)
-    warmup_tokens: int | None = setting(None, "Tokens of linear warm-up; or give warmup_steps.", least=0)
-    warmup_fraction: float | None = setting(
-        None, "Warm-up as a share of the steps; warmup_steps and warmup_tokens go before it.", above=0, below=1
+    schedule: str = setting(
+        "cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant")
     )
-    decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.", least=1)
-    decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.", least=1)
-    from_step: int = setting(0, "Step after which the schedule begins, warm-up first: where a fork has a schedule of its own.", least=0)
+    warmup_steps: int | None = setting(
+        None, "Steps of linear warm-up; or give warmup_tokens.", least=0
+    )
+    warmup_tokens: int | None = setting(
+        None, "Tokens of linear warm-up; or give warmup_steps.", least=0
+    )
+    warmup_fraction: float | None = setting(
+        None,
+        "Warm-up as a share of the steps; warmup_steps and warmup_tokens go before it.",
+        above=0,
+        below=1,
+    )
+    decay_steps: int | None = setting(
+        None,
+        "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.",
+        least=1,
+    )
+    decay_tokens: int | None = setting(
+        None, "wsd: tokens of the final decay; or give decay_steps.", least=1
+    )
+    from_step: int = setting(
+        0,
+        "Step after which the schedule begins, warm-up first: where a fork has a schedule of its own.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept on disk."""
 
-    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and when a signal stops the run.", least=0)
+    interval: int = setting(
+        1000,
+        "Steps between checkpoints; 0: only at the end and when a signal stops the run.",
+        least=0,
+    )
     keep_last: int = setting(
         3,
         "Checkpoints kept; older ones are deleted after a newer one is complete. Amid steps that are not finite the newest from before "
@@ -264,11 +377,15 @@ class CheckpointConfig:
         least=1,
     )
     keep: tuple[int, ...] = setting(
-        (), "Steps whose checkpoints are written besides and stay in the run directory, as those where forks begin.", least=1
+        (),
+        "Steps whose checkpoints are written besides and stay in the run directory, as those where forks begin.",
+        least=1,
     )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
     gb_per_second: float | None = setting(
-        None, "What the storage takes from all ranks, in 10^9 bytes a second: --plan tells a save's seconds.", above=0
+        None,
+        "What the storage takes from all ranks, in 10^9 bytes a second: --plan tells a save's seconds.",
+        above=0,
     )
     mirror: str | None = setting(
         None,
@@ -276,8 +393,12 @@ class CheckpointConfig:
         "name. A resume takes the newest good one.",
         path=True,
     )
-    mirror_interval: int = setting(1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1)
-    mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)
+    mirror_interval: int = setting(
+        1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1
+    )
+    mirror_keep_last: int | None = setting(
+        None, "Checkpoints kept in the mirror; null: all.", least=1
+    )
     max_unsaved_steps: int | None = setting(
         None,
         "Steps that may be unsaved where a checkpoint cannot be written (null: none), and that the mirror may lack (null: any), before "
@@ -290,7 +411,9 @@ class CheckpointConfig:
         ("auto", "none"),
     )
     load: str | None = setting(
-        None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.", path=True
+        None,
+        "Start from the weights of this checkpoint folder (model only) when the run has none of its own.",
+        path=True,
     )
     fork: str | None = setting(
         None,
@@ -306,7 +429,9 @@ class WandbConfig:
 
     enabled: bool = setting(False, "Log to Weights & Biases.")
     project: str = setting("pretrain", "Project name.")
-    entity: str | None = setting(None, "Team or user that owns the project; null: the account's default.")
+    entity: str | None = setting(
+        None, "Team or user that owns the project; null: the account's default."
+    )
     group: str | None = setting(None, "Group that the run is shown in.")
     tags: tuple[str, ...] = setting((), "Tags of the run.")
     job_type: str | None = setting(None, "Job type of the run.")
@@ -328,10 +453,16 @@ class ProfileConfig:
 class LogConfig:
     """What is told while training."""
 
-    interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.", least=1)
+    interval: int = setting(
+        10, "Steps between lines on the console; JSON lines are written for every step.", least=1
+    )
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
-    diagnostics_interval: int = setting(100, "Steps between looks at what ``diagnostics`` names; to the loss's loggers; 0: never.", least=0)
+    diagnostics_interval: int = setting(
+        100,
+        "Steps between looks at what ``diagnostics`` names; to the loss's loggers; 0: never.",
+        least=0,
+    )
     diagnostics: tuple[str, ...] = setting(
         ("layers",),
         "layers: every layer's energies, entropies, largest logit and step norm, on 256 tokens; tensors: the norms of every parameter's "
@@ -343,7 +474,11 @@ class LogConfig:
         "Steps between comparisons of the ranks' times, which name the slowest rank; see ranks.jsonl in pretrain/README.md; 0: never.",
         least=0,
     )
-    straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
+    straggler_ratio: float = setting(
+        1.2,
+        "How many times slower than the others a rank is when it is told on the console.",
+        least=1,
+    )
     profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     device: str | None = setting(
         None,
@@ -366,16 +501,22 @@ class EvaluateConfig:
         "Evaluate the last checkpoint too; the job keeps its machines until that is done (a job of its own after it costs less: launch).",
     )
     suite: str = setting("quick", "Name of a suite, or the path of its YAML.", path=True)
-    limit: int | None = setting(None, "The first so many examples of each task alone; null: all.", least=1)
+    limit: int | None = setting(
+        None, "The first so many examples of each task alone; null: all.", least=1
+    )
     device: str = setting(
         "cpu",
         "Where it runs. cpu: a quarter of rank 0's CPUs, at the lowest priority. cuda: rank 0's GPU, whose memory it shares: leave room.",
         ("cpu", "cuda"),
     )
     merge: int | None = setting(
-        None, "Evaluate also the average of so many checkpoints, the newest ones up to it, once there are so many; null: not.", least=2
+        None,
+        "Evaluate also the average of so many checkpoints, the newest ones up to it, once there are so many; null: not.",
+        least=2,
     )
-    timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.", above=0)
+    timeout_minutes: float = setting(
+        60.0, "An evaluation that takes longer is ended; training goes on.", above=0
+    )
 
     @property
     def wanted(self) -> bool:
@@ -387,9 +528,13 @@ class EvaluateConfig:
 class Stage:
     """A part of the run; what it leaves out is the run's. Any of its last five keys gives it a schedule of its own, from its first step."""
 
-    name: str = setting(MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty")
+    name: str = setting(
+        MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty"
+    )
     steps: int | None = setting(None, "Optimizer steps of the stage; or give tokens.", least=1)
-    tokens: int | None = setting(None, "Tokens of the stage, rounded up to whole steps; or give steps.", least=1)
+    tokens: int | None = setting(
+        None, "Tokens of the stage, rounded up to whole steps; or give steps.", least=1
+    )
     data: tuple[Source, ...] = setting((), "Training blend; empty: data.train.")
     seq_length: int | None = setting(None, "As data.seq_length.", least=1)
     documents: str | None = setting(None, "As data.documents.", ("joined", "separate"))
@@ -397,8 +542,12 @@ class Stage:
     global_batch_size: int | None = setting(None, "As train.global_batch_size.", least=1)
     lr: float | None = setting(None, "As optimizer.lr.", above=0)
     min_lr: float | None = setting(None, "As optimizer.min_lr.", least=0)
-    schedule: str | None = setting(None, "As optimizer.schedule.", ("cosine", "wsd", "linear", "constant"))
-    warmup_steps: int | None = setting(None, "As optimizer.warmup_steps; null: none in a schedule of its own.", least=0)
+    schedule: str | None = setting(
+        None, "As optimizer.schedule.", ("cosine", "wsd", "linear", "constant")
+    )
+    warmup_steps: int | None = setting(
+        None, "As optimizer.warmup_steps; null: none in a schedule of its own.", least=0
+    )
     decay_steps: int | None = setting(None, "As optimizer.decay_steps.", least=1)
 
 
@@ -409,7 +558,11 @@ class RunConfig:
     name: str = setting(
         "",
         "Name of the run; empty: the file's.",
-        check=lambda text: "must not be a path; use run_dir for the folder" if "/" in text or text in (".", "..") else None,
+        check=lambda text: (
+            "must not be a path; use run_dir for the folder"
+            if "/" in text or text in (".", "..")
+            else None
+        ),
     )
     run_dir: str | None = setting(
         None,
@@ -424,7 +577,9 @@ class RunConfig:
     train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
-    stages: tuple[Stage, ...] = setting((), "Stages, one after another, in place of train.steps and train.tokens; empty: one.")
+    stages: tuple[Stage, ...] = setting(
+        (), "Stages, one after another, in place of train.steps and train.tokens; empty: one."
+    )
     log: LogConfig = setting(LogConfig, "Logs.")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "Evaluation while training.")
 
@@ -456,4 +611,6 @@ def _named_after(path: Path) -> Iterator[Callable[[RunConfig], RunConfig]]:
     try:
         yield named
     except ConfigErrors as errors:
-        raise ConfigErrors(errors.mistakes, None if errors.config is None else named(errors.config)) from None
+        raise ConfigErrors(
+            errors.mistakes, None if errors.config is None else named(errors.config)
+        ) from None

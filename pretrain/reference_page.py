@@ -45,14 +45,24 @@ def page() -> str:
         name = row.key.partition(".")[0] if "." in row.key else ""
         if not row.section:
             titles.setdefault(row.key, row.doc)  # of a list's entries
-            default = "required" if row.default is None else f"`{row.default}`" if row.default else "empty"
-            sections.setdefault(name, []).append(f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |")
+            default = (
+                "required"
+                if row.default is None
+                else f"`{row.default}`"
+                if row.default
+                else "empty"
+            )
+            sections.setdefault(name, []).append(
+                f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |"
+            )
         elif not name:
             sections[row.key], titles[row.key] = [], row.doc
     lines = [_HEAD]
     for section, rows in sections.items():
         lines.append(f"## {f'`{section}`: ' if section else ''}{titles[section]}\n")
-        lines.append("| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        lines.append(
+            "| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
     return "\n".join(lines)
 
 
@@ -64,12 +74,18 @@ def section_text(section: str) -> str:
     """
     rows = {row.key: row for row in reference(RunConfig)}
     if not any(key.startswith(f"{section}.") for key in rows):
-        raise ConfigError(f"--help {section}: no such section; {', '.join(key for key, row in rows.items() if row.section)}")
+        raise ConfigError(
+            f"--help {section}: no such section; {', '.join(key for key, row in rows.items() if row.section)}"
+        )
     lines = [f"{section}: {rows[section].doc}\n"]
     for key, row in rows.items():
         if key.startswith(section + ".") and not row.section:
-            lines.append(f"{key} = {'(required)' if row.default is None else row.default or 'empty'}  ({row.wanted})")
-            lines.append(textwrap.fill(row.doc, 100, initial_indent="    ", subsequent_indent="    "))
+            lines.append(
+                f"{key} = {'(required)' if row.default is None else row.default or 'empty'}  ({row.wanted})"
+            )
+            lines.append(
+                textwrap.fill(row.doc, 100, initial_indent="    ", subsequent_indent="    ")
+            )
     return "\n".join(lines)
 
 

@@ -35,7 +35,15 @@ from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import make_plan
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
-from pretrain.report.loggers import Callback, Console, Say, Watch, alert, kernels_told, make_callbacks
+from pretrain.report.loggers import (
+    Callback,
+    Console,
+    Say,
+    Watch,
+    alert,
+    kernels_told,
+    make_callbacks,
+)
 from pretrain.report.metrics import Meter
 from pretrain.report.observer import Observer, together
 from pretrain.report.profile import Profiler
@@ -49,7 +57,9 @@ from pretrain.stages import Part, facts_of, parts_of
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 
-_LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
+_LONG_TO_READ = (
+    10**8
+)  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
 
 def train(prepared: Prepared, received: Received) -> Outcome:
@@ -68,7 +78,9 @@ def train(prepared: Prepared, received: Received) -> Outcome:
         with ExitStack() as stack:
             stack.callback(run.reader.close)
             if not from_rank_0(lambda: stack.enter_context(claimed(run.folder))):
-                raise InUse(f"{run.folder} is in use by another process; wait for it, end it, or choose another run_dir")
+                raise InUse(
+                    f"{run.folder} is in use by another process; wait for it, end it, or choose another run_dir"
+                )
             if run.first:  # elsewhere warnings alone come through, to stderr
                 stack.enter_context(kernels_told(run.say))
             with _failure_told(run.file):
@@ -88,7 +100,12 @@ def build_index(prepared: Prepared) -> None:
         StorageError: a file system failed.
     """
     started = time.monotonic()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
     try:
         run = Run(prepared, Received())
         last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.say))
@@ -105,7 +122,9 @@ def build_index(prepared: Prepared) -> None:
         torch.distributed.destroy_process_group()
 
 
-def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True) -> Engine:
+def make_engine(
+    config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
+) -> Engine:
     """The engine that ``engine.name`` names, its weights drawn, or not (NaN) where a checkpoint follows; its messages go to ``say``.
 
     Raises:
@@ -116,7 +135,9 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
     if config.train.cuda_graphs and (missing := platform.lacks_graphs()):
         raise ConfigError(f"train.cuda_graphs = true needs {missing}; set train.cuda_graphs=false")
-    config = replace(config, parallel=config.parallel.settled(config.engine, cuda=platform.has_cuda()))
+    config = replace(
+        config, parallel=config.parallel.settled(config.engine, cuda=platform.has_cuda())
+    )
     try:
         if config.engine.name == "deepspeed":  # not installed everywhere
             from pretrain.engines.deepspeed import DeepSpeedEngine
@@ -139,16 +160,25 @@ class Run:
         self.all_facts, self.received, self.whole = prepared.facts, received, prepared.config
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
         self.folder, self.parts = run_directory(self.whole), parts_of(self.whole)
-        self.file = ProgressFile(self.folder if self.first else None, self.parts[0].schedule(None), self.world_size)
+        self.file = ProgressFile(
+            self.folder if self.first else None, self.parts[0].schedule(None), self.world_size
+        )
         self.all_contents = self._read_contents()
-        sources = {source.prefix: source for part in self.parts for source in part.config.data.train}
-        self.reader = StoreReader(replace(self.whole, data=replace(self.whole.data, train=tuple(sources.values()))))
+        sources = {
+            source.prefix: source for part in self.parts for source in part.config.data.train
+        }
+        self.reader = StoreReader(
+            replace(self.whole, data=replace(self.whole.data, train=tuple(sources.values())))
+        )
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
         """From here on ``config`` and all that follows from it are this stage's."""
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
-        self.facts, self.contents = facts_of(part, self.all_facts), contents_of(self.parts, part, self.all_contents)
+        self.facts, self.contents = (
+            facts_of(part, self.all_facts),
+            contents_of(self.parts, part, self.all_contents),
+        )
 
     def say(self, text: str) -> None:
         """Prints on rank 0."""
@@ -171,15 +201,31 @@ class Run:
         checkpoints.run_id = from_rank_0(lambda: identify(self.folder))
         file.tell("starting")
         if self.first:
-            describe(config, self.folder, self.world_size, {change.key: (change.old, change.new) for change in start.changed})
+            describe(
+                config,
+                self.folder,
+                self.world_size,
+                {change.key: (change.old, change.new) for change in start.changed},
+            )
             if start.forked and start.found:
                 progress, hashed = start.progress, sha256(start.found.path / MANIFEST)
-                record_fork(self.folder, start.found.path, progress.step, progress.order_begin, hashed)
-        told = ", ".join(str(change) for change in start.changed if change.rule == TOLD or (start.forked and change.rule != FREE))
+                record_fork(
+                    self.folder, start.found.path, progress.step, progress.order_begin, hashed
+                )
+        told = ", ".join(
+            str(change)
+            for change in start.changed
+            if change.rule == TOLD or (start.forked and change.rule != FREE)
+        )
         if told:
-            self.say(f"{'other than the parent' if start.forked else 'changed since the last attempt'}: {told}")
+            self.say(
+                f"{'other than the parent' if start.forked else 'changed since the last attempt'}: {told}"
+            )
         step, steps = start.progress.step, self.schedule.last_step
-        complete = before is not None and (before.get("state"), before.get("step")) == ("complete", step)  # its last validation done
+        complete = before is not None and (before.get("state"), before.get("step")) == (
+            "complete",
+            step,
+        )  # its last validation done
         if start.own and (step > steps or (step == steps and complete)):
             return self._nothing_left(checkpoints, start)
         try:
@@ -199,7 +245,9 @@ class Run:
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
-            self.say(f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}")
+            self.say(
+                f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}"
+            )
         engine = make_engine(self.config, self.schedule, self.say, draw=fresh)
         try:
             start = self._load(engine, checkpoints, start)
@@ -207,7 +255,9 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            checkpoints.alert = partial(alert, callbacks, "checkpoint not written")  # not the trainer's method: it holds the engine
+            checkpoints.alert = partial(
+                alert, callbacks, "checkpoint not written"
+            )  # not the trainer's method: it holds the engine
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
             return trainer.run()
@@ -224,7 +274,9 @@ class Run:
         if self.part.name:
             return self.part.samples
         if progress is None and self.config.checkpoint.fork:
-            return fork_start(self.config, self.facts, self.contents, self.folder).progress.order_samples
+            return fork_start(
+                self.config, self.facts, self.contents, self.folder
+            ).progress.order_samples
         end = self.part.schedule(progress).total_samples
         return max(progress.order_samples, end - progress.order_begin) if progress else end
 
@@ -242,14 +294,18 @@ class Run:
             default_cache=self.folder / "index_cache",
             say=self.say,
             reader=self.reader,
-            needs=[part.needs() for part in self.parts[: self.part.number + 1]] if self.part.name else [],
+            needs=[part.needs() for part in self.parts[: self.part.number + 1]]
+            if self.part.name
+            else [],
         )
 
     def _read_contents(self) -> Contents:
         """What the data holds, read and compared with the manifests by one rank."""
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
-            self.say(f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests")
+            self.say(
+                f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests"
+            )
         return from_rank_0(lambda: check_contents(self.all_facts))
 
     def _start(self, checkpoints: Checkpoints) -> Start:
@@ -265,9 +321,13 @@ class Run:
             try:
                 checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
                 at = f" at step {start.progress.step}" if start.own or start.forked else ""
-                self.say(f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} from {start.found.path}{at}")
+                self.say(
+                    f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} from {start.found.path}{at}"
+                )
                 if start.forked and start.progress.order_begin == start.progress.consumed_samples:
-                    self.say("its data are others than the parent's: their order begins at its first sample")
+                    self.say(
+                        "its data are others than the parent's: their order begins at its first sample"
+                    )
                 break
             except DamagedCheckpoint as error:
                 if not start.own:
@@ -281,7 +341,9 @@ class Run:
     def _trainer(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Trainer:
         """The loop with all its parts."""
         config, layout = self.config, self.config.parallel
-        plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
+        plan = from_rank_0(
+            lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda())
+        )
         data = self.data(start.progress.order_samples)
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
@@ -313,9 +375,13 @@ class Run:
             content_keys=self.contents.keys,
             watch=self._watch(engine),
             profiler=Profiler(config.log.profile, self.folder, self.received),
-            stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),
+            stragglers=Stragglers(
+                config.log.straggler_interval, config.log.straggler_ratio, self.file.folder
+            ),
             progress_file=self.file,
-            redraw=lambda samples: self.data(longest_order(config, self.facts, data.train_samples, samples)),
+            redraw=lambda samples: self.data(
+                longest_order(config, self.facts, data.train_samples, samples)
+            ),
             received=self.received,
         )
 
@@ -325,20 +391,47 @@ class Run:
         Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens.
         """
         config, log = self.config, self.config.log
-        intervals = {name: log.diagnostics_interval if name in log.diagnostics else 0 for name in ("layers", "tensors")}
-        cut = "parallel.context_parallel_size > 1" if config.parallel.context_parallel_size > 1 else None
-        split = "engine.zero_stage = 3" if config.engine.name == "deepspeed" and config.engine.zero_stage == 3 else None
+        intervals = {
+            name: log.diagnostics_interval if name in log.diagnostics else 0
+            for name in ("layers", "tensors")
+        }
+        cut = (
+            "parallel.context_parallel_size > 1"
+            if config.parallel.context_parallel_size > 1
+            else None
+        )
+        split = (
+            "engine.zero_stage = 3"
+            if config.engine.name == "deepspeed" and config.engine.zero_stage == 3
+            else None
+        )
         if intervals["layers"] and (cut or split):
             self.say(f"{cut or split}: no layer diagnostics (log.diagnostics)")
             intervals["layers"] = 0
-        return together(Observer(engine.models, intervals["layers"]), TensorNorms(engine, intervals["tensors"]))
+        return together(
+            Observer(engine.models, intervals["layers"]), TensorNorms(engine, intervals["tensors"])
+        )
 
     def _callbacks(self, checkpoints: Checkpoints, step: int) -> list[Callback]:
         loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
-        return [self._evaluations(checkpoints, loggers, step), *loggers] if self.config.evaluate.wanted else loggers
+        return (
+            [self._evaluations(checkpoints, loggers, step), *loggers]
+            if self.config.evaluate.wanted
+            else loggers
+        )
 
-    def _evaluations(self, checkpoints: Checkpoints, loggers: list[Callback], step: int) -> Evaluations:
-        return Evaluations(self.config.evaluate, self.folder, self.schedule.last_step, checkpoints, loggers, self.received, step)
+    def _evaluations(
+        self, checkpoints: Checkpoints, loggers: list[Callback], step: int
+    ) -> Evaluations:
+        return Evaluations(
+            self.config.evaluate,
+            self.folder,
+            self.schedule.last_step,
+            checkpoints,
+            loggers,
+            self.received,
+            step,
+        )
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
         """The run is complete; what may be left is an evaluation that a signal ended while the end of training waited for it."""
@@ -349,7 +442,9 @@ class Run:
         )
         self.file.tell("complete")
         if self.first and self.config.evaluate.wanted:
-            late = self._evaluations(checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step)
+            late = self._evaluations(
+                checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step
+            )
             if late.running is not None:  # else no logger opens anything
                 late.loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
                 for callback in (late, *late.loggers):
@@ -368,15 +463,21 @@ def _check_packages(config: RunConfig) -> None:
             raise ConfigError(
                 "engine.name = deepspeed needs a package that is not installed: pip install -c constraints.txt -e .[deepspeed]"
             )
-        obstacle = check_ops(config.engine.offload_optimizer)  # it compiles for itself, which must be possible
+        obstacle = check_ops(
+            config.engine.offload_optimizer
+        )  # it compiles for itself, which must be possible
         if obstacle:
             raise ConfigError(f"engine.name = deepspeed: {obstacle}")
     for name in dict.fromkeys(catalogue.mixer_names(config.model)):
         package = catalogue.describe(name).package
         if package is not None and not platform.has_cuda():
-            raise ConfigError(f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without")
+            raise ConfigError(
+                f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without"
+            )
         if package is not None and find_spec(package) is None:
-            raise ConfigError(f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]")
+            raise ConfigError(
+                f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]"
+            )
 
 
 @contextmanager

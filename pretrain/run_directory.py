@@ -32,7 +32,9 @@ def run_directory(config: RunConfig) -> Path:
     """Where the run keeps everything: run_dir, with the mixer's name filled in, or runs/<name>."""
     if not config.run_dir:
         return Path("runs") / config.name
-    return Path(config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,))))
+    return Path(
+        config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,)))
+    )
 
 
 def mirror_of(config: RunConfig) -> str | None:
@@ -46,7 +48,10 @@ def run_id(folder: Path) -> str | None:
         record = json.loads((folder / RUN_ID).read_text())
         original, found = Path(record["run_dir"]) / RUN_ID, str(record["run"])
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            if not original.samefile(folder / RUN_ID) and json.loads(original.read_text())["run"] == found:
+            if (
+                not original.samefile(folder / RUN_ID)
+                and json.loads(original.read_text())["run"] == found
+            ):
                 return None
         return found
     return None
@@ -80,12 +85,21 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if _same_folder(run_directory(config), given):
             return config
         if named:
-            raise ConfigError(f"{given} and run_dir = {config.run_dir} are two run directories: give one, or --fork {config.run_dir}")
+            raise ConfigError(
+                f"{given} and run_dir = {config.run_dir} are two run directories: give one, or --fork {config.run_dir}"
+            )
         return replace(config, run_dir=str(given))
     config = load_run(given, overrides)
-    here = given.parent.parent if given.parent.name == "launch" else given.parent  # launch/ has the launcher's copy
+    here = (
+        given.parent.parent if given.parent.name == "launch" else given.parent
+    )  # launch/ has the launcher's copy
     place = run_directory(config)
-    if given.name == "config.yaml" and (here / "checkpoints").is_dir() and not named and not _same_folder(place, here):
+    if (
+        given.name == "config.yaml"
+        and (here / "checkpoints").is_dir()
+        and not named
+        and not _same_folder(place, here)
+    ):
         raise ConfigError(
             f"{given} is in the run directory {here.absolute()}, but its run_dir is {place.absolute()}, where training would start from "
             f"other checkpoints or none; to continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
@@ -103,7 +117,10 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
     Near: up to two folders below the one that bears the run's name, and where none of its parents does, beside it.
     """
     own = run_directory(config)
-    folder, found = next((folder for folder in own.parents if folder.name == config.name), own.parent), dict[Path, float]()
+    folder, found = (
+        next((folder for folder in own.parents if folder.name == config.name), own.parent),
+        dict[Path, float](),
+    )
     for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
         saved = list[float]()
         for manifest in file.parent.glob("checkpoints/step_*/manifest.json"):
@@ -113,7 +130,10 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
             with suppress(ConfigError):  # of another version
                 other = load_run(file)
                 vocabulary = config.model.vocab_size or other.model.vocab_size
-                if (other.name, other.model) == (config.name, replace(config.model, vocab_size=vocabulary)):
+                if (other.name, other.model) == (
+                    config.name,
+                    replace(config.model, vocab_size=vocabulary),
+                ):
                     found[file.parent] = max(saved)
     return max(found, key=lambda run: found[run]) if found else None
 
@@ -138,7 +158,9 @@ def check_writable(folder: Path, mirror: str | None = None) -> None:
         if not os.path.isdir(there):
             raise ConfigError(f"{key} = {place}: {there} is not a folder; choose another {key}")
         if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{key} = {place}: {there} is not writable; choose another {key}, or make it so")
+            raise ConfigError(
+                f"{key} = {place}: {there} is not writable; choose another {key}, or make it so"
+            )
 
 
 @contextmanager
@@ -157,7 +179,9 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield True
 
 
-def describe(config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]) -> None:
+def describe(
+    config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
+) -> None:
     """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes, changes.diff.
 
     A later attempt of the run adds to ``attempts.jsonl``, with the keys that have ``changed`` (key -> old, new), and replaces the rest.
@@ -174,9 +198,17 @@ def describe(config: RunConfig, folder: Path, world_size: int, changed: Mapping[
         "packages": {name: _version(name) for name in PACKAGES},
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
-    (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(missing_ok=True)
-    attempt = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}
-    append_json_line(folder / "attempts.jsonl", {**attempt, **({"changed": changed} if changed else {})})
+    (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(
+        missing_ok=True
+    )
+    attempt = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "pid": os.getpid(),
+        "world_size": world_size,
+    }
+    append_json_line(
+        folder / "attempts.jsonl", {**attempt, **({"changed": changed} if changed else {})}
+    )
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:
@@ -200,7 +232,9 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
         record = json.loads(file.read_text())
         texts, numbers = ("parent", "checkpoint", "manifest_sha256"), ("step", "order_begin")
         whole = isinstance(record, dict) and all(isinstance(record.get(key), str) for key in texts)
-        if whole and all(type(record.get(key)) is int and 0 <= record[key] < 2**63 for key in numbers):
+        if whole and all(
+            type(record.get(key)) is int and 0 <= record[key] < 2**63 for key in numbers
+        ):
             return dict(record)
     raise ConfigError(f"{file} is damaged: restore it, or choose another run_dir for a new fork")
 
@@ -211,9 +245,15 @@ def relaunch_command(world_size: int) -> str:
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if nodes > 1:
         start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-    program = f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
+    program = (
+        f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
+    )
     # Where a launcher let the code come from elsewhere than the folder.
-    paths = "".join(f"{name}={shlex.quote(os.environ[name])} " for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name))
+    paths = "".join(
+        f"{name}={shlex.quote(os.environ[name])} "
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH")
+        if os.environ.get(name)
+    )
     return f"cd {shlex.quote(os.getcwd())} && {paths}{program} {shlex.join(sys.argv[1:])}"
 
 
@@ -234,7 +274,9 @@ def _code() -> tuple[str, bool, str]:
 def _git(root: Path, *arguments: str) -> str:
     """git's answer about a folder, empty outside a checkout."""
     try:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -33,7 +33,9 @@ class Schedule:
     rate_end: Samples = 0  # consumed where the learning rate's schedule ends
     run_steps: int = 0  # of all stages, where there are some
     run_tokens: int = 0
-    knots: tuple[tuple[Samples, Samples], ...] = ()  # (consumed samples, position), linear between them
+    knots: tuple[
+        tuple[Samples, Samples], ...
+    ] = ()  # (consumed samples, position), linear between them
 
     @property
     def total_samples(self) -> int:
@@ -74,19 +76,39 @@ class Schedule:
         return cls._planned(config, config.train.global_batch_size, *points[-1], made)
 
     @classmethod
-    def _planned(cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None) -> Schedule:
+    def _planned(
+        cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None
+    ) -> Schedule:
         """The schedule from a step on with one batch size to the end; ``before``: the schedule until then."""
         length, train, optimizer = config.data.seq_length, config.train, config.optimizer
         tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
-        steps = int((step if train.steps is None else 0) + _samples(train.steps, tokens, batch, length) // batch)
+        steps = int(
+            (step if train.steps is None else 0)
+            + _samples(train.steps, tokens, batch, length) // batch
+        )
         span, end = steps - optimizer.from_step, samples + (steps - step) * batch
         warmup = _samples(optimizer.warmup_steps, optimizer.warmup_tokens, batch, length)
-        if optimizer.warmup_fraction and optimizer.warmup_steps is None and optimizer.warmup_tokens is None:
+        if (
+            optimizer.warmup_fraction
+            and optimizer.warmup_steps is None
+            and optimizer.warmup_tokens is None
+        ):
             warmup = min(max(1, round(optimizer.warmup_fraction * span)), span - 1) * batch
         decay: Samples = 0
         if optimizer.schedule == "wsd":
-            decay = _samples(optimizer.decay_steps, optimizer.decay_tokens, batch, length) or max(1, span // 10) * batch
-        made = cls(steps, train.global_batch_size, length, warmup, decay, begin_step=step, begin_samples=samples)
+            decay = (
+                _samples(optimizer.decay_steps, optimizer.decay_tokens, batch, length)
+                or max(1, span // 10) * batch
+            )
+        made = cls(
+            steps,
+            train.global_batch_size,
+            length,
+            warmup,
+            decay,
+            begin_step=step,
+            begin_samples=samples,
+        )
         if before is None or optimizer.from_step >= step:
             begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
@@ -101,7 +123,9 @@ class Schedule:
         ):
             if position > knots[-1][1]:
                 knots.append((min(max(there, knots[-1][0]), end), position))
-        made = replace(made, warmup_samples=peak, decay_samples=before.decay_samples, knots=tuple(knots))
+        made = replace(
+            made, warmup_samples=peak, decay_samples=before.decay_samples, knots=tuple(knots)
+        )
         return replace(made, rate_samples=before.rate_samples, rate_end=before.rate_end)
 
     def rate_position(self, samples: int) -> float:

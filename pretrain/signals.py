@@ -12,7 +12,9 @@ from fem_common.signals import taken
 
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STDERR = 2
-_HEARD = b"pretrain: interrupted: saving after this step; once more ends it at once, without saving\n"
+_HEARD = (
+    b"pretrain: interrupted: saving after this step; once more ends it at once, without saving\n"
+)
 
 
 class Received(list[int]):
@@ -34,7 +36,9 @@ def noted() -> Iterator[Received]:
     def note(number: int, _: object) -> None:
         received.append(number)
         if number == signal.SIGINT and os.getpid() == owner:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where Python's handlers have to wait for a collective
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # also where Python's handlers have to wait for a collective
             if os.environ.get("RANK", "0") == "0":
                 os.write(_STDERR, _HEARD)
 

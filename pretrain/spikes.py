@@ -46,7 +46,13 @@ class Spikes:
         if not recent or recent[0] < self.window:
             return None
         for name, value, seen, mean, variance, least in zip(
-            ("loss", "gradient norm"), _seen(loss, grad_norm), (loss, grad_norm), recent[1::2], recent[2::2], _LEAST, strict=True
+            ("loss", "gradient norm"),
+            _seen(loss, grad_norm),
+            (loss, grad_norm),
+            recent[1::2],
+            recent[2::2],
+            _LEAST,
+            strict=True,
         ):
             beyond = (value - mean) / max(math.sqrt(variance), least)
             if beyond > self.deviations:
@@ -58,7 +64,9 @@ class Spikes:
         """The state after a step that was taken."""
         steps, *moments = recent or (0.0,) * 5
         weight, learned = max(1 / (steps + 1), 1 / self.window), [min(steps + 1, self.window)]
-        for value, mean, variance in zip(_seen(loss, grad_norm), moments[::2], moments[1::2], strict=True):
+        for value, mean, variance in zip(
+            _seen(loss, grad_norm), moments[::2], moments[1::2], strict=True
+        ):
             gap = value - mean
             learned += [mean + weight * gap, (1 - weight) * (variance + weight * gap * gap)]
         return tuple(learned)
@@ -70,7 +78,9 @@ def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -
     The guard is then silent for another window.
     """
     recent = found.progress.recent
-    changed = any(_MEANING.match(change.key) for change in changes(found.manifest["config"], config))
+    changed = any(
+        _MEANING.match(change.key) for change in changes(found.manifest["config"], config)
+    )
     return () if other_data or changed or not all(map(math.isfinite, recent)) else recent
 
 

@@ -44,7 +44,9 @@ class Part:
     begin_tokens: int = 0
     run: tuple[int, int] = (0, 0)
     own_rates: bool = True
-    first: Schedule | None = None  # of the first stage and of the last, whose steps warm-up and decay of the whole run are told in
+    first: Schedule | None = (
+        None  # of the first stage and of the last, whose steps warm-up and decay of the whole run are told in
+    )
     last: Schedule | None = None
 
     @cached_property
@@ -68,14 +70,23 @@ class Part:
             return Schedule.of(self.config, progress.batch_changes if progress else ())
         own, (steps, tokens) = self.own, self.run
         begin = progress.begin_samples if progress else 0
-        made = replace(own, steps=self.end_step, begin_step=self.begin_step, begin_samples=begin, run_steps=steps, run_tokens=tokens)
+        made = replace(
+            own,
+            steps=self.end_step,
+            begin_step=self.begin_step,
+            begin_samples=begin,
+            run_steps=steps,
+            run_tokens=tokens,
+        )
         if self.own_rates:
             return replace(made, rate_samples=begin, rate_end=begin + own.rate_end)
         assert self.first is not None and self.last is not None
         length = own.sample_tokens
         warmup = math.ceil(self.first.warmup_samples * self.first.sample_tokens / length)
         decay = math.ceil(self.last.decay_samples * self.last.sample_tokens / length)
-        return replace(made, warmup_samples=warmup, decay_samples=decay, rate_end=math.ceil(tokens / length))
+        return replace(
+            made, warmup_samples=warmup, decay_samples=decay, rate_end=math.ceil(tokens / length)
+        )
 
     def resumed(self, progress: Progress) -> Progress:
         """A checkpoint's progress; where its steps were of another batch size than the configuration's, with the change recorded."""
@@ -87,14 +98,24 @@ class Part:
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
         """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
         begun = progress.begun(length, self.config.data.seq_length)
-        order: dict[str, Any] = {"order_begin": begun.consumed_samples, "order_samples": self.samples, "passed_over": 0}
+        order: dict[str, Any] = {
+            "order_begin": begun.consumed_samples,
+            "order_samples": self.samples,
+            "passed_over": 0,
+        }
         return replace(begun, stage=self.number, drawn=drawn, **order)
 
     def needs(self) -> dict[str, int]:
         """Source of training -> tokens that are set apart for the stage; of a blend a few samples more than its share."""
         sources, length = self.config.data.train, self.config.data.seq_length
-        whole, more = sum(source.weight for source in sources), len(sources) if len(sources) > 1 else 0
-        return {source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1 for source in sources}
+        whole, more = (
+            sum(source.weight for source in sources),
+            len(sources) if len(sources) > 1 else 0,
+        )
+        return {
+            source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1
+            for source in sources
+        }
 
 
 def parts_of(config: RunConfig) -> list[Part]:
@@ -103,13 +124,24 @@ def parts_of(config: RunConfig) -> list[Part]:
         return [Part(config)]
     parts, step, tokens = list[Part](), 0, 0
     for number, stage in enumerate(config.stages):
-        part = Part(_config_of(config, number, stage), number, stage.name, step, tokens, own_rates=_own_rates(stage))
+        part = Part(
+            _config_of(config, number, stage),
+            number,
+            stage.name,
+            step,
+            tokens,
+            own_rates=_own_rates(stage),
+        )
         step, tokens = part.end_step, tokens + part.own.steps * part.own.step_tokens
         parts.append(part)
     # In steps of these two: the schedule of the whole run, as it begins and as it ends.
     optimizer = config.optimizer
     first, last = (
-        Schedule.of(replace(p.config, stages=(), optimizer=optimizer, train=replace(p.config.train, steps=step)))
+        Schedule.of(
+            replace(
+                p.config, stages=(), optimizer=optimizer, train=replace(p.config.train, steps=step)
+            )
+        )
         for p in (parts[0], parts[-1])
     )
     return [replace(part, run=(step, tokens), first=first, last=last) for part in parts]
@@ -120,8 +152,13 @@ def facts_of(part: Part, facts: DataFacts) -> DataFacts:
     if not part.name:
         return facts
     train = {source.prefix: source for source in facts.sources if source.split == "train"}
-    own = [replace(train[source.prefix], key=f"stages.{part.number}: {source.prefix}") for source in part.config.data.train]
-    return replace(facts, sources=(*own, *(source for source in facts.sources if source.split != "train")))
+    own = [
+        replace(train[source.prefix], key=f"stages.{part.number}: {source.prefix}")
+        for source in part.config.data.train
+    ]
+    return replace(
+        facts, sources=(*own, *(source for source in facts.sources if source.split != "train"))
+    )
 
 
 def check_stages(config: RunConfig) -> Iterator[str]:
@@ -149,7 +186,11 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
         tokens = schedule.steps * schedule.step_tokens
         whole = sum(source.weight for source in data.train)
         blend = ", ".join(f"{source.weight / whole:.0%} {source.prefix}" for source in data.train)
-        rates = f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}" if part.own_rates else "the run's schedule"
+        rates = (
+            f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}"
+            if part.own_rates
+            else "the run's schedule"
+        )
         lines.append(
             f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
             f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
@@ -171,8 +212,14 @@ def check_stages_data(config: RunConfig) -> DataFacts:
             check_distinct(told[-1].sources)
             check_document_ends(part.config, told[-1])
             if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
-                raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
-    sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
+                raise ConfigError(
+                    "data: another tokenizer than the first stage's; all sources of a run need the same one"
+                )
+    sources = {
+        (source.split, source.prefix): source
+        for facts in reversed(told)
+        for source in reversed(facts.sources)
+    }
     made = replace(told[0], sources=tuple(reversed(sources.values())))
     check_distinct(made.sources)  # copies in different stages
     return made
@@ -193,9 +240,13 @@ def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
     """A hash of all that decides what the last of these stages reads; ``contents``: source -> hash of what it holds. Empty: no stages."""
     if not parts[-1].name:
         return ""
-    needs = [{contents[prefix]: tokens for prefix, tokens in part.needs().items()} for part in parts]
+    needs = [
+        {contents[prefix]: tokens for prefix, tokens in part.needs().items()} for part in parts
+    ]
     last = parts[-1].config
-    return hashlib.sha256(json.dumps([needs, last.train.seed, last.data.packing, parts[-1].begin_step]).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps([needs, last.train.seed, last.data.packing, parts[-1].begin_step]).encode()
+    ).hexdigest()[:32]
 
 
 def _own_rates(stage: Stage) -> bool:
@@ -206,13 +257,21 @@ def _config_of(config: RunConfig, number: int, stage: Stage) -> RunConfig:
     def given(*keys: str) -> dict[str, Any]:
         return {key: getattr(stage, key) for key in keys if getattr(stage, key) is not None}
 
-    data = replace(config.data, train=stage.data or config.data.train, **given("seq_length", "documents"))
+    data = replace(
+        config.data, train=stage.data or config.data.train, **given("seq_length", "documents")
+    )
     sizes = given("micro_batch_size", "global_batch_size")
     train = replace(config.train, steps=stage.steps, tokens=stage.tokens, **sizes)
     optimizer = config.optimizer
     if _own_rates(stage):
         unsaid = dict.fromkeys(("warmup_tokens", "warmup_fraction", "decay_tokens", "decay_steps"))
-        optimizer = replace(optimizer, **{**unsaid, "warmup_steps": 0, "from_step": 0, **given(*_RATES)})
+        optimizer = replace(
+            optimizer, **{**unsaid, "warmup_steps": 0, "from_step": 0, **given(*_RATES)}
+        )
     made = replace(config, data=data, train=train, optimizer=optimizer, stages=())
-    steps = Schedule.of(replace(made, optimizer=replace(optimizer, warmup_fraction=None, from_step=0))).steps
-    return replace(made, train=replace(train, steps=steps, tokens=None), stages=config.stages[: number + 1])
+    steps = Schedule.of(
+        replace(made, optimizer=replace(optimizer, warmup_fraction=None, from_step=0))
+    ).steps
+    return replace(
+        made, train=replace(train, steps=steps, tokens=None), stages=config.stages[: number + 1]
+    )

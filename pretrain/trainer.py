@@ -63,7 +63,9 @@ class Trainer:
     profiler: Profiler
     stragglers: Stragglers
     progress_file: ProgressFile
-    redraw: Callable[[int], Datasets]  # the data, the training order drawn for so many samples as far as it begins alike; collective
+    redraw: Callable[
+        [int], Datasets
+    ]  # the data, the training order drawn for so many samples as far as it begins alike; collective
     received: list[int]  # numbers of the signals that asked this process to stop, so far
 
     def run(self) -> Outcome:
@@ -80,7 +82,10 @@ class Trainer:
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
-            with self.profiler(self.progress.step + 1) as traced, self.watch(self.progress.step + 1) as seen:
+            with (
+                self.profiler(self.progress.step + 1) as traced,
+                self.watch(self.progress.step + 1) as seen,
+            ):
                 record, sums, spike = self._step(stream)
             self._tell_step(record, seen, traced)
             if spike and self._rewound(spike):
@@ -90,7 +95,10 @@ class Trainer:
                 self._evaluate()
             stopped_by = self._asked_to_stop(sums)
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
-            due = self._due(self.config.checkpoint.interval) or self.progress.step in self.config.checkpoint.keep
+            due = (
+                self._due(self.config.checkpoint.interval)
+                or self.progress.step in self.config.checkpoint.keep
+            )
             if not hopeless and (due or stopped_by):
                 self._save(needed=stopped_by is not None)
             self.checkpoints.complete(blocking=False)
@@ -129,7 +137,9 @@ class Trainer:
             return self._beside()
 
         timed = self.stragglers.due(before.step + 1)
-        result = self.engine.train_step(stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None)
+        result = self.engine.train_step(
+            stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
+        )
         recent = before.recent if spikes else ()  # outdated by the time a guard is set
         if spikes and not result.skipped:
             recent = spikes.learned(recent, result.loss, result.grad_norm)
@@ -163,18 +173,28 @@ class Trainer:
         What is decided follows from the steps: a run that is killed before its next checkpoint meets the spike, and decides, again.
         """
         at, train = self.progress, self.config.train
-        times = at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
+        times = (
+            at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
+        )
         last = at.consumed_samples - at.order_begin + at.passed_over - 1
         told = f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
         stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
         of_sample = told + self._look_up("--sample", f"{stage}{last}")
-        target = rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind) if train.on_spike == "rewind" else 0
+        target = (
+            rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind)
+            if train.on_spike == "rewind"
+            else 0
+        )
         if times > train.max_bad_steps:
             self.checkpoints.close()
             back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
             raise TooManyBadSteps(f"step {at.step}, {of_sample}; {back}")
         batch_began = max((step for step, _ in at.batch_changes), default=0)
-        found = self.checkpoints.rewind(self.engine, target) if target > at.begin_step and target >= batch_began else None
+        found = (
+            self.checkpoints.rewind(self.engine, target)
+            if target > at.begin_step and target >= batch_began
+            else None
+        )
         if found is None:
             text = f"step {at.step} skipped, {told}{self._look_up('--step', at.step)}"
         else:
@@ -208,7 +228,10 @@ class Trainer:
             self.data = self.redraw(needed)
             self.progress = replace(at, order_samples=self.data.train_samples)
         short = needed - len(self.data.train)
-        return f"the data order ends {short} samples before the run, whose last steps will read its first samples again" * (short > 0)
+        return (
+            f"the data order ends {short} samples before the run, whose last steps will read its first samples again"
+            * (short > 0)
+        )
 
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)
@@ -223,7 +246,9 @@ class Trainer:
         """Mean validation loss, always over the same samples."""
         if self.data.valid is None:
             return
-        loss = self.engine.evaluate(self._stream(self.data.valid, 0), self.config.train.eval_batches)
+        loss = self.engine.evaluate(
+            self._stream(self.data.valid, 0), self.config.train.eval_batches
+        )
         self._tell(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
         self.meter.restart("validation")
 
@@ -243,7 +268,9 @@ class Trainer:
         return max(came).name if came and self.progress.step < self.schedule.steps else None
 
     def _note_progress(self) -> None:
-        self.progress_file.at(self.progress.step, self.progress.consumed_samples, self.checkpoints.last)
+        self.progress_file.at(
+            self.progress.step, self.progress.consumed_samples, self.checkpoints.last
+        )
 
     def _tell_progress(self) -> None:
         """In progress.json: that the run is under way, and every newer checkpoint as soon as it is complete."""
@@ -257,10 +284,16 @@ class Trainer:
 
     def _stream(self, dataset: Any, first_sample: int) -> Staged:
         size, device = self.config.train.micro_batch_size, platform.device()
-        return Staged(batches(dataset, first_sample, size, device, self.data.reader, self.data.ends))
+        return Staged(
+            batches(dataset, first_sample, size, device, self.data.reader, self.data.ends)
+        )
 
     def _due(self, interval: int) -> bool:
-        return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps
+        return (
+            bool(interval)
+            and self.progress.step % interval == 0
+            and self.progress.step < self.schedule.steps
+        )
 
     def _pauses_left(self) -> dict[str, int]:
         """Saves and validations from the step just done on, the last ones included."""
@@ -268,7 +301,10 @@ class Trainer:
         if self.data.valid is not None:
             intervals["validation"] = self.config.train.eval_interval
         before, last = self.progress.step - 1, self.schedule.steps - 1
-        return {kind: 1 + (last // every - before // every if every else 0) for kind, every in intervals.items()}
+        return {
+            kind: 1 + (last // every - before // every if every else 0)
+            for kind, every in intervals.items()
+        }
 
     def _tell_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
         self._tell(lambda callback: callback.on_step(record))
@@ -287,15 +323,27 @@ class Trainer:
     def _hopeless_message(self, record: StepRecord) -> str:
         bad = self.progress.bad_steps_in_a_row
         spike = math.isfinite(record.grad_norm)
-        what = "gradient norm was not finite" if math.isfinite(record.loss) else "loss was over no token, or not finite"
+        what = (
+            "gradient norm was not finite"
+            if math.isfinite(record.loss)
+            else "loss was over no token, or not finite"
+        )
         what = "loss or the gradient norm was a spike, or not finite," if spike else what
         good, last = self.checkpoints.newest_before_bad_steps(), self.checkpoints.last
-        back = f"go back to checkpoint {good}, the newest from before them" if good else "no checkpoint is from before them: start anew"
+        back = (
+            f"go back to checkpoint {good}, the newest from before them"
+            if good
+            else "no checkpoint is from before them: start anew"
+        )
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
         first = max(record.step - bad, self.progress.begin_step) + 1
-        level = "; where the loss is to stay at this level, resume once with train.on_spike=none" if spike else ""
+        level = (
+            "; where the loss is to stay at this level, resume once with train.on_spike=none"
+            if spike
+            else ""
+        )
         return (
             f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from step {first} on: {self._look_up('--step', first)}{level}"
@@ -303,4 +351,6 @@ class Trainer:
 
     def _look_up(self, *which: object) -> str:
         """The command that prints the documents of a step or sample."""
-        return shlex.join(["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)])
+        return shlex.join(
+            ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]
+        )

@@ -30,7 +30,9 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
 from pretrain.stages import check_stages, check_stages_data, parts_of
 
-_CONSTANT = OptimizerConfig(schedule="constant")  # of a stage in the run's schedule, which is checked as a whole
+_CONSTANT = OptimizerConfig(
+    schedule="constant"
+)  # of a stage in the run's schedule, which is checked as a whole
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,13 @@ class Prepared:
     facts: DataFacts | None
 
 
-def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False, before: Sequence[Mistake] = ()) -> Prepared:
+def prepare(
+    config: RunConfig,
+    launched: int | None,
+    *,
+    plan_only: bool = False,
+    before: Sequence[Mistake] = (),
+) -> Prepared:
     """Every check, in the order that shows the most basic mistake first.
 
     ``launched`` is the launcher's world size, None where nothing was launched and the configuration decides (a plan). A plan of a model
@@ -54,10 +62,16 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     """
     world_size = planned_world_size(config) if launched is None else launched
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
-    if not plan_only and os.environ.get("RANK", "0") == "0" and not _wrong(mistakes, "run_dir name model"):  # rank 0 alone writes there
+    if (
+        not plan_only
+        and os.environ.get("RANK", "0") == "0"
+        and not _wrong(mistakes, "run_dir name model")
+    ):  # rank 0 alone writes there
         with noted(mistakes, "run_dir"):
             check_writable(run_directory(config), mirror_of(config))
-    without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
+    without_data = (
+        plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
+    )
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
             facts = check_stages_data(config)
@@ -102,7 +116,9 @@ def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -
         raise ConfigErrors(mistakes)
 
 
-def _staged_mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake]) -> list[Mistake]:
+def _staged_mistakes(
+    config: RunConfig, world_size: int, before: Sequence[Mistake]
+) -> list[Mistake]:
     """As `_mistakes`, of a run of stages: what is wrong with their list, else with each of them; what is in all of them is told once."""
     if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
@@ -113,11 +129,16 @@ def _staged_mistakes(config: RunConfig, world_size: int, before: Sequence[Mistak
     for part in parts:
         optimizer = part.config.optimizer if part.own_rates else _CONSTANT
         found = _mistakes(replace(part.config, stages=(), optimizer=optimizer), world_size)
-        mistakes += [(name, ConfigError(f"stages.{part.number} ({part.name}): {error}")) for name, error in found]
+        mistakes += [
+            (name, ConfigError(f"stages.{part.number} ({part.name}): {error}"))
+            for name, error in found
+        ]
     return mistakes
 
 
-def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = (), but: Collection[str] = ()) -> list[Mistake]:
+def _mistakes(
+    config: RunConfig, world_size: int, before: Sequence[Mistake] = (), but: Collection[str] = ()
+) -> list[Mistake]:
     """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
     if config.stages:
         return _staged_mistakes(config, world_size, before)
@@ -155,8 +176,14 @@ def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
     try:
         model.blocks()
     except ValueError as error:
-        near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
-        yield f"{error}; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else str(error)
+        near = _closest(
+            _divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count))
+        )
+        yield (
+            f"{error}; the nearest number of heads that does: {near}"
+            if near and "num_attention_heads" in str(error)
+            else str(error)
+        )
         return
     if not model.causal:
         yield "model.causal = false: next-token training would see its answers; set model.causal=true"
@@ -191,14 +218,24 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     elif world_size % needed:
         wanted = max(1, round(world_size / needed)) * needed
-        cut = f" x parallel.context_parallel_size = {layout.context_parallel_size}" if layout.context_parallel_size > 1 else ""
+        cut = (
+            f" x parallel.context_parallel_size = {layout.context_parallel_size}"
+            if layout.context_parallel_size > 1
+            else ""
+        )
         yield (
             f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x parallel.pipeline_model_parallel_size = "
             f"{layout.pipeline_model_parallel_size}{cut} needs a multiple of {needed} processes, but {_started(world_size)}; "
             f"the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
-    if layout.overlap_param_gather and (not layout.use_distributed_optimizer or layout.overlap_grad_reduce is False):
-        missing = "use_distributed_optimizer" if not layout.use_distributed_optimizer else "overlap_grad_reduce"
+    if layout.overlap_param_gather and (
+        not layout.use_distributed_optimizer or layout.overlap_grad_reduce is False
+    ):
+        missing = (
+            "use_distributed_optimizer"
+            if not layout.use_distributed_optimizer
+            else "overlap_grad_reduce"
+        )
         yield f"parallel.overlap_param_gather = true needs parallel.{missing}=true"
 
 
@@ -215,7 +252,9 @@ def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
             if width % size or name not in widths:
                 widths[name] = width
     if model.vocab_size is not None:
-        widths["the padded vocabulary, a multiple of model.make_vocab_size_divisible_by"] = model.padded_vocab_size()
+        widths["the padded vocabulary, a multiple of model.make_vocab_size_divisible_by"] = (
+            model.padded_vocab_size()
+        )
     if config.parallel.sequence_parallel and size > 1:
         widths["data.seq_length (split by parallel.sequence_parallel)"] = config.data.seq_length
     return next((f"{name} = {width}" for name, width in widths.items() if width % size), None)
@@ -231,7 +270,9 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     if fault:
         possible = _possible(world_size, size, layout.model_parallel // size)
         heads = _divisors(config.model.num_attention_heads)
-        near = _closest(heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count))
+        near = _closest(
+            heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count)
+        )
         yield f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}"
 
 
@@ -243,9 +284,16 @@ def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
 
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    stages, chunks = (
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size,
+    )
     if layers % stages:
-        near = _closest(_divisors(layers), stages, _possible(world_size, stages, layout.model_parallel // stages))
+        near = _closest(
+            _divisors(layers),
+            stages,
+            _possible(world_size, stages, layout.model_parallel // stages),
+        )
         key = f"parallel.pipeline_model_parallel_size = {stages}"
         yield f"{key} does not divide model.num_layers = {layers}; the nearest that does: {near}"
         return
@@ -253,7 +301,11 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     key = f"parallel.virtual_pipeline_model_parallel_size = {chunks}"
     if stages == 1 or chunks < 2:
-        what = "needs parallel.pipeline_model_parallel_size of 2 or more" if stages == 1 else "must be 2 or more chunks"
+        what = (
+            "needs parallel.pipeline_model_parallel_size of 2 or more"
+            if stages == 1
+            else "must be 2 or more chunks"
+        )
         yield f"{key} {what}; leave it null for one chunk a rank"
     elif layers % (stages * chunks):
         near = _closest(_divisors(layers // stages), chunks, lambda count: count > 1)
@@ -262,7 +314,11 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
-    layout, batch, micro = config.parallel, config.train.global_batch_size, config.train.micro_batch_size
+    layout, batch, micro = (
+        config.parallel,
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+    )
     stages = layout.pipeline_model_parallel_size
     data_parallel = world_size // layout.model_parallel
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
@@ -288,11 +344,19 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     if not one_length:
         state = "both are given" if train.steps is not None else "neither is given"
         yield f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)"
-    given = [name for name in ("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens") if getattr(optimizer, name) is not None]
-    doubled = [name for name in ("warmup", "decay") if {f"{name}_steps", f"{name}_tokens"} <= set(given)]
+    given = [
+        name
+        for name in ("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens")
+        if getattr(optimizer, name) is not None
+    ]
+    doubled = [
+        name for name in ("warmup", "decay") if {f"{name}_steps", f"{name}_tokens"} <= set(given)
+    ]
     for name in doubled:
         yield f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)"
-    idle = next((name for name in given if name.startswith("decay") and optimizer.schedule != "wsd"), None)
+    idle = next(
+        (name for name in given if name.startswith("decay") and optimizer.schedule != "wsd"), None
+    )
     if idle:
         yield (
             f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
@@ -307,7 +371,10 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     if room < 1:
         yield f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of {schedule.steps}; at most {schedule.steps - 1}"
         return
-    warmup, decay = schedule.warmup_samples // schedule.batch_samples, schedule.decay_samples // schedule.batch_samples
+    warmup, decay = (
+        schedule.warmup_samples // schedule.batch_samples,
+        schedule.decay_samples // schedule.batch_samples,
+    )
     if warmup >= room and warmup:
         yield _too_long("warmup", warmup, room - 1, optimizer.warmup_tokens, schedule)
     if optimizer.schedule == "wsd" and warmup + decay > room:
@@ -327,7 +394,11 @@ def _divisors(number: int) -> list[int]:
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
     """The candidate nearest to ``wanted`` for which ``holds``, the smaller of two; None where there is none."""
-    return min((value for value in candidates if holds(value)), key=lambda value: (abs(value - wanted), value), default=None)
+    return min(
+        (value for value in candidates if holds(value)),
+        key=lambda value: (abs(value - wanted), value),
+        default=None,
+    )
 
 
 def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -374,16 +445,35 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
     """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
     for key, place, way in (
-        ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
-        ("data.store_cache", config.data.store_cache, "it is the folder that keeps what is read of stores"),
-        ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
-        ("checkpoint.fork", config.checkpoint.fork, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
+        (
+            "run_dir",
+            config.run_dir,
+            "a run writes in a folder, and checkpoint.mirror=URL sends it there",
+        ),
+        (
+            "data.store_cache",
+            config.data.store_cache,
+            "it is the folder that keeps what is read of stores",
+        ),
+        (
+            "checkpoint.load",
+            config.checkpoint.load,
+            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+        ),
+        (
+            "checkpoint.fork",
+            config.checkpoint.fork,
+            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+        ),
     ):
         if place and is_url(place):
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
-            key, (kind, mark, place) = f"data.{split}.{number}.prefix", source.prefix.partition("://")
+            key, (kind, mark, place) = (
+                f"data.{split}.{number}.prefix",
+                source.prefix.partition("://"),
+            )
             if secrets.hides_a_password(source.prefix):
                 yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
             elif mark and not all(place.rpartition("/")[::2]):

@@ -18,7 +18,16 @@ from tests.interpreter import interpret
 
 interpret()
 pytest_plugins = ["tests.wording", "tests.draw"]
-ROOMS = ("fem_common", "kernels", "fem_megatron", "data_prep", "pretrain", "tools", "launch", "slurm")  # each builds on those before it
+ROOMS = (
+    "fem_common",
+    "kernels",
+    "fem_megatron",
+    "data_prep",
+    "pretrain",
+    "tools",
+    "launch",
+    "slurm",
+)  # each builds on those before it
 # Temporary folders are in memory where there is room: a checkpoint calls fsync twenty times, which is 0.1 s of a disk's time.
 MEMORY, ROOM = "/dev/shm", 4e9  # bytes
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
@@ -30,7 +39,10 @@ os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
     """A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP, and children inherit that; ours hear both."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -40,13 +52,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Short files come last, so that no worker waits for another's long one at the end.
     """
-    from tests.draw import read_durations  # a plugin: pytest imports it first, to rewrite its asserts
+    from tests.draw import (
+        read_durations,
+    )  # a plugin: pytest imports it first, to rewrite its asserts
 
     here, seconds = Path(__file__).parent, read_durations()["quick files"]
     places = {room: place for place, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[bool, float, int]:
         room = item.path.relative_to(here).parts[0]
-        return room != ROOMS[0], -seconds.get(f"tests/{item.path.relative_to(here)}", 0.0), places.get(room, len(ROOMS))
+        return (
+            room != ROOMS[0],
+            -seconds.get(f"tests/{item.path.relative_to(here)}", 0.0),
+            places.get(room, len(ROOMS)),
+        )
 
     items.sort(key=place)

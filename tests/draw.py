@@ -18,12 +18,18 @@ DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 30.0  # seconds that a case without a recorded duration counts
 OWN = 20.0  # seconds; a case that takes more, and twice its function's mean, is recorded by itself
 LEAST = 5.0  # seconds; quick tests of a file that together take less are not recorded
-Recorded = dict[str, dict[str, float]]  # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds a case
+Recorded = dict[
+    str, dict[str, float]
+]  # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds a case
 
 
 def read_durations() -> Recorded:
     """Return the recorded durations; empty where nothing is recorded."""
-    return json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {"quick files": {}, "slow tests": {}}
+    return (
+        json.loads(DURATIONS.read_text(encoding="utf-8"))
+        if DURATIONS.exists()
+        else {"quick files": {}, "slow tests": {}}
+    )
 
 
 def function_of(case: str) -> str:
@@ -53,7 +59,9 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
     drawn, files = list[str](), defaultdict[str, float](float)
     while any(waiting.values()):
         for function in order:
-            waiting[function] = [case for case in waiting[function] if seconds_of(case, seconds) <= budget]
+            waiting[function] = [
+                case for case in waiting[function] if seconds_of(case, seconds) <= budget
+            ]
             if waiting[function]:
                 drawn.append(case := waiting[function].pop())
                 budget -= seconds_of(case, seconds)
@@ -89,7 +97,10 @@ def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
     for function, each in functions.items():
         mean = sum(each.values()) / len(each)
         alone = {case: seconds for case, seconds in each.items() if seconds > max(OWN, 2 * mean)}
-        found |= {function: (sum(each.values()) - sum(alone.values())) / (len(each) - len(alone)), **alone}
+        found |= {
+            function: (sum(each.values()) - sum(alone.values())) / (len(each) - len(alone)),
+            **alone,
+        }
     return {"quick files": dict(quick), "slow tests": found}
 
 
@@ -100,12 +111,17 @@ def merged(recorded: Recorded, found: Recorded) -> Recorded:
     """
     answer = {}
     for kind in ("quick files", "slow tests"):
-        new = {name: seconds for name, seconds in found[kind].items() if seconds >= 0.01 or name not in recorded[kind]}
+        new = {
+            name: seconds
+            for name, seconds in found[kind].items()
+            if seconds >= 0.01 or name not in recorded[kind]
+        }
         values = {**recorded[kind], **new}
         kept = {
             name: float(f"{seconds:.2g}")
             for name, seconds in sorted(values.items())
-            if (seconds >= LEAST or kind == "slow tests") and (DURATIONS.parents[1] / name.partition("::")[0]).exists()
+            if (seconds >= LEAST or kind == "slow tests")
+            and (DURATIONS.parents[1] / name.partition("::")[0]).exists()
         }
         answer[kind] = kept
     return answer
@@ -128,9 +144,23 @@ class Recorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations")
-    group.addoption("--slow-seconds", type=float, metavar="N", help="with -m slow: tests drawn for N recorded seconds, of all workers")
-    group.addoption("--slow-seed", default="0", metavar="TEXT", help="what the draw depends on, besides the tests and their durations")
-    group.addoption("--record-durations", action="store_true", help=f"update tests/{DURATIONS.name} with what was run")
+    group.addoption(
+        "--slow-seconds",
+        type=float,
+        metavar="N",
+        help="with -m slow: tests drawn for N recorded seconds, of all workers",
+    )
+    group.addoption(
+        "--slow-seed",
+        default="0",
+        metavar="TEXT",
+        help="what the draw depends on, besides the tests and their durations",
+    )
+    group.addoption(
+        "--record-durations",
+        action="store_true",
+        help=f"update tests/{DURATIONS.name} with what was run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,7 +171,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A draw imports only the files that have slow tests."""
     drawing = config.getoption("--slow-seconds") is not None and collection_path.suffix == ".py"
-    return True if drawing and not re.search(r"mark\.slow\b", collection_path.read_text(encoding="utf-8")) else None
+    return (
+        True
+        if drawing and not re.search(r"mark\.slow\b", collection_path.read_text(encoding="utf-8"))
+        else None
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -149,9 +183,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     budget, seed = config.getoption("--slow-seconds"), config.getoption("--slow-seed")
     if budget is None:
         return []
-    longer = [f"{name} ({seconds:.0f} s)" for name, seconds in read_durations()["slow tests"].items() if seconds > budget]
-    lines = [f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds {budget:g} --slow-seed {seed}"]
-    return [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"] if longer else lines
+    longer = [
+        f"{name} ({seconds:.0f} s)"
+        for name, seconds in read_durations()["slow tests"].items()
+        if seconds > budget
+    ]
+    lines = [
+        f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds {budget:g} --slow-seed {seed}"
+    ]
+    return (
+        [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"]
+        if longer
+        else lines
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -m has taken away the quick tests

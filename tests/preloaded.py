@@ -8,7 +8,17 @@ from importlib.util import find_spec
 from fem_megatron.megatron import platform
 from pretrain.engines.deepspeed_ops import prepare_environment
 
-LAYERS = ("attention", "cem", "delta", "differential", "fem", "hyperset", "mamba2", "second_order", "yuriiformer")
+LAYERS = (
+    "attention",
+    "cem",
+    "delta",
+    "differential",
+    "fem",
+    "hyperset",
+    "mamba2",
+    "second_order",
+    "yuriiformer",
+)
 INSIDE = (  # of DeepSpeed: what its engines import at their first start
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",

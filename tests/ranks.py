@@ -26,19 +26,27 @@ from fem_common.ports import server_port
 PATIENCE = 300.0  # seconds for anything: a hundred times what it takes, since machines are shared; a right program never waits as long
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks", "tests.preloaded"])
+_context.set_forkserver_preload(
+    ["pretrain.__main__", "pretrain.run", "tests.ranks", "tests.preloaded"]
+)
 
 
 @contextlib.contextmanager
-def forked(world: int, function: Callable[..., Any], *given: Any, output: Path) -> Iterator[list[BaseProcess]]:
+def forked(
+    world: int, function: Callable[..., Any], *given: Any, output: Path
+) -> Iterator[list[BaseProcess]]:
     """``function(*given)`` on ``world`` ranks with torchrun's variables, which write to ``OUTPUT.<rank>``; killed at the end.
 
     The function, one of a module, and what it is given are pickled. What it returns lies, pickled, in ``OUTPUT.<rank>.answer``.
     """
     port, ranks = server_port(), list[BaseProcess]()
     for rank in range(world):
-        environment = dict(zip(VARIABLES, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
-        ranks.append(_context.Process(target=_rank, args=(environment, f"{output}.{rank}", function, given)))
+        environment = dict(
+            zip(VARIABLES, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True)
+        )
+        ranks.append(
+            _context.Process(target=_rank, args=(environment, f"{output}.{rank}", function, given))
+        )
     try:
         for process in ranks:
             process.start()
@@ -49,13 +57,19 @@ def forked(world: int, function: Callable[..., Any], *given: Any, output: Path) 
             process.join()
 
 
-def answer(world: int, function: Callable[..., Any], *given: Any, output: Path, patience: float = PATIENCE) -> Any:
+def answer(
+    world: int, function: Callable[..., Any], *given: Any, output: Path, patience: float = PATIENCE
+) -> Any:
     """What ``function(*given)`` returns on rank 0, when all ranks have ended well."""
     with forked(world, function, *given, output=output) as ranks:
         end = time.monotonic() + patience
-        while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        while any(rank.exitcode is None for rank in ranks) and not any(
+            rank.exitcode for rank in ranks
+        ):
             assert time.monotonic() < end, "waited for too long"
-            multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], 1.0)
+            multiprocessing.connection.wait(
+                [rank.sentinel for rank in ranks if rank.exitcode is None], 1.0
+            )
         said = "\n".join(Path(f"{output}.{rank}").read_text()[-3000:] for rank in range(world))
         assert [rank.exitcode for rank in ranks] == [0] * world, said
     return pickle.loads(Path(f"{output}.0.answer").read_bytes())
@@ -63,7 +77,11 @@ def answer(world: int, function: Callable[..., Any], *given: Any, output: Path, 
 
 @contextlib.contextmanager
 def started(
-    world: int, arguments: list[str], output: Path, naps: dict[int, float] | None = None, held: tuple[int, Path] | None = None
+    world: int,
+    arguments: list[str],
+    output: Path,
+    naps: dict[int, float] | None = None,
+    held: tuple[int, Path] | None = None,
 ) -> Iterator[list[BaseProcess]]:
     """``python -m pretrain ARGUMENTS`` on ``world`` ranks.
 
@@ -79,7 +97,9 @@ def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
     with started(world, arguments, output) as ranks:
         for rank in ranks:
             rank.join(PATIENCE)
-        return [rank.exitcode for rank in ranks], [Path(f"{output}.{rank}").read_text() for rank in range(world)]
+        return [rank.exitcode for rank in ranks], [
+            Path(f"{output}.{rank}").read_text() for rank in range(world)
+        ]
 
 
 def finished(world: int, arguments: list[str], output: Path) -> str:
@@ -89,7 +109,9 @@ def finished(world: int, arguments: list[str], output: Path) -> str:
     return said[0]
 
 
-def _rank(environment: dict[str, str], output: str, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _rank(
+    environment: dict[str, str], output: str, function: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -101,7 +123,9 @@ def _rank(environment: dict[str, str], output: str, function: Callable[..., Any]
     Path(f"{output}.answer").write_bytes(pickle.dumps(function(*given)))
 
 
-def _pretrain(arguments: list[str], naps: dict[int, float], held: tuple[int, Path] | None = None) -> None:
+def _pretrain(
+    arguments: list[str], naps: dict[int, float], held: tuple[int, Path] | None = None
+) -> None:
     from pretrain import run
     from pretrain.__main__ import main
     from pretrain.data.staging import Staged
@@ -118,7 +142,11 @@ def _pretrain(arguments: list[str], naps: dict[int, float], held: tuple[int, Pat
             class Late(Staged):
                 def __next__(self) -> Any:
                     time.sleep(nap)
-                    while dataset is trainer.data.train and trainer.progress.step >= step and not file.exists():
+                    while (
+                        dataset is trainer.data.train
+                        and trainer.progress.step >= step
+                        and not file.exists()
+                    ):
                         time.sleep(0.01)
                     return super().__next__()
 
@@ -162,9 +190,21 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
 def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The whole lines of a JSON lines file in a run directory."""
     path = run_dir / name
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    return (
+        [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        if path.exists()
+        else []
+    )
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
     """Step -> (loss, grad norm)."""
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line}
+    return {
+        line["step"]: (line["loss"], line["grad_norm"])
+        for line in records(run_dir)
+        if "loss" in line
+    }

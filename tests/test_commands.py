@@ -62,18 +62,24 @@ def parse_alone(words: list[str]) -> None:
     cli.parse = stopping(cli.parse)
     sys.argv[1:] = words[2:] if words[0] == "-m" else words[1:]
     with contextlib.suppress(Parsed):
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True) if words[0] == "-m" else runpy.run_path(
-            words[0], run_name="__main__"
-        )
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True) if words[
+            0
+        ] == "-m" else runpy.run_path(words[0], run_name="__main__")
         sys.exit("it parses no arguments")
 
 
 def commands_of(text: str) -> list[str]:
     """The command lines of a Markdown text, continuation lines joined, comments and prompts gone."""
     joined = re.sub(r"\\\n\s*", "", text)
-    fenced = [line for block in re.findall(r"^```sh\n(.*?)^```", joined, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    fenced = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", joined, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
     indented = re.findall(
-        r"^ {4}((?:[\w./-]*/)?(?:python3?|torchrun|make|pip) .*)", re.sub(r"^```.*?^```", "", joined, flags=re.M | re.S), re.M
+        r"^ {4}((?:[\w./-]*/)?(?:python3?|torchrun|make|pip) .*)",
+        re.sub(r"^```.*?^```", "", joined, flags=re.M | re.S),
+        re.M,
     )
     lines = [re.sub(r"^\s*\$ ", "", line).strip() for line in [*fenced, *indented]]
     return [line for line in lines if line and not line.startswith("#")]
@@ -82,28 +88,52 @@ def commands_of(text: str) -> list[str]:
 def fault(command: str) -> str | None:
     """What is wrong with a command line as a reader would type it in the repository's root, or None."""
     program, *words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
-    absent = [word for word in words if re.match(r"(configs|docs|tests|tools)/", word) and not (ROOT / word).exists()]
+    absent = [
+        word
+        for word in words
+        if re.match(r"(configs|docs|tests|tools)/", word) and not (ROOT / word).exists()
+    ]
     if absent:
         return f"there is no {absent[0]}"
     name = Path(program).name
     if name == "make":
-        environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        }
         return ended(["make", "-n", *words, f"PYTHON={sys.executable}"], environment)
     if name == "pip" or (name.startswith("python") and words[:2] == ["-m", "pip"]):
         return _pip(words)
     if name == "torchrun":
-        options = re.fullmatch(r"(?:--standalone )?--nproc-per-node (\d+) (-m .*)", shlex.join(words))
-        return _python(shlex.split(options[2]), int(options[1])) if options else "torchrun's options are not those of our documents"
+        options = re.fullmatch(
+            r"(?:--standalone )?--nproc-per-node (\d+) (-m .*)", shlex.join(words)
+        )
+        return (
+            _python(shlex.split(options[2]), int(options[1]))
+            if options
+            else "torchrun's options are not those of our documents"
+        )
     if name.startswith("python"):
         return _python(words, None)
     if name == "sbatch":
         wrapped = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--wrap"]
         return fault(wrapped[0]) if wrapped else "sbatch wraps no command"
     if name == "hf":  # the verb and the options are there
-        known = subprocess.run([str(Path(sys.executable).with_name("hf")), words[0], "--help"], capture_output=True, text=True)
-        missing = ", ".join(word for word in words if word.startswith("--") and word not in known.stdout)
-        return missing or (known.stderr if known.returncode else None)  # it hints at its news on stderr, once a day
-    return None if name in ("git", "cd") else f"{program} is not a command that this test understands"
+        known = subprocess.run(
+            [str(Path(sys.executable).with_name("hf")), words[0], "--help"],
+            capture_output=True,
+            text=True,
+        )
+        missing = ", ".join(
+            word for word in words if word.startswith("--") and word not in known.stdout
+        )
+        return missing or (
+            known.stderr if known.returncode else None
+        )  # it hints at its news on stderr, once a day
+    return (
+        None if name in ("git", "cd") else f"{program} is not a command that this test understands"
+    )
 
 
 def ended(command: list[str], environment: dict[str, str] | None = None) -> str | None:
@@ -113,8 +143,17 @@ def ended(command: list[str], environment: dict[str, str] | None = None) -> str 
 
 
 def _pip(words: list[str]) -> str | None:
-    extras = {extra for word in words for listed in re.findall(r"^\.\[(.*)\]$", word) for extra in listed.split(",")}
-    missing = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "-c" and not (ROOT / words[index + 1]).is_file()]
+    extras = {
+        extra
+        for word in words
+        for listed in re.findall(r"^\.\[(.*)\]$", word)
+        for extra in listed.split(",")
+    }
+    missing = [
+        words[index + 1]
+        for index, word in enumerate(words[:-1])
+        if word == "-c" and not (ROOT / words[index + 1]).is_file()
+    ]
     return ", ".join([*missing, *sorted(extras - set(project()["optional-dependencies"]))]) or None
 
 
@@ -123,7 +162,10 @@ def _python(words: list[str], processes: int | None) -> str | None:
         return ended([sys.executable, *words])
     if words[:2] == ["-m", "pretrain"] and "--rehearse" not in words:
         return _pretrain(words[2:], processes)
-    with TemporaryDirectory() as folder, forked(1, parse_alone, words, output=Path(folder, "said")) as (process,):
+    with (
+        TemporaryDirectory() as folder,
+        forked(1, parse_alone, words, output=Path(folder, "said")) as (process,),
+    ):
         process.join()
         return Path(folder, "said.0").read_text() if process.exitcode else None
 
@@ -157,16 +199,29 @@ def test_a_documents_command(document: str, command: str) -> None:
 def trained_in(command: str) -> Path | None:
     """The run directory of a command that trains, None of any other."""
     words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
-    start = next((at + 2 for at in range(len(words)) if words[at : at + 2] in (["-m", "pretrain"], ["launch", "local"])), None)
-    if start is None or any(word.startswith("--") and word != "--processes" for word in words[start:]):
+    start = next(
+        (
+            at + 2
+            for at in range(len(words))
+            if words[at : at + 2] in (["-m", "pretrain"], ["launch", "local"])
+        ),
+        None,
+    )
+    if start is None or any(
+        word.startswith("--") and word != "--processes" for word in words[start:]
+    ):
         return None
-    return run_directory(load_run(ROOT / words[start], [word for word in words[start + 1 :] if "=" in word]))
+    return run_directory(
+        load_run(ROOT / words[start], [word for word in words[start + 1 :] if "=" in word])
+    )
 
 
 def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
     """A reader types them one after the other."""
     for name, text in texts(".md").items():
-        places = [place for command in commands_of(text) if (place := trained_in(command)) is not None]
+        places = [
+            place for command in commands_of(text) if (place := trained_in(command)) is not None
+        ]
         assert len(places) == len(set(places)), (name, places)
 
 
@@ -205,12 +260,20 @@ def test_commands_are_found_in_markdown() -> None:
 
 RUNS, STUDIES = (sorted((ROOT / "configs" / kind).glob("*.yaml")) for kind in ("run", "studies"))
 # Cluster profiles are launch's.
-PARTS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.parent.name not in ("run", "cluster", "studies"))
+PARTS = sorted(
+    path
+    for path in ROOT.glob("configs/*/*.yaml")
+    if path.parent.name not in ("run", "cluster", "studies")
+)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)
-def test_a_run_loads_validates_and_plans(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # relative data prefixes then name no file, whatever was prepared in the working tree
+def test_a_run_loads_validates_and_plans(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(
+        tmp_path
+    )  # relative data prefixes then name no file, whatever was prepared in the working tree
     prepared = prepare(with_vocabulary(load_run(run)), None, plan_only=True)
     assert prepared.world_size == planned_world_size(prepared.config)
     assert "total" in render(make_plan(prepared.config, prepared.world_size))
@@ -223,15 +286,21 @@ def test_a_part_loads(part: Path) -> None:
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_study_plans_without_its_data(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_plans_without_its_data(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     study = load_study(path)
     assert study.name == path.stem
     assert {run.variant for run in plan_study(study)} == set(study.variants)
-    assert Path(study.results).parts[0] == "runs"  # what is tracked is written where it is asked for alone
+    assert (
+        Path(study.results).parts[0] == "runs"
+    )  # what is tracked is written where it is asked for alone
 
 
 def test_the_golden_file_is_of_tests_that_exist() -> None:
     for test in read_golden():
         file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(
+            encoding="utf-8"
+        ), test

@@ -34,18 +34,42 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"fem_common"},
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
-TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.plan.run_plan", "pretrain.validate", "pretrain.data.facts"]
-PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"  # the machine, and one that is not there
+TORCH_FREE = [
+    "fem_megatron.config",
+    "pretrain.config",
+    "pretrain.plan.run_plan",
+    "pretrain.validate",
+    "pretrain.data.facts",
+]
+PLATFORM, PAPER = (
+    "fem_megatron/megatron/platform.py",
+    "fem_megatron/megatron/paper.py",
+)  # the machine, and one that is not there
 ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a process of its own, which `launch doctor` starts
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
-MODULE_LINES, FUNCTION_LINES = 400, 70
+MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
-GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/papers.md", "docs/studies/", "docs/benchmarks/paper.md")
+GENERATED_PAGES = (
+    "docs/configuration.md",
+    "docs/kernels.md",
+    "docs/papers.md",
+    "docs/studies/",
+    "docs/benchmarks/paper.md",
+)
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
-SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # the way to set it, by torch's documentation
+SETTINGS = {
+    "torch.utils.deterministic.fill_uninitialized_memory"
+}  # the way to set it, by torch's documentation
 ADDRESSES = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 OWN_PATHS = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
-HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.apache.org", "pypi.org", "docs.astral.sh"}
+HOSTS = {
+    "github.com",
+    "arxiv.org",
+    "huggingface.co",
+    "www.apache.org",
+    "pypi.org",
+    "docs.astral.sh",
+}
 
 Sources = dict[str, str]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -55,14 +79,20 @@ Rule = Callable[[Sources], list[str]]
 def repository_files() -> list[str]:
     """Paths of the repository's files, git's and new ones that git would take."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    listed = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     return sorted(name for name in set(listed) if (ROOT / name).is_file())
 
 
 @functools.cache
 def texts(*endings: str) -> Sources:
     """Path -> text of every file with one of these endings."""
-    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(endings)}
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in repository_files()
+        if name.endswith(endings)
+    }
 
 
 python_sources = functools.partial(texts, ".py")
@@ -77,7 +107,9 @@ def of_rooms() -> Sources:
 
 def nodes(sources: Sources, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(path, node) of every node of every file but these."""
-    return ((name, node) for name, text in sources.items() if name not in but for node in walked(text))
+    return (
+        (name, node) for name, text in sources.items() if name not in but for node in walked(text)
+    )
 
 
 def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
@@ -89,7 +121,9 @@ def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             yield node.lineno, ".".join([*base, *filter(None, [node.module])])
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        ) in ("import_module", "__import__"):
             named = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
             yield from ((node.lineno, value) for value in named if isinstance(value, str))
 
@@ -103,7 +137,11 @@ def imports_against_the_stream(sources: Sources) -> list[str]:
     for name, text in sources.items():
         room = name.split("/")[0]
         barred = {*ROOMS, "tests"} - ROOMS[room] - {room} if name != ASKS_THE_ROOMS else set()
-        faults += [f"{name}:{line}: {room} imports {module}" for line, module in imported(name, text) if module.split(".")[0] in barred]
+        faults += [
+            f"{name}:{line}: {room} imports {module}"
+            for line, module in imported(name, text)
+            if module.split(".")[0] in barred
+        ]
     return faults
 
 
@@ -112,7 +150,9 @@ def knows_cuda(sources: Sources) -> list[str]:
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, node in nodes(sources, (PLATFORM, PAPER, "kernels/machine.py"))
-        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu", "mps", "accelerator") and ast.unparse(node).startswith("torch.")
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("cuda", "xpu", "mps", "accelerator")
+        and ast.unparse(node).startswith("torch.")
     ]
 
 
@@ -120,15 +160,28 @@ def patches_a_library(sources: Sources) -> list[str]:
     """An assignment into torch or Megatron-core outside platform.py: ``torch.x = ``, ``setattr(torch, ...)``, ``parallel_state.x = ``."""
     theirs = {name: {"torch", "megatron"} for name in sources}
     for name, node in nodes(sources):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "megatron"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "torch",
+            "megatron",
+        ):
             theirs[name] |= {alias.asname or alias.name for alias in node.names}
     faults = []
     for name, node in nodes(sources, (PLATFORM,)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AugAssign | ast.AnnAssign)
+            else []
+        )
         written = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
             written = [ast.unparse(node.args[0])]
-        faults += [f"{name}:{node.lineno}: {text}" for text in written if text.split(".")[0] in theirs[name] and text not in SETTINGS]
+        faults += [
+            f"{name}:{node.lineno}: {text}"
+            for text in written
+            if text.split(".")[0] in theirs[name] and text not in SETTINGS
+        ]
     return faults
 
 
@@ -139,29 +192,54 @@ def own_exit_code(sources: Sources) -> list[str]:
         ended: list[Any] = []
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             ended = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "sys.exit",
+            "os._exit",
+            "SystemExit",
+        ):
             ended = node.args[:1]
-        codes = [code for code in ended if isinstance(code, ast.Constant) and isinstance(code.value, int)]
-        faults += [f"{name}:{code.lineno}: {code.value!r}" for code in codes if code.value not in (0, 1)]
+        codes = [
+            code for code in ended if isinstance(code, ast.Constant) and isinstance(code.value, int)
+        ]
+        faults += [
+            f"{name}:{code.lineno}: {code.value!r}" for code in codes if code.value not in (0, 1)
+        ]
     return faults
 
 
 def own_list_of_secrets(sources: Sources) -> list[str]:
     """A string that is one of the words by which ``fem_common.secrets`` knows a secret: a second list of them."""
     words = {*secrets.SECRET_ENDINGS, *secrets.SECRET_PARTS} - {"KEY", "KEYS", "TOKEN", "TOKENS"}
-    strings = [(name, node) for name, node in nodes(sources, ("fem_common/secrets.py",)) if isinstance(node, ast.Constant)]
+    strings = [
+        (name, node)
+        for name, node in nodes(sources, ("fem_common/secrets.py",))
+        if isinstance(node, ast.Constant)
+    ]
     return [f"{name}:{node.lineno}: {node.value}" for name, node in strings if node.value in words]
 
 
 def too_long(sources: Sources) -> list[str]:
-    """A module of more than 400 lines or a function of more than 70 whose docstring gives no reason ("Long, because ...")."""
+    """Modules and functions above their line limits whose docstring gives no reason ("Long, because ...")."""
     faults = []
     for name, text in sources.items():
         tree = parsed(text)
-        found: list[tuple[str, Any, int, int]] = [("the module", tree, len(text.splitlines()), MODULE_LINES)]
-        functions = [node for node in walked(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        found += [(node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES) for node in functions]
-        long = [each for each in found if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")]
+        found: list[tuple[str, Any, int, int]] = [
+            ("the module", tree, len(text.splitlines()), MODULE_LINES)
+        ]
+        functions = [
+            node
+            for node in walked(text)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        found += [
+            (node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES)
+            for node in functions
+        ]
+        long = [
+            each
+            for each in found
+            if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")
+        ]
         faults += [f"{name}: {what} has {lines} lines" for what, _, lines, _ in long]
     return faults
 
@@ -172,16 +250,38 @@ def undocumented(sources: Sources) -> list[str]:
     A method may do without where a class of the same file, or one that its class is made from, documents that name (an interface), or
     under torch.autograd.Function.
     """
-    faults = [f"{name}: the module" for name, text in sources.items() if text.strip() and not ast.get_docstring(parsed(text))]
+    faults = [
+        f"{name}: the module"
+        for name, text in sources.items()
+        if text.strip() and not ast.get_docstring(parsed(text))
+    ]
     classes = {node.name: node for _, node in nodes(sources) if isinstance(node, ast.ClassDef)}
     for name, text in sources.items():
         body = parsed(text).body
-        public = [node for node in body if isinstance(node, Definition) and not node.name.startswith("_")]
-        faults += [f"{name}:{node.lineno}: {node.name}" for node in public if not ast.get_docstring(node)]
-        here = set[str]().union(*(documented(node) for node in body if isinstance(node, ast.ClassDef)))
-        for node in (node for node in public if isinstance(node, ast.ClassDef) and "torch.autograd.Function" not in bases(node)):
-            bare = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)} - documented(node) - here
-            faults += [f"{name}: {node.name}.{method}" for method in bare - inherited(node, classes) if not method.startswith("_")]
+        public = [
+            node for node in body if isinstance(node, Definition) and not node.name.startswith("_")
+        ]
+        faults += [
+            f"{name}:{node.lineno}: {node.name}" for node in public if not ast.get_docstring(node)
+        ]
+        here = set[str]().union(
+            *(documented(node) for node in body if isinstance(node, ast.ClassDef))
+        )
+        for node in (
+            node
+            for node in public
+            if isinstance(node, ast.ClassDef) and "torch.autograd.Function" not in bases(node)
+        ):
+            bare = (
+                {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+                - documented(node)
+                - here
+            )
+            faults += [
+                f"{name}: {node.name}.{method}"
+                for method in bare - inherited(node, classes)
+                if not method.startswith("_")
+            ]
     return faults
 
 
@@ -192,7 +292,11 @@ def bases(node: ast.ClassDef) -> list[str]:
 
 def documented(node: ast.ClassDef) -> set[str]:
     """The methods of a class that have a docstring."""
-    return {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner)}
+    return {
+        inner.name
+        for inner in node.body
+        if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner)
+    }
 
 
 def inherited(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
@@ -206,8 +310,14 @@ def names_a_machine(sources: Sources) -> list[str]:
     faults = []
     for name, text in sources.items():
         for number, line in enumerate(text.splitlines(), 1):
-            found = [host for host in re.findall(r"\bhttps?://([\w.-]+)", line) if host not in HOSTS]
-            found += [address for address in ADDRESSES.findall(line) if address not in ("127.0.0.1", "0.0.0.0")]
+            found = [
+                host for host in re.findall(r"\bhttps?://([\w.-]+)", line) if host not in HOSTS
+            ]
+            found += [
+                address
+                for address in ADDRESSES.findall(line)
+                if address not in ("127.0.0.1", "0.0.0.0")
+            ]
             faults += [f"{name}:{number}: {word}" for word in [*found, *OWN_PATHS.findall(line)]]
     return faults
 
@@ -216,8 +326,17 @@ def wide_prose(sources: Sources) -> list[str]:
     """A line of Markdown of more than 100 columns outside code, tables, pictures and what a command writes."""
     faults = []
     for name, text in sources.items():
-        own = re.sub(r"^<!--[^\n]*begin -->.*?^<!--[^\n]*end -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        wide = [line for line in own.splitlines() if len(line) > PROSE_COLUMNS and not line.startswith(("|", "![", "    "))]
+        own = re.sub(
+            r"^<!--[^\n]*begin -->.*?^<!--[^\n]*end -->|^```.*?^```",
+            "",
+            text,
+            flags=re.MULTILINE | re.DOTALL,
+        )
+        wide = [
+            line
+            for line in own.splitlines()
+            if len(line) > PROSE_COLUMNS and not line.startswith(("|", "![", "    "))
+        ]
         faults += [f"{name}: {line}" for line in wide if not name.startswith(GENERATED_PAGES)]
     return faults
 
@@ -231,18 +350,37 @@ def test_every_room_has_a_rule_and_a_first_page() -> None:
     pages = [f"{room}/{page}" for room in sorted(rooms) for page in ("__init__.py", "README.md")]
     assert {*pages, "configs/README.md", "tests/README.md"} <= set(repository_files())
     # What the room is and what may not come in.
-    assert [room for room in sorted(rooms) if not ast.get_docstring(ast.parse(python_sources().get(f"{room}/__init__.py", "")))] == []
+    assert [
+        room
+        for room in sorted(rooms)
+        if not ast.get_docstring(ast.parse(python_sources().get(f"{room}/__init__.py", "")))
+    ] == []
 
 
 def everything() -> Sources:
     """Every file that is text, but this one, which names machines to find them."""
-    return texts(*{name for name in repository_files() if not name.endswith((".npz", ".png", ".xz", "tests/test_house.py"))})
+    return texts(
+        *{
+            name
+            for name in repository_files()
+            if not name.endswith((".npz", ".png", ".xz", "tests/test_house.py"))
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
-        *((rule, of_rooms) for rule in (imports_against_the_stream, knows_cuda, patches_a_library, own_exit_code, own_list_of_secrets)),
+        *(
+            (rule, of_rooms)
+            for rule in (
+                imports_against_the_stream,
+                knows_cuda,
+                patches_a_library,
+                own_exit_code,
+                own_list_of_secrets,
+            )
+        ),
         (undocumented, of_rooms),
         (too_long, python_sources),
         (names_a_machine, everything),
@@ -259,7 +397,11 @@ FAULTS: list[tuple[Rule, str, str]] = [
     (imports_against_the_stream, "kernels/a/b.py", "from ...fem_megatron import platform"),
     (imports_against_the_stream, "fem_megatron/a.py", "def f():\n    import pretrain.config"),
     (imports_against_the_stream, "pretrain/a.py", "import kernels.fem_attention as k"),
-    (imports_against_the_stream, "data_prep/a.py", "import importlib\nimportlib.import_module('pretrain.config')"),
+    (
+        imports_against_the_stream,
+        "data_prep/a.py",
+        "import importlib\nimportlib.import_module('pretrain.config')",
+    ),
     (imports_against_the_stream, "tools/a.py", "from tests.kernels import oracle"),
     (knows_cuda, "pretrain/a.py", "import torch\nx = torch.cuda.is_available()"),
     (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
@@ -285,20 +427,46 @@ def test_a_rule_finds_its_fault(rule: Rule, name: str, text: str) -> None:
     assert len(rule({name: text})) == 1
 
 
-INTERFACE = "class P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0"
+INTERFACE = (
+    "class P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0"
+)
 
 
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (imports_against_the_stream, "tools/hf/a.py", "from .export import x\nfrom ..demo import y\nimport pretrain, kernels"),
+        (
+            imports_against_the_stream,
+            "tools/hf/a.py",
+            "from .export import x\nfrom ..demo import y\nimport pretrain, kernels",
+        ),
         (patches_a_library, "pretrain/a.py", "import torch\nself.torch = torch\nx.torch.y = 1"),
-        (own_exit_code, "tools/a.py", "def main():\n    return Exit.WRONG_INPUT\ndef f():\n    return 2\nsys.exit(main())"),
-        (too_long, "tools/a.py", "'''M.\n\nLong, because the table is.\n'''\n" + "x = 1\n" * MODULE_LINES),
+        (
+            own_exit_code,
+            "tools/a.py",
+            "def main():\n    return Exit.WRONG_INPUT\ndef f():\n    return 2\nsys.exit(main())",
+        ),
+        (
+            too_long,
+            "tools/a.py",
+            "'''M.\n\nLong, because the table is.\n'''\n" + "x = 1\n" * MODULE_LINES,
+        ),
         (undocumented, "tools/a.py", f"'''M.'''\ndef _f(): pass\n{INTERFACE}"),
-        (undocumented, "tools/a.py", "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C[int]):\n    'D.'\n    def f(self): 0"),
-        (wide_prose, "a.md", f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin -->\n{101 * 'x'}\n<!-- a:end -->"),
-        (names_a_machine, "a.md", "https://github.com/x 127.0.0.1 version 1.2.3 ~/data runs/home/x"),
+        (
+            undocumented,
+            "tools/a.py",
+            "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C[int]):\n    'D.'\n    def f(self): 0",
+        ),
+        (
+            wide_prose,
+            "a.md",
+            f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin -->\n{101 * 'x'}\n<!-- a:end -->",
+        ),
+        (
+            names_a_machine,
+            "a.md",
+            "https://github.com/x 127.0.0.1 version 1.2.3 ~/data runs/home/x",
+        ),
     ],
 )
 def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
@@ -308,30 +476,51 @@ def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
 # --- what only running tells -----------------------------------------------------------------------------------------------------
 
 
-def loaded_after(modules: list[str], of: tuple[str, ...] = ("torch", "megatron", "transformers")) -> str:
+def loaded_after(
+    modules: list[str], of: tuple[str, ...] = ("torch", "megatron", "transformers")
+) -> str:
     """Which of the packages ``of`` are loaded after importing ``modules`` in a fresh interpreter."""
     code = f"import sys, {', '.join(modules)}; print(*sorted(set({of!r}) & set(sys.modules)))"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def modules_of(room: str) -> list[str]:
     """A room's modules by their dotted names, commands left out."""
-    names = [name.removesuffix(".py").replace("/", ".") for name in of_rooms() if name.startswith(f"{room}/")]
+    names = [
+        name.removesuffix(".py").replace("/", ".")
+        for name in of_rooms()
+        if name.startswith(f"{room}/")
+    ]
     return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
 
 
 def test_torch_free_modules() -> None:
     assert loaded_after(TORCH_FREE) == ""
     assert loaded_after(modules_of("data_prep")) == ""
-    assert loaded_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH]) == ""
+    assert (
+        loaded_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH])
+        == ""
+    )
     assert "torch" in loaded_after(["kernels.fem_attention"])  # the probe sees it where it is
 
 
 def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
     """A node's own Python, outside the container, may be all that the supervisor has."""
-    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.node.rank", "launch.node.checks"]
-    assert loaded_after(inside + modules_of("fem_common"), ("yaml", "jinja2", "torch", "numpy", "psutil")) == ""
-    assert loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"  # the probe sees it where it is
+    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + [
+        "launch.node.rank",
+        "launch.node.checks",
+    ]
+    assert (
+        loaded_after(
+            inside + modules_of("fem_common"), ("yaml", "jinja2", "torch", "numpy", "psutil")
+        )
+        == ""
+    )
+    assert (
+        loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"
+    )  # the probe sees it where it is
 
 
 def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> None:
@@ -339,7 +528,12 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
     code = "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron(); import pretrain.run; "
     code += "platform.initialize_distributed(); "
     code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb', 'tensorboard'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+        == "True\n"
+    )
 
 
 # --- packaging -------------------------------------------------------------------------------------------------------------------
@@ -353,24 +547,46 @@ def project() -> dict[str, Any]:
 
 def requirements(*extras: str) -> dict[str, Requirement]:
     """Canonical name -> requirement of the project and the named extras."""
-    listed = [*project()["dependencies"], *(one for extra in extras for one in project()["optional-dependencies"][extra])]
-    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)}
+    listed = [
+        *project()["dependencies"],
+        *(one for extra in extras for one in project()["optional-dependencies"][extra]),
+    ]
+    return {
+        canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)
+    }
 
 
 def test_constraints_pin_what_the_project_asks_for() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)] == []  # no local version, no index, no range
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert [
+        line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)
+    ] == []  # no local version, no index, no range
     pins = dict(line.split("==") for line in lines)
     assert len(pins) == len(lines)
     for name, requirement in requirements("dev").items():
-        assert requirement.specifier.contains(pins[name], prereleases=True), f"{requirement} but {pins[name]} is pinned"
+        assert requirement.specifier.contains(pins[name], prereleases=True), (
+            f"{requirement} but {pins[name]} is pinned"
+        )
 
 
 def test_every_third_party_import_is_declared() -> None:
-    distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval"}
+    distribution = {
+        "yaml": "pyyaml",
+        "megatron": "megatron-core",
+        "huggingface_hub": "huggingface-hub",
+        "lm_eval": "lm-eval",
+    }
     distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn", "PIL": "pillow"}
     known = {*sys.stdlib_module_names, *ROOMS}
-    used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
+    used = {
+        module.split(".")[0]
+        for name, text in of_rooms().items()
+        for _, module in imported(name, text)
+    } - known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
     # The other way: nothing is asked for that nothing needs; py-spy is a command.
@@ -380,21 +596,37 @@ def test_every_third_party_import_is_declared() -> None:
 def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     drawn = set(re.findall(r"^([\w]+)/ ", text[text.index("```text") :], re.MULTILINE))
-    assert drawn == {name.split("/")[0] for name in repository_files() if "/" in name and not name.startswith(".")}
+    assert drawn == {
+        name.split("/")[0]
+        for name in repository_files()
+        if "/" in name and not name.startswith(".")
+    }
     rows = re.findall(r"^\| *`([\w-]+)` *\| *(\S.*?) *\|", text, re.MULTILINE)
-    assert set(requirements("gpu", "deepspeed", "eval", "dev")) <= {canonicalize_name(name) for name, _ in rows}
+    assert set(requirements("gpu", "deepspeed", "eval", "dev")) <= {
+        canonicalize_name(name) for name, _ in rows
+    }
 
 
 def test_the_readme_is_short() -> None:
     """Code and a table's bars are not words."""
-    assert len(re.sub(r"(?s)^```.*?^```$|\||---+", " ", texts(".md")["README.md"], flags=re.MULTILINE).split()) <= 1000
+    assert (
+        len(
+            re.sub(
+                r"(?s)^```.*?^```$|\||---+", " ", texts(".md")["README.md"], flags=re.MULTILINE
+            ).split()
+        )
+        <= 1000
+    )
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     """Hugging Face publishes a package `kernels`; transformers decides by name and version whether it is there."""
     from transformers.utils import import_utils
 
-    low, high = (tuple(map(int, text.split("."))) for text in (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION))
+    low, high = (
+        tuple(map(int, text.split(".")))
+        for text in (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
+    )
     version = tuple(map(int, str(project()["version"]).split(".")))
     assert not low <= version < high
     assert not import_utils.is_kernels_available()

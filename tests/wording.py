@@ -19,24 +19,40 @@ ROOT = GOLDEN.parents[1]
 
 def read_golden() -> dict[str, list[str]]:
     """Test -> what it heard, call after call."""
-    return yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {} if GOLDEN.exists() else {}
+    return (
+        yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
+        if GOLDEN.exists()
+        else {}
+    )
 
 
 class Wording:
     """What one test hears. Called with each text; the n-th call is compared with the n-th entry."""
 
-    def __init__(self, test: str, expected: list[str], updating: bool, names: dict[str, str]) -> None:
-        self.test, self.expected, self.updating, self.names, self.heard = test, expected, updating, names, list[str]()
+    def __init__(
+        self, test: str, expected: list[str], updating: bool, names: dict[str, str]
+    ) -> None:
+        self.test, self.expected, self.updating, self.names, self.heard = (
+            test,
+            expected,
+            updating,
+            names,
+            list[str](),
+        )
 
     def __call__(self, text: object, **names: object) -> None:
         """``text`` as the golden file has it. ``names`` (WORD=value): what differs from run to run, each written as its WORD."""
         said = str(text).rstrip("\n")
-        for word, value in sorted({**self.names, **names}.items(), key=lambda item: -len(str(item[1]))):
+        for word, value in sorted(
+            {**self.names, **names}.items(), key=lambda item: -len(str(item[1]))
+        ):
             said = said.replace(str(value), word)
         self.heard.append(said)
         if not self.updating:
             index = len(self.heard) - 1
-            assert index < len(self.expected), f"not in tests/wording.yaml (pytest --update-wording writes it): {said}"
+            assert index < len(self.expected), (
+                f"not in tests/wording.yaml (pytest --update-wording writes it): {said}"
+            )
             assert said == self.expected[index]
 
 
@@ -45,7 +61,12 @@ def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]
     """The wording of this test's messages; the test's folder is written as TMP, the repository's as ROOT."""
     test = request.node.nodeid.removeprefix("tests/")
     updating = request.config.getoption("--update-wording")
-    heard = Wording(test, [] if updating else _golden(request.config).get(test, []), updating, {"TMP": str(tmp_path), "ROOT": str(ROOT)})
+    heard = Wording(
+        test,
+        [] if updating else _golden(request.config).get(test, []),
+        updating,
+        {"TMP": str(tmp_path), "ROOT": str(ROOT)},
+    )
     yield heard
     if updating:
         _rewrite(test, heard.heard)
@@ -75,7 +96,11 @@ def _rewrite(test: str, heard: list[str]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-wording", action="store_true", help="rewrite tests/wording.yaml with what the commands say now")
+    parser.addoption(
+        "--update-wording",
+        action="store_true",
+        help="rewrite tests/wording.yaml with what the commands say now",
+    )
 
 
 @pytest.hookimpl(wrapper=True)

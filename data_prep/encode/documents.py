@@ -55,7 +55,9 @@ class Settings:
         if self.min_score is not None and not math.isfinite(self.min_score):
             raise UserError(f"--min-score is {self.min_score}; it must be a finite number")
         if not all(self.languages):
-            raise UserError("--language is empty; name a language as the column writes it, such as en")
+            raise UserError(
+                "--language is empty; name a language as the column writes it, such as en"
+            )
         if self.min_bytes < 0:
             raise UserError(f"--min-bytes is {self.min_bytes}; it must be at least 0")
         if self.max_bytes < max(1, self.min_bytes):
@@ -66,9 +68,19 @@ class Settings:
     @property
     def columns(self) -> Columns:
         """The columns to read."""
-        extra = [self.score_column] * (self.min_score is not None) + [self.language_column] * bool(self.languages) + list(self.mask_columns)
+        extra = (
+            [self.score_column] * (self.min_score is not None)
+            + [self.language_column] * bool(self.languages)
+            + list(self.mask_columns)
+        )
         return Columns(
-            self.text_column, self.id_column, tuple(name for name in dict.fromkeys(extra) if name not in (self.text_column, self.id_column))
+            self.text_column,
+            self.id_column,
+            tuple(
+                name
+                for name in dict.fromkeys(extra)
+                if name not in (self.text_column, self.id_column)
+            ),
         )
 
     @property
@@ -78,7 +90,10 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     def deciding(self) -> dict[str, Any]:
         """Of ``as_json`` what decides the data: the mask's function and content, not where its file lies."""
@@ -94,29 +109,45 @@ class Settings:
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that name columns and filter rows, for every verb that reads text."""
     default = Settings()
-    id_help = (
-        "which decides the split (default: id, or where there is none a document's file and place); the text column splits by the text"
-    )
+    id_help = "which decides the split (default: id, or where there is none a document's file and place); the text column splits by the text"
 
     def column(name: str, what: str, said: str = "") -> None:
         of = getattr(default, f"{name}_column")
-        parser.add_argument(f"--{name}-column", default=of, metavar="NAME", help=f"column of the {what}{said or f' (default: {of})'}")
+        parser.add_argument(
+            f"--{name}-column",
+            default=of,
+            metavar="NAME",
+            help=f"column of the {what}{said or f' (default: {of})'}",
+        )
 
     def limit(name: str, said: str) -> None:
         of = getattr(default, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=int, default=of, metavar="N", help=f"leave out texts {said.format(of)}")
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=of,
+            metavar="N",
+            help=f"leave out texts {said.format(of)}",
+        )
 
     column("text", "text")
     column("id", "document id, ", id_help)
     paragraphs = "a document is a paragraph of a .txt file, up to a blank line (default: the file)"
     parser.add_argument("--paragraphs", action="store_true", help=paragraphs)
-    parser.add_argument("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
+    parser.add_argument(
+        "--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none"
+    )
     column("score", "score")
     languages = "keep this language alone; repeat for more"
-    parser.add_argument("--language", action="append", default=[], dest="languages", metavar="CODE", help=languages)
+    parser.add_argument(
+        "--language", action="append", default=[], dest="languages", metavar="CODE", help=languages
+    )
     column("language", "language")
     limit("min-bytes", "below N bytes of UTF-8 (default: {})")
-    limit("max-bytes", "above N bytes (default: {}); the longest may cost a worker 110 times its size in memory")
+    limit(
+        "max-bytes",
+        "above N bytes (default: {}); the longest may cost a worker 110 times its size in memory",
+    )
     own = "a filter of your own, as for deduplication (see data_prep/encode/mask.py)"
     parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help=own)
 
@@ -126,13 +157,21 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     add_column_arguments(parser)
     for split in ("valid", "test"):
         parser.add_argument(
-            f"--{split}-percent", type=float, default=2.0, metavar="P", help=f"share of the documents in {split}; 0: none (default: 2)"
+            f"--{split}-percent",
+            type=float,
+            default=2.0,
+            metavar="P",
+            help=f"share of the documents in {split}; 0: none (default: 2)",
         )
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The settings of a command line, the mask loaded once to learn its columns and hash. Raises UserError."""
-    given = {field.name: getattr(arguments, field.name) for field in fields(Settings) if hasattr(arguments, field.name)}
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in fields(Settings)
+        if hasattr(arguments, field.name)
+    }
     given["languages"] = tuple(dict.fromkeys(given.get("languages", ())))
     if given.get("mask"):
         mask = load_mask(given["mask"])
@@ -167,7 +206,9 @@ class Selection:
         self.settings, self.split = settings, settings.split
         self.mask = load_mask(settings.mask) if settings.mask else None
         if self.mask and self.mask.sha256 != settings.mask_sha256:
-            raise UserError(f"{self.mask.file} (--mask) or a file it names has changed since the plan was made; put it back or plan again")
+            raise UserError(
+                f"{self.mask.file} (--mask) or a file it names has changed since the plan was made; put it back or plan again"
+            )
 
     def of(self, rows: Rows, path: str = "") -> tuple[Documents, Counter[Drop], list[BadRow]]:
         """The documents of rows [n] of the file ``path``, the drops, and the first 100 bad rows.
@@ -206,12 +247,24 @@ class Selection:
         if settings.languages:
             column = batch.column(settings.language_column)
             if pa.types.is_nested(column.type):
-                raise UserError(f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column")
+                raise UserError(
+                    f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column"
+                )
             languages = column if is_text(column.type) else column.cast(pa.large_string())
             wanted = pa.array([name.encode() for name in settings.languages], pa.large_binary())
-            drop(Drop.OTHER_LANGUAGE, ~_filled(pc.is_in(languages.cast(pa.large_binary()), value_set=wanted)))
+            drop(
+                Drop.OTHER_LANGUAGE,
+                ~_filled(pc.is_in(languages.cast(pa.large_binary()), value_set=wanted)),
+            )
 
-    def _mask(self, rows: Rows, texts: pa.LargeStringArray, ids: pa.LargeBinaryArray, path: str, verdict: npt.NDArray[np.uint8]) -> None:
+    def _mask(
+        self,
+        rows: Rows,
+        texts: pa.LargeStringArray,
+        ids: pa.LargeBinaryArray,
+        path: str,
+        verdict: npt.NDArray[np.uint8],
+    ) -> None:
         """Set the verdict of the rows that the mask leaves out, of those that are documents so far."""
         assert self.mask
         settings, kept = self.settings, np.flatnonzero(verdict == 0)
@@ -220,7 +273,10 @@ class Selection:
         columns = {name: rows.batch.column(name) for name in self.mask.columns}
         columns |= {settings.id_column: ids, settings.text_column: texts}
         whole = len(kept) == len(verdict)
-        columns = {name: column if whole else column.take(pa.array(kept)) for name, column in columns.items()}
+        columns = {
+            name: column if whole else column.take(pa.array(kept))
+            for name, column in columns.items()
+        }
         if settings.id_column != settings.text_column:
             columns[settings.id_column] = _readable(columns[settings.id_column])
         keep = self.mask.keep(pa.RecordBatch.from_pydict(columns), rows.places[kept], path)
@@ -234,9 +290,22 @@ class Selection:
         verdict: npt.NDArray[np.uint8],
         faults: dict[int, str],
     ) -> tuple[Documents, Counter[Drop], list[BadRow]]:
-        dropped = Counter({REASONS[code - 1]: int(number) for code, number in enumerate(np.bincount(verdict)) if code and number})
-        listed = np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for]))
-        bad = [BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")) for row in listed[:BAD_ROWS_LISTED]]
+        dropped = Counter(
+            {
+                REASONS[code - 1]: int(number)
+                for code, number in enumerate(np.bincount(verdict))
+                if code and number
+            }
+        )
+        listed = np.flatnonzero(
+            np.isin(
+                verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for]
+            )
+        )
+        bad = [
+            BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), ""))
+            for row in listed[:BAD_ROWS_LISTED]
+        ]
         if dropped:
             keep = verdict == 0
             wanted = pa.array(keep)
@@ -246,13 +315,23 @@ class Selection:
 
 def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
     """A column of numbers as float64; of text, null where it is no number: a JSON line may hold anything."""
-    if any(test(column.type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)):
+    if any(
+        test(column.type)
+        for test in (
+            pa.types.is_integer,
+            pa.types.is_floating,
+            pa.types.is_decimal,
+            pa.types.is_null,
+        )
+    ):
         return column.cast(pa.float64(), safe=False)
     if pa.types.is_boolean(column.type):
         return pa.nulls(len(column), pa.float64())
     if is_text(column.type):
         return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
-    raise UserError(f"column {name!r} is {column.type}, not a number; name the score's column with --score-column")
+    raise UserError(
+        f"column {name!r} is {column.type}, not a number; name the score's column with --score-column"
+    )
 
 
 def _number(value: str | bytes | None) -> float | None:
@@ -280,11 +359,15 @@ def _decoded(raw: pa.LargeBinaryArray) -> tuple[pa.LargeStringArray, dict[int, s
             faults[row] = f"byte {error.start}: {error.reason}"
     bad = np.zeros(len(raw), np.bool_)
     bad[list(faults)] = True
-    return pc.if_else(pa.array(bad), pa.scalar(None, pa.large_binary()), raw).cast(pa.large_string()), faults
+    return pc.if_else(pa.array(bad), pa.scalar(None, pa.large_binary()), raw).cast(
+        pa.large_string()
+    ), faults
 
 
 def _readable(ids: pa.LargeBinaryArray) -> pa.LargeStringArray:
     try:
         return ids.cast(pa.large_string())
     except pa.ArrowInvalid:
-        return pa.array([value.decode(errors="replace") for value in ids.to_pylist()], pa.large_string())
+        return pa.array(
+            [value.decode(errors="replace") for value in ids.to_pylist()], pa.large_string()
+        )

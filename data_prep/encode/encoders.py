@@ -33,7 +33,9 @@ MAX_DOCUMENT_BYTES = 5 * 2**20
 
 CACHE_BYTES = 300 * 10**6  # of a process's growth since gigatoken was loaded, looked at
 CACHE_EVERY = 32 * 10**6  # bytes of text
-BATCH_BYTES = 2**19  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
+BATCH_BYTES = (
+    2**19
+)  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
 NO_TEXT = "\uffff" * 4  # what no text has: U+FFFF is no character
 WINDOW = 2**18  # characters of a long document that tokenizers sees at once, where its pieces allow
 MARGIN = 16  # characters, past the last that is not white space, that no piece of PIECES needs to see to end where it does
@@ -84,7 +86,9 @@ def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choi
     if found.fault is None:
         return Choice("gigatoken", found.name, f"equal to {plain} on {found.strings:,} strings")
     if wanted == "gigatoken":
-        raise UserError(f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, or leave it out")
+        raise UserError(
+            f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, or leave it out"
+        )
     return Choice("hf", plain, f"not gigatoken: {found.fault}")
 
 
@@ -98,10 +102,20 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
     spec: dict[str, Any] = json.loads(
         Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
     )  # with all that a file may leave out
-    special = {token["content"] for token in spec["added_tokens"] if token["special"] or token["id"] == folder.eod_id} | {folder.eod_token}
+    special = {
+        token["content"]
+        for token in spec["added_tokens"]
+        if token["special"] or token["id"] == folder.eod_id
+    } | {folder.eod_token}
     added = [token for token in spec["added_tokens"] if token["content"] not in special]
     model = _hidden(spec["model"], special)
-    return spec | {"added_tokens": added, "model": model, "truncation": None, "padding": None, "post_processor": None}
+    return spec | {
+        "added_tokens": added,
+        "model": model,
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+    }
 
 
 def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
@@ -112,11 +126,19 @@ def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
     """
     if model["type"] == "BPE" and not model["ignore_merges"]:
         return model
-    names = {name: NO_TEXT + name for name in special - {left + right for left, right in model.get("merges", ())}}
+    names = {
+        name: NO_TEXT + name
+        for name in special - {left + right for left, right in model.get("merges", ())}
+    }
     if model["type"] == "Unigram":
-        return model | {"vocab": [[names.get(piece, piece), score] for piece, score in model["vocab"]]}
+        return model | {
+            "vocab": [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        }
     vocabulary = {names.get(token, token): number for token, number in model["vocab"].items()}
-    return model | {"vocab": vocabulary, "unk_token": names.get(model["unk_token"], model["unk_token"])}
+    return model | {
+        "vocab": vocabulary,
+        "unk_token": names.get(model["unk_token"], model["unk_token"]),
+    }
 
 
 class Gigatoken:
@@ -131,9 +153,15 @@ class Gigatoken:
         self.folder = folder
         self.spec = encoding_spec(folder)
         steps = _steps(self.spec.get("normalizer"), "normalizers")
-        strange = [step["type"] for step in steps if step["type"] not in ("NFC", "Prepend") and "String" not in step.get("pattern", ())]
+        strange = [
+            step["type"]
+            for step in steps
+            if step["type"] not in ("NFC", "Prepend") and "String" not in step.get("pattern", ())
+        ]
         if strange:
-            raise UserError(f"its normalizer has a step {strange[0]}, with which it is not known to be exact")
+            raise UserError(
+                f"its normalizer has a step {strange[0]}, with which it is not known to be exact"
+            )
         self.unsettled = unsettled_points(any(step["type"] == "NFC" for step in steps))
         self._load()
 
@@ -153,7 +181,11 @@ class Gigatoken:
         self.seen += len(data)
         if self.seen > CACHE_EVERY and resident_bytes() - self.resident > CACHE_BYTES:
             self._load()
-        return replaced(encoded, numbers, self._exact.encode(texts.take(pa.array(numbers)))) if len(numbers) else encoded
+        return (
+            replaced(encoded, numbers, self._exact.encode(texts.take(pa.array(numbers))))
+            if len(numbers)
+            else encoded
+        )
 
     @functools.cached_property
     def _exact(self) -> HuggingFace:
@@ -163,15 +195,21 @@ class Gigatoken:
         import awkward as ak
 
         characters = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
-        strings = ak.contents.ListOffsetArray(ak.index.Index64(offsets), characters, parameters={"__array__": "string"})
+        strings = ak.contents.ListOffsetArray(
+            ak.index.Index64(offsets), characters, parameters={"__array__": "string"}
+        )
         try:
             layout = self.tokenizer.encode_batch(ak.Array(strings), parallel=False).layout
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # a panic in Rust, which is no Exception
                 raise
-            raise UserError(f"gigatoken broke down ({one_line(error)}); give --encoder hf") from None
+            raise UserError(
+                f"gigatoken broke down ({one_line(error)}); give --encoder hf"
+            ) from None
         ends = np.asarray(layout.offsets.data, np.int64)
-        return Encoded(np.asarray(layout.content.data, np.uint32)[ends[0] : ends[-1]], ends - ends[0])
+        return Encoded(
+            np.asarray(layout.content.data, np.uint32)[ends[0] : ends[-1]], ends - ends[0]
+        )
 
 
 def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) -> Encoded:
@@ -184,7 +222,9 @@ def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) 
         parts.append(others.ids[others.offsets[place] : others.offsets[place + 1]])
         done = number + 1
     parts.append(encoded.ids[encoded.offsets[done] :])
-    return Encoded(np.concatenate(parts), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+    return Encoded(
+        np.concatenate(parts), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    )
 
 
 def resident_bytes() -> int:
@@ -226,7 +266,12 @@ class HuggingFace:
             if len(batch) == 1 and self.has_windows and batch.nbytes > 4 * WINDOW:
                 parts.append(self._long(batch[0].as_py()))
             else:
-                parts += [_ids(encoding) for encoding in self.tokenizer.encode_batch_fast(batch.to_pylist(), add_special_tokens=False)]
+                parts += [
+                    _ids(encoding)
+                    for encoding in self.tokenizer.encode_batch_fast(
+                        batch.to_pylist(), add_special_tokens=False
+                    )
+                ]
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])
         ids = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
@@ -238,13 +283,17 @@ class HuggingFace:
         start, size = 0, WINDOW
         while start + size < len(text):
             window = text[start : start + size]
-            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[0]  # not the fast one, which knows no characters
+            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[
+                0
+            ]  # not the fast one, which knows no characters
             tokens, characters = _certain(encoding, len(window.rstrip()) - MARGIN)
             parts.append(_ids(encoding)[:tokens])
             start += characters
             size = WINDOW if tokens else 4 * size
             del encoding
-        parts.append(_ids(self.tokenizer.encode_batch_fast([text[start:]], add_special_tokens=False)[0]))
+        parts.append(
+            _ids(self.tokenizer.encode_batch_fast([text[start:]], add_special_tokens=False)[0])
+        )
         return np.concatenate(parts)
 
 
@@ -260,7 +309,9 @@ def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
 
 
 def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(array.array("I", encoding.ids), np.uint32)  # four times as fast as numpy's own conversion of a list
+    return np.frombuffer(
+        array.array("I", encoding.ids), np.uint32
+    )  # four times as fast as numpy's own conversion of a list
 
 
 def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
@@ -270,18 +321,26 @@ def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
     offsets, _ = text_buffers(texts)
     start = 0
     while start < len(texts):
-        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + BATCH_BYTES, side="right")) - 1)
+        stop = max(
+            start + 1, int(np.searchsorted(offsets, offsets[start] + BATCH_BYTES, side="right")) - 1
+        )
         yield texts.slice(start, stop - start)
         start = stop
 
 
-def _renumbered(folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer) -> npt.NDArray[np.uint32] | None:
+def _renumbered(
+    folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer
+) -> npt.NDArray[np.uint32] | None:
     """A table from the ids of the tokenizer ``without`` special tokens to its own; None where each added token has the same in both."""
     if not added:
         return None
     own = Tokenizer.from_file(str(folder.path / "tokenizer.json")).get_vocab(with_added_tokens=True)
     ids = without.get_vocab(with_added_tokens=True)
-    moved = [(ids[token["content"]], own[token["content"]]) for token in added if ids[token["content"]] != own[token["content"]]]
+    moved = [
+        (ids[token["content"]], own[token["content"]])
+        for token in added
+        if ids[token["content"]] != own[token["content"]]
+    ]
     table = np.arange(1 + max(ids.values()), dtype=np.uint32)
     for there, here in moved:
         table[there] = here
@@ -292,22 +351,39 @@ def _has_windows(spec: dict[str, Any]) -> bool:
     """Whether the tokenizer cuts text as it is into PIECES and makes at least a token of each byte, so that ``_long`` is exact."""
     model, steps = spec["model"], _steps(spec.get("pre_tokenizer"), "pretokenizers")
     last = steps[-1] if steps else {}
-    if spec.get("normalizer") or spec["added_tokens"] or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+    if (
+        spec.get("normalizer")
+        or spec["added_tokens"]
+        or last.get("type") != "ByteLevel"
+        or last["add_prefix_space"]
+    ):
         return False
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-    if model["type"] != "BPE" or affixes or not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys():
+    if (
+        model["type"] != "BPE"
+        or affixes
+        or not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys()
+    ):
         return False
     if last.get("use_regex", True):
         return len(steps) == 1
     split = steps[0] if len(steps) == 2 and steps[0]["type"] == "Split" else {}
-    return split.get("pattern", {}).get("Regex") in PIECES and split.get("behavior") == "Isolated" and not split.get("invert")
+    return (
+        split.get("pattern", {}).get("Regex") in PIECES
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+    )
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer: none, one, or those of a sequence, in which they have this ``name``."""
     if part is None:
         return []
-    return [inner for step in part[name] for inner in _steps(step, name)] if part["type"] == "Sequence" else [part]
+    return (
+        [inner for step in part[name] for inner in _steps(step, name)]
+        if part["type"] == "Sequence"
+        else [part]
+    )
 
 
 PLANES_IN_USE = (*range(0x40000), *range(0xE0000, 0xE1000), *range(0xF0000, 0x110000))
@@ -326,10 +402,13 @@ def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
     if composed:
         points[HANGUL_VOWELS_AND_ENDS] = True
         points[list(PLANES_IN_USE)] |= [
-            unicodedata.combining(letter) > 0 or not unicodedata.is_normalized("NFC", letter) for letter in letters
+            unicodedata.combining(letter) > 0 or not unicodedata.is_normalized("NFC", letter)
+            for letter in letters
         ]
         parts = [unicodedata.decomposition(letter).split() for letter in letters]
-        points[[int(part[1], 16) for part in parts if len(part) == 2 and not part[0].startswith("<")]] = True
+        points[
+            [int(part[1], 16) for part in parts if len(part) == 2 and not part[0].startswith("<")]
+        ] = True
     return points
 
 

@@ -45,12 +45,16 @@ class Mask:
     columns: tuple[str, ...]
     sha256: str
 
-    def keep(self, batch: pa.RecordBatch, places: npt.NDArray[np.int64], path: str) -> npt.NDArray[np.bool_]:
+    def keep(
+        self, batch: pa.RecordBatch, places: npt.NDArray[np.int64], path: str
+    ) -> npt.NDArray[np.bool_]:
         """Which rows of ``batch`` stay, bool [n]. Raises UserError with the mask's line or what is wrong with its answer, and the rows."""
         try:
             answer = self.function(batch, places, path)
         except Exception as error:  # whatever a person's code raises
-            raise UserError(f"{_where(error, self.file)}: {_what(error)} (in {self.name}, {_rows(places, path)})") from None
+            raise UserError(
+                f"{_where(error, self.file)}: {_what(error)} (in {self.name}, {_rows(places, path)})"
+            ) from None
         return self._checked(answer, len(places), _rows(places, path))
 
     def _checked(self, answer: object, rows: int, where: str) -> npt.NDArray[np.bool_]:
@@ -61,13 +65,21 @@ class Mask:
             kind = str(answer.type)
             if pa.types.is_boolean(answer.type):
                 if answer.null_count:
-                    raise UserError(f"{owner} returned {answer.null_count} nulls; each row needs true (keep) or false ({where})")
+                    raise UserError(
+                        f"{owner} returned {answer.null_count} nulls; each row needs true (keep) or false ({where})"
+                    )
                 answer = answer.to_numpy(zero_copy_only=False)
         else:
             kind = str(answer.dtype) if isinstance(answer, np.ndarray) else type(answer).__name__
         if not isinstance(answer, np.ndarray) or answer.dtype != np.bool_ or answer.ndim != 1:
-            shape = f" of shape {answer.shape}" if isinstance(answer, np.ndarray) and answer.ndim != 1 else ""
-            raise UserError(f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one dimension ({where})")
+            shape = (
+                f" of shape {answer.shape}"
+                if isinstance(answer, np.ndarray) and answer.ndim != 1
+                else ""
+            )
+            raise UserError(
+                f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one dimension ({where})"
+            )
         if len(answer) != rows:
             raise UserError(f"{owner} returned {len(answer)} values for {rows} rows ({where})")
         return answer
@@ -93,15 +105,34 @@ def load_mask(spec: str) -> Mask:
         raise UserError(f"{_where(error, file)}: {_what(error)} (--mask {spec})") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        defined = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_")) or "none"
-        raise UserError(f"{file} has no function {function_name!r} (it has: {defined}), asked for by --mask {spec}")
-    return Mask(file, function_name, function, _names(module, "columns", file), _digest(source, _names(module, "files", file), file))
+        defined = (
+            ", ".join(
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_")
+            )
+            or "none"
+        )
+        raise UserError(
+            f"{file} has no function {function_name!r} (it has: {defined}), asked for by --mask {spec}"
+        )
+    return Mask(
+        file,
+        function_name,
+        function,
+        _names(module, "columns", file),
+        _digest(source, _names(module, "files", file), file),
+    )
 
 
 def _names(module: ModuleType, key: str, file: Path) -> tuple[str, ...]:
     value = getattr(module, key, ())
-    if not isinstance(value, tuple | list) or not all(isinstance(name, str) and name for name in value):
-        raise UserError(f"{file}: {key} is {value!r}; it must be a tuple of names, such as ({key[:-1]!r},)")
+    if not isinstance(value, tuple | list) or not all(
+        isinstance(name, str) and name for name in value
+    ):
+        raise UserError(
+            f"{file}: {key} is {value!r}; it must be a tuple of names, such as ({key[:-1]!r},)"
+        )
     return tuple(value)
 
 
@@ -120,7 +151,11 @@ def _where(error: Exception, file: Path) -> str:
     """FILE.py:LINE of the mask's innermost line in the error's traceback, or of the syntax error."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
     return f"{file}:{lines[-1]}" if lines else str(file)
 
 

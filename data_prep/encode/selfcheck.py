@@ -21,7 +21,14 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from data_prep.encode.encoders import Encoded, Encoder, Gigatoken, HuggingFace, gigatoken_name, unsettled_points
+from data_prep.encode.encoders import (
+    Encoded,
+    Encoder,
+    Gigatoken,
+    HuggingFace,
+    gigatoken_name,
+    unsettled_points,
+)
 from data_prep.encode.tokenizer import TokenizerFolder
 from fem_common.errors import UserError
 from fem_common.signals import signal_name
@@ -34,14 +41,141 @@ SECONDS = 300.0
 
 # What tokenizers have been seen to differ in: space and line ends, controls, quotes, numbers, marks, joiners, scripts, unassigned points.
 PARTS = (
-    *(" ", "  ", "   ", "    ", " " * 17, "\t", "\t\t", "\n", "\n\n", "\r\n", "\r", " \n", "\n ", "\x00", "\x0b\x0c", "\x1c\x1f"),
-    *("\x7f\x1b", "\x85", "\u00a0", "\u1680", "\u2003", "\u2028", "\u2029", "\u202f", "\u3000", "\u200b", "\u200d", "\u2060", "\ufeff"),
-    *("'s", "'S", "'ll", "'LL", "'ve", "'", "''", "\u2019s", "'\u017f", "don't", "0", "12", "123", "1234", "0123456789", "3.14", "²"),
-    *("Ⅷ", "١٢٣", "e\u0301", "é", "\u0301", "n\u0303\u0323", "ﬁ", "ß", "İ", "ǅ", "क्षि", "ไทย", "한국어", "\u1112\u1161\u11ab", "العربية"),
-    *("עִבְרִית", "Ελλάδα", "日本語", "漢", "𠀋", "👩‍👩‍👧‍👦", "🇯🇵", "👍🏽", "❤️", "\ue000", "\uf8ff", "\ufffd"),
-    *("\U000e0001", "\U0010fffd", "word", "the", " the", "The", "THE", "internationalization", "a", "B", "x" * 33, "aA1_"),
-    *("_", "__init__", "def f(x):", "return", "!=", "->", "...", "!!!", "?!", '"', "(", ")", "[[", "{}", "<", ">", "</", "<|", "|>", "/>"),
-    *("\\n", "//", "#", "@", "$1,000.00", "https://github.com/c?d=e&f", "▁", "▁▁", "Ġ", "Ċ", "##", "</w>", "<0x0A>", "<0xFF>"),
+    *(
+        " ",
+        "  ",
+        "   ",
+        "    ",
+        " " * 17,
+        "\t",
+        "\t\t",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\r",
+        " \n",
+        "\n ",
+        "\x00",
+        "\x0b\x0c",
+        "\x1c\x1f",
+    ),
+    *(
+        "\x7f\x1b",
+        "\x85",
+        "\u00a0",
+        "\u1680",
+        "\u2003",
+        "\u2028",
+        "\u2029",
+        "\u202f",
+        "\u3000",
+        "\u200b",
+        "\u200d",
+        "\u2060",
+        "\ufeff",
+    ),
+    *(
+        "'s",
+        "'S",
+        "'ll",
+        "'LL",
+        "'ve",
+        "'",
+        "''",
+        "\u2019s",
+        "'\u017f",
+        "don't",
+        "0",
+        "12",
+        "123",
+        "1234",
+        "0123456789",
+        "3.14",
+        "²",
+    ),
+    *(
+        "Ⅷ",
+        "١٢٣",
+        "e\u0301",
+        "é",
+        "\u0301",
+        "n\u0303\u0323",
+        "ﬁ",
+        "ß",
+        "İ",
+        "ǅ",
+        "क्षि",
+        "ไทย",
+        "한국어",
+        "\u1112\u1161\u11ab",
+        "العربية",
+    ),
+    *(
+        "עִבְרִית",
+        "Ελλάδα",
+        "日本語",
+        "漢",
+        "𠀋",
+        "👩‍👩‍👧‍👦",
+        "🇯🇵",
+        "👍🏽",
+        "❤️",
+        "\ue000",
+        "\uf8ff",
+        "\ufffd",
+    ),
+    *(
+        "\U000e0001",
+        "\U0010fffd",
+        "word",
+        "the",
+        " the",
+        "The",
+        "THE",
+        "internationalization",
+        "a",
+        "B",
+        "x" * 33,
+        "aA1_",
+    ),
+    *(
+        "_",
+        "__init__",
+        "def f(x):",
+        "return",
+        "!=",
+        "->",
+        "...",
+        "!!!",
+        "?!",
+        '"',
+        "(",
+        ")",
+        "[[",
+        "{}",
+        "<",
+        ">",
+        "</",
+        "<|",
+        "|>",
+        "/>",
+    ),
+    *(
+        "\\n",
+        "//",
+        "#",
+        "@",
+        "$1,000.00",
+        "https://github.com/c?d=e&f",
+        "▁",
+        "▁▁",
+        "Ġ",
+        "Ċ",
+        "##",
+        "</w>",
+        "<0x0A>",
+        "<0xFF>",
+    ),
     *("<unk>", "<s>", "</s>", "<pad>", "[CLS]", "[MASK]", "<|endoftext|>", "<|im_start|>"),
 )
 UNSETTLED = ("\ufdd0", "\uffff", "\U0010ffff", "x\U0001fffe y", "1\U00011de0234")
@@ -59,16 +193,32 @@ class Found:
 
 def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
     """Encode the battery and about SAMPLE_CHARACTERS of the samples with both, in a process of its own; takes about 2 CPU seconds."""
-    question = json.dumps({"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)})
+    question = json.dumps(
+        {"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)}
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "data_prep.encode.selfcheck"]
     try:
-        child = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+        child = subprocess.run(
+            command,
+            input=question,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Found("gigatoken", 0, f"its self-check did not end within {SECONDS:.0f} seconds")
     if child.returncode:
         words = child.stderr.strip().splitlines()
-        killed = signal_name(-child.returncode) if child.returncode < 0 else words[-1] if words else f"exit code {child.returncode}"
+        killed = (
+            signal_name(-child.returncode)
+            if child.returncode < 0
+            else words[-1]
+            if words
+            else f"exit code {child.returncode}"
+        )
         return Found("gigatoken", 0, f"it crashed in its self-check ({killed})")
     return Found(**json.loads(child.stdout.splitlines()[-1]))
 
@@ -84,17 +234,29 @@ def _clipped(samples: Sequence[str]) -> list[str]:
     return taken
 
 
-def battery(folder: TokenizerFolder, strings: int = STRINGS, step: int = STEP, seed: int = 0) -> Iterator[str]:
+def battery(
+    folder: TokenizerFolder, strings: int = STRINGS, step: int = STEP, seed: int = 0
+) -> Iterator[str]:
     """Strings, always the same: random ones of PARTS, the tokenizer's entries and any code points; runs; every ``step``-th code point."""
     random_ = random.Random(seed)
     spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
     own = [str(token["content"]) for token in spec.get("added_tokens") or ()]
-    own += [part for token in own for part in (f" {token} ", f"x{token}x", token[1:], token[:-1], token.upper(), token * 2)]
+    own += [
+        part
+        for token in own
+        for part in (f" {token} ", f"x{token}x", token[1:], token[:-1], token.upper(), token * 2)
+    ]
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
-    entries = [tokenizer.id_to_token(number) or "" for number in random_.sample(ids, min(len(ids), 2000))]
+    entries = [
+        tokenizer.id_to_token(number) or "" for number in random_.sample(ids, min(len(ids), 2000))
+    ]
     entries += [entry.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for entry in entries]
-    points = [point for point in np.flatnonzero(~unsettled_points(composed=False)).tolist() if not 0xD800 <= point < 0xE000]
+    points = [
+        point
+        for point in np.flatnonzero(~unsettled_points(composed=False)).tolist()
+        if not 0xD800 <= point < 0xE000
+    ]
     ends = [bisect.bisect_left(points, limit) for limit in (0x80, 0x800, 0x10000, 0x40000)]
     yield from own
     yield from (*PARTS, *UNSETTLED)
@@ -102,8 +264,20 @@ def battery(folder: TokenizerFolder, strings: int = STRINGS, step: int = STEP, s
         parts = []
         for _ in range(random_.choice((1, 2, 3, 5, 8, 13))):
             kind = random_.random()
-            source = PARTS if kind < 0.5 else entries if kind < 0.7 else own if kind < 0.8 and own else None
-            parts.append(random_.choice(source) if source else chr(points[random_.randrange(random_.choice(ends))]))
+            source = (
+                PARTS
+                if kind < 0.5
+                else entries
+                if kind < 0.7
+                else own
+                if kind < 0.8 and own
+                else None
+            )
+            parts.append(
+                random_.choice(source)
+                if source
+                else chr(points[random_.randrange(random_.choice(ends))])
+            )
         yield "".join(parts)
     for run in RUNS:
         yield from (run * length for length in (15, 16, 17, 31, 33, 63, 64, 65, 257, 1500))
@@ -119,7 +293,9 @@ def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | Non
     if same and np.array_equal(expected.ids, found.ids):
         return None
     for number in range(len(expected.offsets) - 1):
-        one, other = (part.ids[part.offsets[number] : part.offsets[number + 1]] for part in (expected, found))
+        one, other = (
+            part.ids[part.offsets[number] : part.offsets[number + 1]] for part in (expected, found)
+        )
         if not np.array_equal(one, other):
             length = min(len(one), len(other))
             unequal = np.flatnonzero(one[:length] != other[:length])

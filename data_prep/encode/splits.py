@@ -26,7 +26,10 @@ class Split:
     test_percent: float
 
     def __post_init__(self) -> None:
-        for name, percent in (("--valid-percent", self.valid_percent), ("--test-percent", self.test_percent)):
+        for name, percent in (
+            ("--valid-percent", self.valid_percent),
+            ("--test-percent", self.test_percent),
+        ):
             if not math.isfinite(percent) or not 0 <= percent < 100:
                 raise UserError(f"{name} is {percent}; it must be at least 0 and below 100")
         if self.valid_percent + self.test_percent >= 100:
@@ -36,7 +39,9 @@ class Split:
     @property
     def names(self) -> tuple[str, ...]:
         """The splits that are written: train, and those with a share."""
-        return ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
+        return (
+            ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
+        )
 
     def of(self, document_id: bytes) -> str:
         """The split of a document."""
@@ -47,8 +52,13 @@ class Split:
 
     def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
         """The splits of documents whose ids hash to ``hashes`` [n], as indices into SPLITS [n]; the same as ``of`` gives."""
-        starts = [_first_hash(self.test_percent), _first_hash(self.test_percent + self.valid_percent)]
-        order = np.array([SPLITS.index("test"), SPLITS.index("valid"), SPLITS.index("train")], np.uint8)
+        starts = [
+            _first_hash(self.test_percent),
+            _first_hash(self.test_percent + self.valid_percent),
+        ]
+        order = np.array(
+            [SPLITS.index("test"), SPLITS.index("valid"), SPLITS.index("train")], np.uint8
+        )
         return order[np.searchsorted(np.array(starts, np.uint64), hashes, side="right")]
 
 
@@ -63,16 +73,23 @@ def _first_hash(percent: float) -> int:
 
 def hash64(document_id: bytes, purpose: bytes = b"") -> int:
     """A 64-bit hash of a document's id, the same on every machine; ``purpose`` makes independent ones."""
-    return int.from_bytes(hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big"
+    )
 
 
 def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
     """``hash64`` of each id; [n] without nulls -> uint64 [n]."""
     _, offset_buffer, data = ids.buffers()
-    offsets = np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist() if len(ids) else [0]
+    offsets = (
+        np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist()
+        if len(ids)
+        else [0]
+    )
     view, blake2b = memoryview(data if data is not None else b""), hashlib.blake2b
     digests = [
-        blake2b(view[start:stop], digest_size=8, person=purpose).digest() for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+        blake2b(view[start:stop], digest_size=8, person=purpose).digest()
+        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
     ]
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
@@ -83,12 +100,24 @@ def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
     def filled(split: Split) -> set[str]:
         return {SPLITS[number] for number in np.unique(split.of_hashes(hashes))}
 
-    shares = [factor * 10.0**exponent for exponent in (-3, -2, -1) for factor in range(1, 10)] + [float(share) for share in range(1, 100)]
-    tests = [split.test_percent, *(share for share in shares if share > split.test_percent)] if split.test_percent else [0.0]
-    test = next((share for share in tests if not share or "test" in filled(Split(0.0, share))), None)
+    shares = [factor * 10.0**exponent for exponent in (-3, -2, -1) for factor in range(1, 10)] + [
+        float(share) for share in range(1, 100)
+    ]
+    tests = (
+        [split.test_percent, *(share for share in shares if share > split.test_percent)]
+        if split.test_percent
+        else [0.0]
+    )
+    test = next(
+        (share for share in tests if not share or "test" in filled(Split(0.0, share))), None
+    )
     if test is None:
         return None
-    valids = [split.valid_percent, *(share for share in shares if share > split.valid_percent)] if split.valid_percent else [0.0]
+    valids = (
+        [split.valid_percent, *(share for share in shares if share > split.valid_percent)]
+        if split.valid_percent
+        else [0.0]
+    )
     for valid in valids:
         if valid + test < 100 and filled(wanted := Split(valid, test)) >= set(wanted.names):
             return wanted

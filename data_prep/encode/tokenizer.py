@@ -46,10 +46,14 @@ class TokenizerFolder:
 
 def load_folder(path: Path) -> TokenizerFolder:
     """Read and check a tokenizer folder. Raises UserError where it is none, names no EOD, or encodes at random (dropout)."""
-    existing_folder(path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer")
+    existing_folder(
+        path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer"
+    )
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise UserError(f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer")
+        raise UserError(
+            f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer"
+        )
     try:
         vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises nothing narrower than Exception
@@ -57,10 +61,14 @@ def load_folder(path: Path) -> TokenizerFolder:
             f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
         ) from None
     if dropout := json.loads(file.read_bytes())["model"].get("dropout"):
-        raise UserError(f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null")
+        raise UserError(
+            f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null"
+        )
     eod = _eod_token(path)
     if eod not in vocabulary:
-        raise UserError(f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json")
+        raise UserError(
+            f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json"
+        )
     return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
 
 
@@ -94,7 +102,10 @@ def find_tokenizer(name_or_path: str) -> Path:
     without network too. Raises UserError where there is no such folder or repository, no access, or no tokenizer.json in it.
     """
     path = Path(expand_home(name_or_path))
-    name = next((name_or_path.removeprefix(prefix) for prefix in _HUB if name_or_path.startswith(prefix)), name_or_path)
+    name = next(
+        (name_or_path.removeprefix(prefix) for prefix in _HUB if name_or_path.startswith(prefix)),
+        name_or_path,
+    )
     match = _NAME.fullmatch(name)
     if match is not None and (name != name_or_path or not (path.exists() or path.parent.is_dir())):
         return _fetch(Repository("model", match["id"], match["revision"]))
@@ -106,16 +117,26 @@ def find_tokenizer(name_or_path: str) -> Path:
 
 
 def _hint(path: Path) -> str:
-    beside = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    beside = (
+        [other.name for other in path.parent.iterdir() if other.is_dir()]
+        if path.parent.is_dir()
+        else []
+    )
     near = nearest(path.name, beside)
-    return f"did you mean {path.parent / near}?" if near else f"{WHAT}, or name one on the Hugging Face Hub: hf://ORG/NAME"
+    return (
+        f"did you mean {path.parent / near}?"
+        if near
+        else f"{WHAT}, or name one on the Hugging Face Hub: hf://ORG/NAME"
+    )
 
 
 def _fetch(repository: Repository) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch() -> str:
-        return snapshot_download(repository.id, revision=repository.revision, allow_patterns=list(TOKENIZER_FILES))
+        return snapshot_download(
+            repository.id, revision=repository.revision, allow_patterns=list(TOKENIZER_FILES)
+        )
 
     try:
         folder = Path(patiently(fetch, repository, SHORT_WAITS))

@@ -59,10 +59,16 @@ class Engine:
                     read += part.batch.column(self.settings.text_column).nbytes
                     work.add(part)
                 else:
-                    work.drop(Counter({part.reason: part.rows}), [BadRow(part.place, part.reason, part.message)], part.rows)
+                    work.drop(
+                        Counter({part.reason: part.rows}),
+                        [BadRow(part.place, part.reason, part.message)],
+                        part.rows,
+                    )
                 report(read, work.tally)
             if unit.rows not in (None, work.tally.rows):
-                raise UserError(f"{file.path} has changed since it was planned; make the data again with --overwrite")
+                raise UserError(
+                    f"{file.path} has changed since it was planned; make the data again with --overwrite"
+                )
             return work.publish(unit)
 
 
@@ -77,7 +83,9 @@ class _Work:
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
         self.ids: dict[str, IdsWriter] = {}
-        self.have_ids = engine.settings.id_column != engine.settings.text_column  # else they would be the texts once more
+        self.have_ids = (
+            engine.settings.id_column != engine.settings.text_column
+        )  # else they would be the texts once more
         self.text_bytes: Counter[str] = Counter()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
@@ -96,7 +104,9 @@ class _Work:
         reasons = unwritable(encoded, self.eod)
         for reason, which in reasons.items():
             dropped[reason] += len(which)
-            bad = bad + [BadRow(int(place), reason) for place in documents.places[which[:PLACES_KEPT]]]
+            bad = bad + [
+                BadRow(int(place), reason) for place in documents.places[which[:PLACES_KEPT]]
+            ]
         self.drop(dropped, bad, rows.batch.num_rows)
         kept = np.ones(len(documents.splits), dtype=bool)
         for which in reasons.values():
@@ -113,9 +123,13 @@ class _Work:
             part = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
             text_bytes = int(sizes[chosen].sum())
             if name not in self.writers:
-                self.writers[name] = self.stack.enter_context(closing(IndexedWriter(self.folder / name, self.dtype)))
+                self.writers[name] = self.stack.enter_context(
+                    closing(IndexedWriter(self.folder / name, self.dtype))
+                )
                 if self.have_ids:
-                    self.ids[name] = self.stack.enter_context(closing(IdsWriter(self.folder / f"{name}.ids")))
+                    self.ids[name] = self.stack.enter_context(
+                        closing(IdsWriter(self.folder / f"{name}.ids"))
+                    )
             self.writers[name].add(part, lengths[chosen])
             if self.have_ids:
                 self.ids[name].add(documents.ids.filter(pa.array(chosen)).to_pylist())
@@ -128,16 +142,30 @@ class _Work:
         """Finish the files, give them their names, and write the entry last."""
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
-            raise RuntimeError(f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}")
+            raise RuntimeError(
+                f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}"
+            )
         splits = {}
         for name in (name for name in SPLITS if name in self.writers):
             ids = self.ids[name].finish() if self.have_ids else None
-            splits[name] = SplitEntry(text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()), ids=ids)
+            splits[name] = SplitEntry(
+                text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()), ids=ids
+            )
         dropped = {str(reason): tally.dropped[reason] for reason in Drop if tally.dropped[reason]}
         bad = tuple(sorted(self.bad, key=lambda row: row.place))
-        entry = UnitEntry(unit.number, plan.fingerprint, tally.rows, dropped, bad, splits, self.engine.encoder.name)
+        entry = UnitEntry(
+            unit.number,
+            plan.fingerprint,
+            tally.rows,
+            dropped,
+            bad,
+            splits,
+            self.engine.encoder.name,
+        )
         if read_plan(out).fingerprint != plan.fingerprint:
-            raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
+            raise UserError(
+                f"{out} was planned anew while this run worked on it; give the command again"
+            )
         for name, split in splits.items():
             for kind in split.sizes:
                 final = shard_prefix(out, unit, name)
@@ -152,10 +180,16 @@ def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
     empty = np.flatnonzero(np.diff(encoded.offsets) == 0)
     found = np.flatnonzero(encoded.ids == eod)
     ending = np.unique(np.searchsorted(encoded.offsets, found, side="right") - 1)
-    return {reason: which for reason, which in ((Drop.NO_TOKENS, empty), (Drop.CONTAINS_EOD, ending)) if len(which)}
+    return {
+        reason: which
+        for reason, which in ((Drop.NO_TOKENS, empty), (Drop.CONTAINS_EOD, ending))
+        if len(which)
+    }
 
 
-def with_eod(encoded: Encoded, eod: int, dtype: np.dtype[np.generic]) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
+def with_eod(
+    encoded: Encoded, eod: int, dtype: np.dtype[np.generic]
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
     """All ids [total + n] as ``dtype``, EOD after each document, and the documents' lengths [n] with it."""
     lengths = np.diff(encoded.offsets) + 1
     ids = np.empty(len(encoded.ids) + len(lengths), dtype=dtype)

@@ -50,10 +50,14 @@ class Step(NamedTuple):
     tally: Tally
 
 
-Message = Step | UnitEntry | CommandError | None  # a worker's: so far, done, given up, or it is dead
+Message = (
+    Step | UnitEntry | CommandError | None
+)  # a worker's: so far, done, given up, or it is dead
 
 
-def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board) -> None:
+def run_units(
+    out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board
+) -> None:
     """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make); the board shows it.
 
     Raises CommandError for the first unit that fails, Fault where its worker died, after the others have ended the unit they are at.
@@ -85,7 +89,9 @@ def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: 
 class _Worker:
     """The parent's side of a worker, and the unit it is at."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit
+    ) -> None:
         self.process, self.connection = process, connection
         self.give(unit)
 
@@ -118,10 +124,21 @@ class _Crew:
     def hire(self, unit: Unit) -> None:
         """Start a worker on a unit. SIGINT, SIGTERM and SIGHUP are the parent's to handle: workers are born with them blocked."""
         ours, theirs = Pipe()
-        command = [sys.executable, "-c", START, str(theirs.fileno()), str(self._lifeline), str(self.out), self.plan.fingerprint, self.kind]
+        command = [
+            sys.executable,
+            "-c",
+            START,
+            str(theirs.fileno()),
+            str(self._lifeline),
+            str(self.out),
+            self.plan.fingerprint,
+            self.kind,
+        ]
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        )
         try:
             process = subprocess.Popen(
                 command,
@@ -159,7 +176,12 @@ class _Crew:
                 advice = " (--encoder hf does without gigatoken)"
         return f"a worker {end} at {describe_unit(self.plan, worker.unit)}{advice}; {LEFT}"
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self._held)
         for worker in list(self.workers):
             self.dismiss(worker)
@@ -177,7 +199,10 @@ def _await_end(process: subprocess.Popen[bytes]) -> int:
 def describe_unit(plan: Plan, unit: Unit) -> str:
     """A unit as an error names it: number, file, and which part of it."""
     file = plan.files[unit.file]
-    what = {"parquet": f", row groups {unit.start} to {unit.stop - 1}", "jsonl": f", bytes {unit.start} to {unit.stop}"}
+    what = {
+        "parquet": f", row groups {unit.start} to {unit.stop - 1}",
+        "jsonl": f", bytes {unit.start} to {unit.stop}",
+    }
     if file.parts:
         what[file.kind] = f", from {locate(file, unit.start)[0]} on"
     return f"unit {unit.number} ({file.path}{what.get(file.kind, '')})"
@@ -192,7 +217,9 @@ def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) 
             number = parent.recv()
             try:
                 if engine is None:
-                    threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
+                    threading.Thread(
+                        target=_leave_with_parent, args=(int(lifeline),), daemon=True
+                    ).start()
                     engine = _engine(Path(out), fingerprint, kind)
                 message: Message = engine.encode_unit(engine.plan.units[number], _reporter(parent))
             except BaseException as error:  # a panic in a Rust library is no Exception
@@ -209,9 +236,13 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
 
     plan, folder = read_plan(out), load_folder(out / TOKENIZER)
     if plan.fingerprint != fingerprint:
-        raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
+        raise UserError(
+            f"{out} was planned anew while this run worked on it; give the command again"
+        )
     if folder.sha256 != plan.tokenizer.sha256:
-        raise UserError(f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite")
+        raise UserError(
+            f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite"
+        )
     return Engine(out, plan, make(folder, kind))
 
 
@@ -234,7 +265,9 @@ def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) ->
         return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
     if is_want_of_memory(error):
-        return Fault(f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}")
+        return Fault(
+            f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}"
+        )
     if isinstance(error, OSError):
         if error.errno in FULL:
             error.filename = str(out / SHARDS / "unfinished")

@@ -44,13 +44,38 @@ IDX_BYTES = 20  # of a document in the .idx: length, pointer, document number
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME")
+    add(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME",
+    )
     add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
-    add("--tokenizer", metavar="DIR|NAME", help="estimate tokens, disk and hours with this one: a folder, or ORG/NAME on the Hub")
-    add("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
+    add(
+        "--tokenizer",
+        metavar="DIR|NAME",
+        help="estimate tokens, disk and hours with this one: a folder, or ORG/NAME on the Hub",
+    )
+    add(
+        "--encoder",
+        choices=("auto", "gigatoken", "hf"),
+        default="auto",
+        help="default: gigatoken where it is exact",
+    )
     add_column_arguments(parser)
-    add("--sample-mb", type=float, default=8.0, metavar="MB", help="read about this much text (default: 8)")
-    add("--workers", type=int, metavar="W", help="processes that the hours are for (default: one a core)")
+    add(
+        "--sample-mb",
+        type=float,
+        default=8.0,
+        metavar="MB",
+        help="read about this much text (default: 8)",
+    )
+    add(
+        "--workers",
+        type=int,
+        metavar="W",
+        help="processes that the hours are for (default: one a core)",
+    )
     add("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -73,7 +98,9 @@ def evenly(number: int, most: int) -> list[int]:
     return [(2 * i + 1) * number // (2 * taken) for i in range(taken)]
 
 
-def draw(files: list[SourceFile], selection: Selection, sample_bytes: float) -> tuple[Sample, float | None]:
+def draw(
+    files: list[SourceFile], selection: Selection, sample_bytes: float
+) -> tuple[Sample, float | None]:
     """Read the sample, everything where it is no more than asked for, else about the same from each place; and MB/s of reading a core.
 
     Raises UserError.
@@ -89,20 +116,40 @@ def draw(files: list[SourceFile], selection: Selection, sample_bytes: float) -> 
     return sample, _speed(chosen[-1], selection)
 
 
-def _draw_from(file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading) -> None:
+def _draw_from(
+    file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading
+) -> None:
     """Add about ``share`` bytes of a file's text to the sample, from up to 8 of its spans, or from more where these are small."""
     columns, started = selection.settings.columns, sample.read_bytes
     cuts = spans(file, columns, max(1, round(min(share, file.text_bytes) / PLACES)))
-    order = range(len(cuts)) if sample.whole else dict.fromkeys([*evenly(len(cuts), PLACES), *range(len(cuts))])
+    order = (
+        range(len(cuts))
+        if sample.whole
+        else dict.fromkeys([*evenly(len(cuts), PLACES), *range(len(cuts))])
+    )
     for number, place in enumerate(order):
         left = share - (sample.read_bytes - started)
         if left <= 0:
             return
         sample.places += 1
-        _draw_span(file, cuts[place], selection, left / max(1, min(PLACES, len(cuts)) - number), sample, reading)
+        _draw_span(
+            file,
+            cuts[place],
+            selection,
+            left / max(1, min(PLACES, len(cuts)) - number),
+            sample,
+            reading,
+        )
 
 
-def _draw_span(file: SourceFile, span: Span, selection: Selection, most: float, sample: Sample, reading: Reading) -> None:
+def _draw_span(
+    file: SourceFile,
+    span: Span,
+    selection: Selection,
+    most: float,
+    sample: Sample,
+    reading: Reading,
+) -> None:
     taken = 0
     for part in read_span(file, span, selection.settings.columns):
         if not isinstance(part, Rows):
@@ -111,8 +158,12 @@ def _draw_span(file: SourceFile, span: Span, selection: Selection, most: float, 
             continue
         texts = part.batch.column(selection.settings.text_column)
         sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
-        number = min(int(np.searchsorted(sizes, most - taken)) + 1, len(sizes))  # rows that hold what is missing, at least one
-        documents, dropped, _ = selection.of(Rows(part.places[:number], part.batch.slice(0, number)), file.path)
+        number = min(
+            int(np.searchsorted(sizes, most - taken)) + 1, len(sizes)
+        )  # rows that hold what is missing, at least one
+        documents, dropped, _ = selection.of(
+            Rows(part.places[:number], part.batch.slice(0, number)), file.path
+        )
         if len(documents.splits):
             sample.batches.append(documents)
         sample.dropped += dropped
@@ -140,11 +191,18 @@ def _speed(file: SourceFile, selection: Selection) -> float | None:
 def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
     """What footers and sizes tell; ``columns`` are those of the first file."""
     return {
-        "kinds": dict(sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())),
+        "kinds": dict(
+            sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())
+        ),
         "bytes": sum(file.bytes for file in files),
-        "rows": sum(file.rows or 0 for file in files) if all(file.rows is not None for file in files) else None,
+        "rows": sum(file.rows or 0 for file in files)
+        if all(file.rows is not None for file in files)
+        else None,
         "text_bytes": sum(file.text_bytes for file in files),
-        "list": [{"path": file.path, "kind": file.kind, "bytes": file.bytes, "rows": file.rows} for file in files],
+        "list": [
+            {"path": file.path, "kind": file.kind, "bytes": file.bytes, "rows": file.rows}
+            for file in files
+        ],
         "first": first_file(files[0]),
     }
 
@@ -157,20 +215,46 @@ def first_file(file: SourceFile) -> dict[str, Any]:
         if file.kind == "parquet":
             with pq.ParquetFile(stream) as parquet:
                 schema, groups = parquet.schema_arrow, parquet.metadata.num_row_groups
-            return {"columns": {column.name: str(column.type) for column in schema}, "row_groups": groups}
+            return {
+                "columns": {column.name: str(column.type) for column in schema},
+                "row_groups": groups,
+            }
         first = jsonl.first_object(stream, file.kind)
-    return {"columns": {name: _json_type(value) for name, value in first.items()}, "row_groups": None}
+    return {
+        "columns": {name: _json_type(value) for name, value in first.items()},
+        "row_groups": None,
+    }
 
 
 def _json_type(value: object) -> str:
-    names = {str: "string", bool: "bool", jsonl.Integer: "number", float: "number", list: "list", dict: "object"}
+    names = {
+        str: "string",
+        bool: "bool",
+        jsonl.Integer: "number",
+        float: "number",
+        list: "list",
+        dict: "object",
+    }
     return names.get(type(value), "null")
 
 
 def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
     """Rows, drops, sizes of the documents, and the first words of one of the first, the middle and the last batch."""
-    lengths = np.concatenate([np.empty(0, np.int64), *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches)])
-    sizes = {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "largest": int(lengths.max())} if len(lengths) else None
+    lengths = np.concatenate(
+        [
+            np.empty(0, np.int64),
+            *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches),
+        ]
+    )
+    sizes = (
+        {
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "largest": int(lengths.max()),
+        }
+        if len(lengths)
+        else None
+    )
     shown = [sample.batches[index] for index in evenly(len(sample.batches), EXAMPLES)]
     return {
         "whole": sample.whole,
@@ -180,17 +264,23 @@ def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
         "read_bytes": sample.read_bytes,
         "documents": len(lengths),
         "text_bytes": int(lengths.sum()),
-        "dropped": {str(reason): sample.dropped[reason] for reason in Drop if sample.dropped[reason]},
+        "dropped": {
+            str(reason): sample.dropped[reason] for reason in Drop if sample.dropped[reason]
+        },
         "document_bytes": sizes,
         "read_mb_per_second": speed,
-        "examples": [{"id": _one_line(batch.ids[0]), "text": _one_line(batch.texts[0])} for batch in shown],
+        "examples": [
+            {"id": _one_line(batch.ids[0]), "text": _one_line(batch.texts[0])} for batch in shown
+        ],
     }
 
 
 def _one_line(value: pa.Scalar) -> str:
     """The beginning of a text, its white space and control characters as single spaces."""
     text = value.as_buffer()[: 16 * EXAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")
-    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[:EXAMPLE_CHARACTERS]
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[
+        :EXAMPLE_CHARACTERS
+    ]
 
 
 def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
@@ -227,10 +317,16 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
     }
 
 
-def estimate(files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int) -> dict[str, Any]:
+def estimate(
+    files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int
+) -> dict[str, Any]:
     """The whole from the sample: rows, documents, and with an encoder tokens (EOD included), bytes on disk, hours."""
     by_text = 1.0 if sample["whole"] else files["text_bytes"] / max(sample["read_bytes"], 1)
-    by_rows = by_text if files["rows"] is None or sample["whole"] else files["rows"] / max(sample["rows"], 1)
+    by_rows = (
+        by_text
+        if files["rows"] is None or sample["whole"]
+        else files["rows"] / max(sample["rows"], 1)
+    )
     documents, text_bytes = sample["documents"] * by_rows, sample["text_bytes"] * by_text
     found: dict[str, Any] = {
         "share_of_text": min(1 / by_text, 1.0),
@@ -240,9 +336,9 @@ def estimate(files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, A
     }
     if encoder:
         tokens = encoder["tokens"] * by_text + documents
-        seconds = text_bytes / 1e6 / encoder["mb_per_second"] + sample["read_bytes"] * by_text / 1e6 / (
-            sample["read_mb_per_second"] or math.inf
-        )
+        seconds = text_bytes / 1e6 / encoder["mb_per_second"] + sample[
+            "read_bytes"
+        ] * by_text / 1e6 / (sample["read_mb_per_second"] or math.inf)
         found |= {
             "tokens": round(tokens),
             "bin_bytes": round(tokens * np.dtype(encoder["dtype"]).itemsize),
@@ -263,10 +359,18 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--sample-mb is {arguments.sample_mb:g}; it must be a number above 0")
     settings = settings_of(arguments)
     folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
-    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
+    files = open_files(
+        arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs
+    )
     sample, speed = draw(files, Selection(settings), arguments.sample_mb * 1e6)
-    report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample, speed)}
-    report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.batches else None
+    report: dict[str, Any] = {
+        "files": facts_of_files(files),
+        "columns": asdict(settings.columns),
+        "sample": facts_of_sample(sample, speed),
+    }
+    report["encoding"] = (
+        encoding(folder, arguments.encoder, sample.batches) if folder and sample.batches else None
+    )
     report["estimate"] = estimate(report["files"], report["sample"], report["encoding"], workers)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
@@ -301,29 +405,47 @@ def _files(files: dict[str, Any]) -> Iterator[str]:
         yield f"  and {len(files['list']) - FILES_SHOWN:,} more"
     first = files["first"]
     columns = ", ".join(f"{name} {kind}" for name, kind in first["columns"].items()) or "none"
-    groups = f"; {counted(first['row_groups'], 'row group')}" if first["row_groups"] is not None else ""
+    groups = (
+        f"; {counted(first['row_groups'], 'row group')}" if first["row_groups"] is not None else ""
+    )
     yield f"columns of the first file: {columns}{groups}"
 
 
 def _sample(sample: dict[str, Any]) -> Iterator[str]:
     places = f"{counted(sample['places'], 'place')} of {counted(sample['files'], 'file')}"
-    rate = f"; read at {sample['read_mb_per_second']:,.0f} MB/s a core" if sample["read_mb_per_second"] else ""
+    rate = (
+        f"; read at {sample['read_mb_per_second']:,.0f} MB/s a core"
+        if sample["read_mb_per_second"]
+        else ""
+    )
     yield f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from {places}{rate}"
     share = 100 * sample["documents"] / max(sample["rows"], 1)
     dropped = (
-        ", ".join(f"{100 * number / max(sample['rows'], 1):.3g}% {reason}" for reason, number in sample["dropped"].items()) or "nothing"
+        ", ".join(
+            f"{100 * number / max(sample['rows'], 1):.3g}% {reason}"
+            for reason, number in sample["dropped"].items()
+        )
+        or "nothing"
     )
     yield f"  documents: {sample['documents']:,} ({share:.4g}% of the rows); left out: {dropped}"
     sizes = sample["document_bytes"]
     if sizes:
         yield f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the middle, {sizes['largest']:,} at most"
     for example in sample["examples"]:
-        yield f"  {example['text']}" if example["id"] == example["text"] else f"  {example['id']}: {example['text']}"
+        yield (
+            f"  {example['text']}"
+            if example["id"] == example["text"]
+            else f"  {example['id']}: {example['text']}"
+        )
 
 
-def _estimate(files: dict[str, Any], sample: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
+def _estimate(
+    files: dict[str, Any], sample: dict[str, Any], whole: dict[str, Any]
+) -> Iterator[str]:
     share = whole["share_of_text"]
-    basis = "read to the end" if sample["whole"] else f"estimated from {100 * share:.3g}% of the text"
+    basis = (
+        "read to the end" if sample["whole"] else f"estimated from {100 * share:.3g}% of the text"
+    )
     rows = "" if files["rows"] is not None else f"{count(whole['rows'])} rows, "
     tokens = f", {count(whole['tokens'])} tokens with EOD" if "tokens" in whole else ""
     about = "" if sample["whole"] else "about "

@@ -40,7 +40,9 @@ class Lengths:
 
     def _at(self, weights: npt.NDArray[np.int64], share: float) -> int:
         reached = np.cumsum(weights)
-        return int(self.values[np.searchsorted(reached, share * reached[-1]).clip(max=len(reached) - 1)])
+        return int(
+            self.values[np.searchsorted(reached, share * reached[-1]).clip(max=len(reached) - 1)]
+        )
 
     def at_most(self, length: int) -> tuple[float, float]:
         """Shares of the documents, and of the tokens, in documents of at most this length."""
@@ -51,7 +53,10 @@ class Lengths:
 
 def joined(parts: Iterable[Lengths]) -> Lengths:
     """The lengths of several sets of documents as one."""
-    values, documents = (np.concatenate(column) for column in zip(*((part.values, part.documents) for part in parts), strict=True))
+    values, documents = (
+        np.concatenate(column)
+        for column in zip(*((part.values, part.documents) for part in parts), strict=True)
+    )
     distinct, place = np.unique(values, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, place, documents)
@@ -79,26 +84,63 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     edges = _edges(lengths)
     doublings = np.diff(np.log2(edges))
-    kinds = ((lengths.documents, "documents", COLOURS[0]), (lengths.values * lengths.documents, "tokens", COLOURS[1]))
+    kinds = (
+        (lengths.documents, "documents", COLOURS[0]),
+        (lengths.values * lengths.documents, "tokens", COLOURS[1]),
+    )
     for weights, what, colour in kinds:
-        share = np.histogram(lengths.values, edges, weights=weights / weights.sum())[0] / doublings * 100
+        share = (
+            np.histogram(lengths.values, edges, weights=weights / weights.sum())[0]
+            / doublings
+            * 100
+        )
         above.stairs(share, edges, fill=True, color=colour, alpha=0.22)
-        above.stairs(share, edges, color=colour, linewidth=1.8, label=f"{count(weights.sum())} {what}")
-        below.step(lengths.values, np.cumsum(weights) / weights.sum() * 100, where="post", color=colour, linewidth=1.8)
+        above.stairs(
+            share, edges, color=colour, linewidth=1.8, label=f"{count(weights.sum())} {what}"
+        )
+        below.step(
+            lengths.values,
+            np.cumsum(weights) / weights.sum() * 100,
+            where="post",
+            color=colour,
+            linewidth=1.8,
+        )
     for mark, style in MARKS.items():
         length = lengths.quantile(mark)
-        above.axvline(length, color=COLOURS[0], linewidth=1.1, linestyle=style, label=f"{mark:.0%} of the documents: {length:,}")
+        above.axvline(
+            length,
+            color=COLOURS[0],
+            linewidth=1.1,
+            linestyle=style,
+            label=f"{mark:.0%} of the documents: {length:,}",
+        )
     length = lengths.token_quantile(0.5)
-    above.axvline(length, color=COLOURS[1], linewidth=1.1, linestyle="--", label=f"half of the tokens: {length:,}")
+    above.axvline(
+        length,
+        color=COLOURS[1],
+        linewidth=1.1,
+        linestyle="--",
+        label=f"half of the tokens: {length:,}",
+    )
     above.legend(loc="upper left", frameon=False, fontsize=10)
     above.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
-    low, high = max(lengths.quantile(0.0005) / 1.5, 0.7), lengths.quantile(0.9998) * 1.5  # all but the outermost documents
+    low, high = (
+        max(lengths.quantile(0.0005) / 1.5, 0.7),
+        lengths.quantile(0.9998) * 1.5,
+    )  # all but the outermost documents
     below.set_xscale("log", base=2)
     below.set_xlim(low, max(high, low * 16))
-    below.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1024 else f"{value / 1024:g}k")
+    below.xaxis.set_major_formatter(
+        lambda value, _: f"{value:g}" if value < 1024 else f"{value / 1024:g}k"
+    )
     below.set_ylim(0, 108)
     plain_axes(above, y="share for each doubling of length, %", grid="x")
-    plain_axes(below, "length of a document, tokens (EOD included)", "share in documents up to a length, %", grid="both")
+    plain_axes(
+        below,
+        "length of a document, tokens (EOD included)",
+        "share in documents up to a length, %",
+        grid="both",
+    )
     for axes in (above, below):
         axes.minorticks_off()
     return png(figure)

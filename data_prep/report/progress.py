@@ -61,7 +61,11 @@ class Board:
         for tally in (self.finished, *(tally for _, tally in self.working.values())):
             total += tally
         left = (self.total - done) / rate if rate else None
-        parts = [f"{total.documents:,} documents", f"{rate / 1e6:.1f} MB/s", f"{count(total.tokens)} tokens"]
+        parts = [
+            f"{total.documents:,} documents",
+            f"{rate / 1e6:.1f} MB/s",
+            f"{count(total.tokens)} tokens",
+        ]
         parts += [f"{total.dropped.total():,} dropped", f"{100 * done / max(self.total, 1):.1f}%"]
         return " · ".join(parts if left is None else [*parts, f"{duration(left)} left"])
 

@@ -30,7 +30,9 @@ MARKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="merged data folder")
-    parser.add_argument("--picture", type=Path, metavar="PATH.png", help="draw the distribution of the lengths")
+    parser.add_argument(
+        "--picture", type=Path, metavar="PATH.png", help="draw the distribution of the lengths"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -47,9 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
         whole = joined(lengths.values())
-        title = (
-            f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
-        )
+        title = f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
         make_folder(arguments.picture.parent)
         write_whole(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
@@ -59,15 +59,21 @@ def main(arguments: argparse.Namespace) -> int:
 def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
     """The lengths of each split. Raises UserError for an .idx that is not the manifest's."""
     lengths = {}
-    with Reading("reading lengths", 4 * sum(entry.documents for entry in manifest.splits.values())) as reading:
+    with Reading(
+        "reading lengths", 4 * sum(entry.documents for entry in manifest.splits.values())
+    ) as reading:
         for name, entry in manifest.splits.items():
             path = folder / f"{name}.idx"
             try:
                 lengths[name] = count_lengths(read_index(path).lengths, reading.advance)
             except FormatError as error:
-                raise UserError(f"{path} {error}; see: python -m data_prep verify {folder}") from None
+                raise UserError(
+                    f"{path} {error}; see: python -m data_prep verify {folder}"
+                ) from None
             if (lengths[name].total, lengths[name].tokens) != (entry.documents, entry.tokens):
-                raise UserError(f"{path} is not the one that the manifest describes; see: python -m data_prep verify {folder}")
+                raise UserError(
+                    f"{path} is not the one that the manifest describes; see: python -m data_prep verify {folder}"
+                )
     return lengths
 
 
@@ -83,7 +89,10 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> di
         }
         for name, entry in manifest.splits.items()
     }
-    whole = {"bytes_per_token": _bytes_per_token(manifest), "lengths": _distribution(joined(lengths.values()))}
+    whole = {
+        "bytes_per_token": _bytes_per_token(manifest),
+        "lengths": _distribution(joined(lengths.values())),
+    }
     source = {"rows": manifest.source.rows, "dropped": manifest.source.dropped}
     return {"folder": str(folder), "splits": splits, "all": whole, **source}
 
@@ -98,12 +107,17 @@ def _distribution(lengths: Lengths) -> dict[str, Any]:
         "longest": int(lengths.values[-1]),
         "quantiles": {f"{share:g}": lengths.quantile(share) for share in QUANTILES},
         "half_of_the_tokens": lengths.token_quantile(0.5),
-        "at_most": {str(mark): {"documents": documents, "tokens": tokens} for mark, (documents, tokens) in shares.items()},
+        "at_most": {
+            str(mark): {"documents": documents, "tokens": tokens}
+            for mark, (documents, tokens) in shares.items()
+        },
     }
 
 
 def _bytes_per_token(manifest: Manifest) -> float:
-    return sum(entry.text_bytes for entry in manifest.splits.values()) / sum(entry.tokens for entry in manifest.splits.values())
+    return sum(entry.text_bytes for entry in manifest.splits.values()) / sum(
+        entry.tokens for entry in manifest.splits.values()
+    )
 
 
 def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Iterator[str]:
@@ -115,7 +129,11 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> It
         row = f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}{entry.text_bytes / entry.tokens:>13.3f}"
         yield f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}{int(values.values[-1]):>11,}"
     whole = joined(lengths.values())
-    yield f"{'':8}" + "".join(f"{f'{100 * share:g}%':>9}" for share in QUANTILES) + "  of all documents are no longer than"
+    yield (
+        f"{'':8}"
+        + "".join(f"{f'{100 * share:g}%':>9}" for share in QUANTILES)
+        + "  of all documents are no longer than"
+    )
     yield f"{'':8}" + "".join(f"{whole.quantile(share):>9,}" for share in QUANTILES) + "  tokens"
     yield f"{'at most':>10} tokens{'of documents':>15}{'of tokens':>12}"
     longest = int(whole.values[-1])

@@ -35,11 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print how far a folder is. Raises UserError where there is no plan."""
-    folder = existing_folder(arguments.folder, "a folder that python -m data_prep plan or run wrote")
+    folder = existing_folder(
+        arguments.folder, "a folder that python -m data_prep plan or run wrote"
+    )
     if arguments.tasks is not None and arguments.tasks < 1:
         raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
     status, missing = status_of(folder, arguments.tasks or 0, time.time())
-    print(json.dumps(status, indent=2) if arguments.json else "\n".join(_lines(folder, status, missing)))
+    print(
+        json.dumps(status, indent=2)
+        if arguments.json
+        else "\n".join(_lines(folder, status, missing))
+    )
     return 0
 
 
@@ -54,7 +60,10 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
         entries = read_units(folder, read_manifest(folder))
     else:
         entries, _, _ = units_done(folder, plan)
-    found, total = {plan.units[entry.unit] for entry in entries}, sum(unit.text_bytes for unit in plan.units)
+    found, total = (
+        {plan.units[entry.unit] for entry in entries},
+        sum(unit.text_bytes for unit in plan.units),
+    )
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
     rate = None if merged else _rate(folder, found, now)
@@ -73,7 +82,8 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
         "rate": rate,
         "seconds_left": (total - done) / rate if rate else None,
         "tasks": [
-            {"task": task, "units_done": sum(unit in found for unit in share), "units": len(share)} for task, share in enumerate(shares)
+            {"task": task, "units_done": sum(unit in found for unit in share), "units": len(share)}
+            for task, share in enumerate(shares)
         ],
     }
     return status, [unit.number for unit in plan.units if unit not in found]
@@ -89,7 +99,9 @@ def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
 
 
 def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iterator[str]:
-    drops = ", ".join(f"{number:,} {reason}" for reason, number in status["dropped"].items()) or "none"
+    drops = (
+        ", ".join(f"{number:,} {reason}" for reason, number in status["dropped"].items()) or "none"
+    )
     rows, documents, rate = status["rows"], status["documents"], status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
@@ -102,6 +114,10 @@ def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iter
     elif not missing:
         yield f"not merged yet; merge with: python -m data_prep merge {folder}"
     else:
-        left = f"{rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status['seconds_left'])} left at that rate" if rate else ""
+        left = (
+            f"{rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status['seconds_left'])} left at that rate"
+            if rate
+            else ""
+        )
         yield f"  {left or 'fewer than two units were finished in the last quarter of an hour'}"
         yield f"not done: {shortened(ranges(missing))}; go on with: python -m data_prep run --out {folder}"

@@ -19,12 +19,26 @@ from data_prep.sources.streams import open_input, parquet_footer, sampled, size_
 from data_prep.sources.txt import locate
 from fem_common.errors import UserError
 
-__all__ = ["Columns", "Rows", "SourceFile", "Span", "Unreadable", "locate", "open_files", "open_found", "read_span", "spans", "unchanged"]
+__all__ = [
+    "Columns",
+    "Rows",
+    "SourceFile",
+    "Span",
+    "Unreadable",
+    "locate",
+    "open_files",
+    "open_found",
+    "read_span",
+    "spans",
+    "unchanged",
+]
 
 OPEN_AT_ONCE = 8  # waits of the network, mostly
 
 
-def open_files(inputs: list[str], columns: Columns, subset: str | None = None, *, paragraphs: bool = False) -> list[SourceFile]:
+def open_files(
+    inputs: list[str], columns: Columns, subset: str | None = None, *, paragraphs: bool = False
+) -> list[SourceFile]:
     """Find the input files and check kind, columns and column types of each: files in the order given, sorted within folder and glob.
 
     Raises UserError for the first that is not as it should be.
@@ -32,7 +46,9 @@ def open_files(inputs: list[str], columns: Columns, subset: str | None = None, *
     return open_found(find_files(inputs, subset), columns, paragraphs=paragraphs)
 
 
-def open_found(found: list[Found], columns: Columns, *, paragraphs: bool = False) -> list[SourceFile]:
+def open_found(
+    found: list[Found], columns: Columns, *, paragraphs: bool = False
+) -> list[SourceFile]:
     """``open_files`` of files that are found. The .txt files of an input are one source; a document is a file or one of its ``paragraphs``.
 
     A file without the column ``id`` is no error: its name and a row's place are the row's id.
@@ -41,9 +57,19 @@ def open_found(found: list[Found], columns: Columns, *, paragraphs: bool = False
         raise UserError("--paragraphs goes with .txt inputs, and there are none")
     with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
         opening: list[Future[SourceFile]] = []
-        for (text, folder), files in itertools.groupby(found, lambda file: (file.is_text, file.folder)):
+        for (text, folder), files in itertools.groupby(
+            found, lambda file: (file.is_text, file.folder)
+        ):
             if text:
-                opening.append(pool.submit(txt.open_files, folder, [file.name for file in files], columns, paragraphs=paragraphs))
+                opening.append(
+                    pool.submit(
+                        txt.open_files,
+                        folder,
+                        [file.name for file in files],
+                        columns,
+                        paragraphs=paragraphs,
+                    )
+                )
             else:
                 opening += [pool.submit(_open, file, columns) for file in files]
         try:
@@ -65,7 +91,9 @@ def _open(found: Found, columns: Columns) -> SourceFile:
             rows, text_bytes, has_id = parquet.check(path, file, columns)
         else:
             text_bytes, has_id = jsonl.check(path, file, kind, columns)
-    return SourceFile(path, kind, size, rows, text_bytes, fingerprint, None if has_id else found.name)
+    return SourceFile(
+        path, kind, size, rows, text_bytes, fingerprint, None if has_id else found.name
+    )
 
 
 def unchanged(file: SourceFile, columns: Columns) -> bool:
@@ -73,7 +101,10 @@ def unchanged(file: SourceFile, columns: Columns) -> bool:
     if "://" in file.path:
         return True
     if file.parts:
-        return txt.fingerprint(file.path, file.kind, [name for name, _ in file.parts]) == file.fingerprint
+        return (
+            txt.fingerprint(file.path, file.kind, [name for name, _ in file.parts])
+            == file.fingerprint
+        )
     return open_files([file.path], columns)[0].fingerprint == file.fingerprint
 
 
@@ -98,7 +129,9 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
     own = columns if file.id_prefix is None else replace(columns, id=columns.text)
     with open_input(file.path, ahead=True) as stream:
         if (size := size_of(stream)) != file.bytes:
-            raise UserError(f"{file.path} has {size} bytes, {file.bytes} when it was planned: it has changed")
+            raise UserError(
+                f"{file.path} has {size} bytes, {file.bytes} when it was planned: it has changed"
+            )
         if file.kind == "parquet":
             parts = parquet.read(file.path, stream, span, own)
         else:
@@ -111,5 +144,7 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
 
 def _with_ids(rows: Rows, prefix: str, column: str) -> Rows:
     """The rows with an id each: the file's name and the row's place in it."""
-    ids = pa.array([f"{prefix}:{place}".encode() for place in rows.places.tolist()], pa.large_binary())
+    ids = pa.array(
+        [f"{prefix}:{place}".encode() for place in rows.places.tolist()], pa.large_binary()
+    )
     return replace(rows, batch=rows.batch.add_column(1, column, ids))

@@ -66,9 +66,15 @@ def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
     for name in inputs:
         _check_name(name)
         if hub.is_hub(name):
-            found += [Found(file.url, name, file.url.partition("@")[2].partition("/")[2], file) for file in hub.resolve(name, subset)]
+            found += [
+                Found(file.url, name, file.url.partition("@")[2].partition("/")[2], file)
+                for file in hub.resolve(name, subset)
+            ]
         else:
-            found += [Found(str(path), name, path.relative_to(folder).as_posix()) for path, folder in _local(name)]
+            found += [
+                Found(str(path), name, path.relative_to(folder).as_posix())
+                for path, folder in _local(name)
+            ]
     seen: set[str] = set()
     for file in found:
         _check_name(file.path)
@@ -83,7 +89,9 @@ def _check_name(path: str) -> None:
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{path.encode('utf-8', 'backslashreplace').decode()}: its name is not UTF-8: rename it") from None
+        raise UserError(
+            f"{path.encode('utf-8', 'backslashreplace').decode()}: its name is not UTF-8: rename it"
+        ) from None
 
 
 def _local(name: str) -> list[tuple[Path, Path]]:
@@ -104,7 +112,9 @@ def _local(name: str) -> list[tuple[Path, Path]]:
         raise UserError(f"no file matches {name}")
     report_left_out(name, [f"{folder}/" for folder, below in found.items() if not below])
     plain = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-    return [(file, plain) for file in dict.fromkeys(files)]  # dir/** matches a folder and what is in it
+    return [
+        (file, plain) for file in dict.fromkeys(files)
+    ]  # dir/** matches a folder and what is in it
 
 
 def _below(folder: Path) -> list[Path]:
@@ -116,9 +126,13 @@ def _below(folder: Path) -> list[Path]:
     names, hidden = _walk(folder)
     gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
     if gone is not None and gone.is_symlink():  # what it led to may be a folder of data
-        raise UserError(f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link")
+        raise UserError(
+            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link"
+        )
     files = [name for name in names if (folder / name).is_file()]
-    data = [name for name in files if is_data(name)] or [name for name in files if name.lower().endswith(TEXT)]
+    data = [name for name in files if is_data(name)] or [
+        name for name in files if name.lower().endswith(TEXT)
+    ]
     if data:
         report_left_out(str(folder), [*set(names).difference(data), *hidden])
     return sorted(folder / name for name in data)
@@ -137,7 +151,9 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
         hidden += [(relative / name).as_posix() + "/" for name in folders if name.startswith(".")]
         hidden += [(relative / name).as_posix() for name in files if name.startswith(".")]
         above = [each.stat() for each in (here, *list(here.parents)[: len(relative.parts)])]
-        folders[:] = [name for name in folders if not name.startswith(".") and not _is_any(here / name, above)]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not _is_any(here / name, above)
+        ]
         names += [(relative / name).as_posix() for name in files if not name.startswith(".")]
     return names, hidden
 
@@ -155,7 +171,9 @@ def kind_of(path: str, file: BinaryIO) -> str:
         raise UserError(f"{path} is empty")
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
-        raise UserError(f"{path} is {f'not a {named}' if named else 'no parquet or JSONL'} file: it {_looks(begin)}")
+        raise UserError(
+            f"{path} is {f'not a {named}' if named else 'no parquet or JSONL'} file: it {_looks(begin)}"
+        )
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
     return kind
@@ -165,7 +183,9 @@ def check_text(path: str, begin: bytes) -> None:
     """Look at the beginning of a .txt file. Raises UserError where it is something else."""
     found = next((what for start, what in NO_TEXT.items() if begin.startswith(start)), None)
     if found or begin[:4] == b"PAR1" or _kind_by_content(begin) not in ("jsonl", None):
-        raise UserError(f"{path} is named .txt and {found or f'its content is {_kind_by_content(begin)}; rename it'}")
+        raise UserError(
+            f"{path} is named .txt and {found or f'its content is {_kind_by_content(begin)}; rename it'}"
+        )
 
 
 def _kind_by_content(begin: bytes) -> str | None:

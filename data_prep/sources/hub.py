@@ -25,7 +25,8 @@ from fem_common.text import one_line
 SCHEME = "hf://"
 
 _ADDRESS = re.compile(
-    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?", re.DOTALL
+    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?",
+    re.DOTALL,
 )
 
 
@@ -50,7 +51,10 @@ def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
         raise UserError(f"{url} names a path and --subset {subset} another; give one of them")
     pinned = Repository(repository.kind, repository.id, _commit(repository))
     found = _at_path(pinned, path) if path else _of_subset(pinned, subset)
-    return [RemoteFile(f"hf://datasets/{pinned.id}@{pinned.revision}/{name}", *found[name]) for name in sorted(found, key=_parts)]
+    return [
+        RemoteFile(f"hf://datasets/{pinned.id}@{pinned.revision}/{name}", *found[name])
+        for name in sorted(found, key=_parts)
+    ]
 
 
 def open_remote(url: str, *, ahead: bool = False) -> BinaryIO:
@@ -88,9 +92,13 @@ class HubFile(io.RawIOBase):
     def _open(self) -> Any:
         from huggingface_hub import HfFileSystem
 
-        kind, block, blocks = ("background", 8 << 20, 4) if self._ahead else ("blockcache", 1 << 18, 8)
+        kind, block, blocks = (
+            ("background", 8 << 20, 4) if self._ahead else ("blockcache", 1 << 18, 8)
+        )
         where = f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}/{self._path}"
-        file = HfFileSystem().open(where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks})
+        file = HfFileSystem().open(
+            where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks}
+        )
         address, fetch = file.url(), file.cache.fetcher
         file.url = lambda: address  # which asks the Hub what the file is, each time
 
@@ -114,7 +122,9 @@ class HubFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a place; the place."""
-        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence] + offset
+        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[
+            whence
+        ] + offset
         return self._place
 
     def readinto(self, buffer: Any) -> int:
@@ -135,10 +145,18 @@ def _parse(url: str) -> tuple[Repository, str]:
     match = _ADDRESS.fullmatch(url)
     if match is None:
         near = f"hf://datasets/{url.removeprefix(SCHEME)}"
-        hint = f"did you mean {near}?" if _ADDRESS.fullmatch(near) and not url.startswith("hf://datasets/") else "see data_prep/README.md"
-        raise UserError(f"{url} is not of the form hf://datasets/OWNER/NAME[@REVISION][/PATH]; {hint}")
+        hint = (
+            f"did you mean {near}?"
+            if _ADDRESS.fullmatch(near) and not url.startswith("hf://datasets/")
+            else "see data_prep/README.md"
+        )
+        raise UserError(
+            f"{url} is not of the form hf://datasets/OWNER/NAME[@REVISION][/PATH]; {hint}"
+        )
     revision = match["revision"]
-    return Repository("dataset", match["id"], unquote(revision) if revision else None), (match["path"] or "").strip("/")
+    return Repository("dataset", match["id"], unquote(revision) if revision else None), (
+        match["path"] or ""
+    ).strip("/")
 
 
 def _parts(path: str) -> list[str]:
@@ -150,17 +168,26 @@ def _commit(repository: Repository) -> str:
     from huggingface_hub.errors import HFValidationError
 
     def ask() -> str:
-        found = HfApi().dataset_info(repository.id, revision=repository.revision, expand=["sha"], timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        found = HfApi().dataset_info(
+            repository.id,
+            revision=repository.revision,
+            expand=["sha"],
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        )
         return str(found.sha)
 
     try:
         commit = patiently(ask, repository, SHORT_WAITS)
     except HFValidationError as error:
-        raise UserError(f"{repository.id} is no name of a dataset ({one_line(error).rstrip('.')})") from None
+        raise UserError(
+            f"{repository.id} is no name of a dataset ({one_line(error).rstrip('.')})"
+        ) from None
     except (ValueError, KeyError, TypeError):  # the answer is a page, or another JSON
         commit = ""
     if re.fullmatch(r"[0-9a-f]{40,64}", commit) is None:
-        raise UserError(f"{repository}: {constants.ENDPOINT} does not answer as a Hugging Face Hub does; is HF_ENDPOINT right?")
+        raise UserError(
+            f"{repository}: {constants.ENDPOINT} does not answer as a Hugging Face Hub does; is HF_ENDPOINT right?"
+        )
     return commit
 
 
@@ -170,7 +197,11 @@ Files = dict[str, tuple[int, str]]  # path -> bytes, etag
 
 
 def _file(entry: Any) -> tuple[int, str]:
-    return (entry.lfs.size, f"sha256:{entry.lfs.sha256}") if entry.lfs is not None else (entry.size, f"git:{entry.blob_id}")
+    return (
+        (entry.lfs.size, f"sha256:{entry.lfs.sha256}")
+        if entry.lfs is not None
+        else (entry.size, f"git:{entry.blob_id}")
+    )
 
 
 def _entry(repository: Repository, path: str) -> Files | None:
@@ -179,8 +210,14 @@ def _entry(repository: Repository, path: str) -> Files | None:
     from huggingface_hub.hf_api import RepoFile
 
     def ask() -> Files | None:
-        entries = HfApi().get_paths_info(repository.id, [path], revision=repository.revision, repo_type="dataset")
-        return {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)} if entries else None
+        entries = HfApi().get_paths_info(
+            repository.id, [path], revision=repository.revision, repo_type="dataset"
+        )
+        return (
+            {entry.path: _file(entry) for entry in entries if isinstance(entry, RepoFile)}
+            if entries
+            else None
+        )
 
     return patiently(ask, repository, SHORT_WAITS)
 
@@ -194,7 +231,13 @@ def _listed(repository: Repository, folder: str) -> Files:
     def ask() -> Files:
         try:
             entries = list(
-                HfApi().list_repo_tree(repository.id, folder or None, recursive=True, revision=repository.revision, repo_type="dataset")
+                HfApi().list_repo_tree(
+                    repository.id,
+                    folder or None,
+                    recursive=True,
+                    revision=repository.revision,
+                    repo_type="dataset",
+                )
             )
         except EntryNotFoundError:
             return {}
@@ -228,10 +271,18 @@ def _at_path(repository: Repository, path: str) -> Files:
 
 def _near_paths(repository: Repository, path: str) -> str:
     names = _listed(repository, "")
-    known = {"/".join(_parts(name)[:depth]) for name in names for depth in range(1, len(_parts(name)) + 1)}
+    known = {
+        "/".join(_parts(name)[:depth])
+        for name in names
+        for depth in range(1, len(_parts(name)) + 1)
+    }
     near = difflib.get_close_matches(path, known, n=3)
     top = sorted({_parts(name)[0] for name in names if "/" in name})
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has the folders: {', '.join(top[:20])}"
+    return (
+        f"did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"it has the folders: {', '.join(top[:20])}"
+    )
 
 
 def _is_glob(path: str) -> bool:
@@ -254,9 +305,15 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
         return not pattern and not path
     hidden = path[0].startswith(".") and not pattern[0].startswith(".")
     if pattern[0] == "**":
-        inside = len(path) == 1 and set(pattern) == {"**"}  # what is left is a file, and anything goes
-        return _matches(path, pattern[1:]) or (not hidden and (inside or _matches(path[1:], pattern)))
-    return not hidden and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+        inside = len(path) == 1 and set(pattern) == {
+            "**"
+        }  # what is left is a file, and anything goes
+        return _matches(path, pattern[1:]) or (
+            not hidden and (inside or _matches(path[1:], pattern))
+        )
+    return (
+        not hidden and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+    )
 
 
 # --- subsets ------------------------------------------------------------------------------------------------------------------------
@@ -268,19 +325,28 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
     name = f"{repository.kind} {repository.id}"
     if not configs:
         if subset is not None:
-            raise UserError(f"{name} names no subsets in its card; give a folder instead: hf://datasets/{repository.id}/FOLDER")
+            raise UserError(
+                f"{name} names no subsets in its card; give a folder instead: hf://datasets/{repository.id}/FOLDER"
+            )
         found = _training(repository, _readable(repository, _listed(repository, "")))
     else:
         config = configs[_chosen(name, configs, subset)]
         folder = str(config.get("data_dir") or "").strip("/")
-        patterns = [f"{folder}/{pattern}" if folder else pattern for pattern in _patterns(config.get("data_files"))]
+        patterns = [
+            f"{folder}/{pattern}" if folder else pattern
+            for pattern in _patterns(config.get("data_files"))
+        ]
         if patterns:
             matching = _matching(repository, patterns)
-            found = _readable(repository, matching) or matching  # of other names: the content tells what they are
+            found = (
+                _readable(repository, matching) or matching
+            )  # of other names: the content tells what they are
         else:
             found = _training(repository, _readable(repository, _listed(repository, folder)))
     if not found:
-        raise UserError(f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file")
+        raise UserError(
+            f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file"
+        )
     return found
 
 
@@ -295,9 +361,15 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
         data = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError as error:
         problem = one_line(getattr(error, "problem", None) or error)
-        raise UserError(f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead") from None
+        raise UserError(
+            f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead"
+        ) from None
     entries = data.get("configs") if isinstance(data, dict) else None
-    return {str(entry.get("config_name", "default")): entry for entry in entries or () if isinstance(entry, dict)}
+    return {
+        str(entry.get("config_name", "default")): entry
+        for entry in entries or ()
+        if isinstance(entry, dict)
+    }
 
 
 def _chosen(name: str, configs: dict[str, dict[str, Any]], subset: str | None) -> str:
@@ -307,10 +379,14 @@ def _chosen(name: str, configs: dict[str, dict[str, Any]], subset: str | None) -
         near = difflib.get_close_matches(subset, configs, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {_some(list(configs))}"
         raise UserError(f"{name} has no subset {subset!r}; {hint}")
-    default = [key for key, entry in configs.items() if entry.get("default") is True] or [key for key in configs if key == "default"]
+    default = [key for key, entry in configs.items() if entry.get("default") is True] or [
+        key for key in configs if key == "default"
+    ]
     if default or len(configs) == 1:
         return (default or list(configs))[0]
-    raise UserError(f"{name} has several subsets and no default; choose with --subset: {_some(list(configs))}")
+    raise UserError(
+        f"{name} has several subsets and no default; choose with --subset: {_some(list(configs))}"
+    )
 
 
 def _some(names: list[str]) -> str:
@@ -323,15 +399,30 @@ def _patterns(data_files: Any) -> list[str]:
         return [data_files]
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": paths} for split, paths in data_files.items()]
-    entries = [entry if isinstance(entry, dict) else {"split": None, "path": entry} for entry in data_files or ()]
+    entries = [
+        entry if isinstance(entry, dict) else {"split": None, "path": entry}
+        for entry in data_files or ()
+    ]
     training = [entry for entry in entries if entry.get("split") == "train"] or entries
     paths = [entry.get("path") or () for entry in training]
-    return [str(path).strip("/") for some in paths for path in ([some] if isinstance(some, str) else some)]
+    return [
+        str(path).strip("/")
+        for some in paths
+        for path in ([some] if isinstance(some, str) else some)
+    ]
 
 
 def _training(repository: Repository, files: Files) -> Files:
     """Those whose path has the word train (train/chunk1/…, data/train-00000-of-00010.parquet), where there are any; otherwise all."""
-    training = {path: file for path, file in files.items() if re.search(r"(?:^|[^a-z])train(?:[^a-z]|$)", path, re.IGNORECASE)}
+    training = {
+        path: file
+        for path, file in files.items()
+        if re.search(r"(?:^|[^a-z])train(?:[^a-z]|$)", path, re.IGNORECASE)
+    }
     if training:
-        report_left_out(str(repository), [path for path in files if path not in training], ", as other paths have the word train")
+        report_left_out(
+            str(repository),
+            [path for path in files if path not in training],
+            ", as other paths have the word train",
+        )
     return training or files

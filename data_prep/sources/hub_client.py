@@ -18,7 +18,12 @@ from fem_common.errors import Fault, UserError
 from fem_common.text import one_line
 
 SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
-LONG_WAITS = (15.0, 30.0, 60.0, 60.0)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
+LONG_WAITS = (
+    15.0,
+    30.0,
+    60.0,
+    60.0,
+)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
 SAID_FROM = 10.0  # a wait as long as this is no stutter: one line says why nothing happens
 LONGEST_ASKED = 600.0  # a server that asks for a longer pause than this is given up
 
@@ -42,7 +47,9 @@ class Repository:
         return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
 
 
-def patiently(call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]) -> Answer:
+def patiently(
+    call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]
+) -> Answer:
     """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
 
     Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
@@ -55,9 +62,15 @@ def patiently(call: Callable[[], Answer], repository: Repository, waits: tuple[f
             asked = _seconds_asked(error)
             if wait is None or not _passes(error) or asked > LONGEST_ASKED:
                 raise explain(error, repository) from None
-            seconds = max(asked, wait * random.uniform(0.7, 1.3))  # not all workers at the same moment
+            seconds = max(
+                asked, wait * random.uniform(0.7, 1.3)
+            )  # not all workers at the same moment
             if seconds >= SAID_FROM:
-                print(f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)", file=sys.stderr, flush=True)
+                print(
+                    f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(seconds)
     raise AssertionError("the last round returns or raises")
 
@@ -68,7 +81,9 @@ def hub_failures() -> tuple[type[Exception], ...]:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its attempts are no news, and its last failure becomes one line
-    http_error = HfHubHTTPError.__mro__[1]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
+    http_error = HfHubHTTPError.__mro__[
+        1
+    ]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
     assert issubclass(http_error, Exception)
     return (http_error, OfflineModeIsEnabled, FileNotFoundError)
 
@@ -112,15 +127,24 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
     )
 
     name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
-    first, nor = f"first {repository.download}", " and no such folder here" if repository.kind == "model" else ""
+    first, nor = (
+        f"first {repository.download}",
+        " and no such folder here" if repository.kind == "model" else "",
+    )
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):
-        return UserError(f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder")
+        return UserError(
+            f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder"
+        )
     if isinstance(error, GatedRepoError):
-        return UserError(f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account")
+        return UserError(
+            f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account"
+        )
     if isinstance(error, RevisionNotFoundError):
-        return UserError(f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash")
+        return UserError(
+            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash"
+        )
     if isinstance(error, EntryNotFoundError | FileNotFoundError):
         return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
@@ -128,9 +152,15 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
             f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN where it is private (a wrong one looks the same)"
         )
     if status == 403:
-        return UserError(f"{name}: {server} refuses access (403); set HF_TOKEN to a token that may read it")
+        return UserError(
+            f"{name}: {server} refuses access (403); set HF_TOKEN to a token that may read it"
+        )
     if status == 429:
-        return Fault(f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}")
+        return Fault(
+            f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}"
+        )
     if status is not None:
         return Fault(f"{name}: {server} answers {status}; try again later, or {first}")
-    return Fault(f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}")
+    return Fault(
+        f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}"
+    )

@@ -11,17 +11,31 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column
+from data_prep.sources.rows import (
+    BATCH_BYTES,
+    ID,
+    ROW_BYTES,
+    Columns,
+    Drop,
+    Rows,
+    Span,
+    Unreadable,
+    missing_column,
+)
 from data_prep.sources.streams import DamagedStream, chunks, size_of
 from fem_common.errors import UserError
 
-MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
+MAX_LINE_BYTES = (
+    96 << 20
+)  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
 HEAD_BYTES = 1 << 20  # of lines, looked at before any work
 MAX_UNREADABLE = 1000  # held back while a batch fills
 BLANK, BOM = b" \t\r", b"\xef\xbb\xbf"
 MISSING = object()
 
-Line = tuple[int, int, bytes | None]  # the byte it starts at, its size, its bytes without "\n" (None: above MAX_LINE_BYTES)
+Line = tuple[
+    int, int, bytes | None
+]  # the byte it starts at, its size, its bytes without "\n" (None: above MAX_LINE_BYTES)
 
 
 class Integer(str):
@@ -36,7 +50,15 @@ class Integer(str):
 
 
 DECODER = json.JSONDecoder(parse_int=Integer)
-WORDS = {str: "text", Integer: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list", type(None): "null"}
+WORDS = {
+    str: "text",
+    Integer: "a number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
 
 
 class MalformedLine(ValueError):
@@ -46,22 +68,38 @@ class MalformedLine(ValueError):
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
     """Bytes of text about, and whether there is the id, of a file whose first lines have the other columns. Raises UserError."""
     head = _head(file, kind)
-    document = head.fault.startswith("line 1: ") and ".json" in [suffix.lower() for suffix in PurePath(path).suffixes]
+    document = head.fault.startswith("line 1: ") and ".json" in [
+        suffix.lower() for suffix in PurePath(path).suffixes
+    ]
     if not head.objects or document:
-        advice = "; a .json file must have one object a line: convert it (jq -c), or select the other files with a glob" if document else ""
-        raise UserError(f"{path} is no JSONL: {head.fault}{advice}" if head.fault else f"{path} holds no line")
+        advice = (
+            "; a .json file must have one object a line: convert it (jq -c), or select the other files with a glob"
+            if document
+            else ""
+        )
+        raise UserError(
+            f"{path} is no JSONL: {head.fault}{advice}" if head.fault else f"{path} holds no line"
+        )
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
     has_id = columns.id != ID or any(ID in item for item in head.objects)
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
         values = [_value(item, head.path(name)) for item in head.objects]
         if all(value is MISSING for value in values):
-            where = f" in its first {len(head.objects)} lines" if len(head.objects) > 1 else " in its first line"
+            where = (
+                f" in its first {len(head.objects)} lines"
+                if len(head.objects) > 1
+                else " in its first line"
+            )
             raise missing_column(path, name, columns, names, where)
         found = [type(value) for value in values if value is not None and value is not MISSING]
         if name == columns.text and found and str not in found:
-            raise UserError(f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with --text-column")
+            raise UserError(
+                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with --text-column"
+            )
         if name == columns.id and found and not {str, Integer} & set(found):
-            raise UserError(f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column")
+            raise UserError(
+                f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column"
+            )
     texts = (_value(item, head.path(columns.text)) for item in head.objects)
     text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
     return round(text / max(1, head.stored) * size_of(file)), has_id
@@ -73,18 +111,27 @@ def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
         return [Span(0, 1, None, text_bytes)]
     number = max(1, min(size, round(max(text_bytes, size / 10) / unit_bytes)))
     cuts = [size * i // number for i in range(number + 1)]
-    return [Span(start, stop, None, text_bytes // number) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [
+        Span(start, stop, None, text_bytes // number)
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
 
 
-def read(path: str, file: BinaryIO, kind: str, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
+def read(
+    path: str, file: BinaryIO, kind: str, span: Span, columns: Columns
+) -> Iterator[Rows | Unreadable]:
     """Rows of the lines that start within a span; of a damaged stream those before the damage. Places are bytes of the unpacked file.
 
     A blank line is no row. Raises UserError.
     """
-    head = _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
+    head = (
+        _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
+    )
     gathered = Gathered(columns, head)
     plain = kind == "jsonl"
-    begin = max(0, span.start - 1) if plain else 0  # the byte before tells whether a line starts at the span's first
+    begin = (
+        max(0, span.start - 1) if plain else 0
+    )  # the byte before tells whether a line starts at the span's first
     place = begin
     file.seek(begin)
     try:
@@ -189,12 +236,18 @@ class Head:
 
     def path(self, name: str) -> tuple[str, ...]:
         """Keys to descend: ``a.b`` is b within a, unless a line has that very key."""
-        return (name,) if "." not in name or any(name in item for item in self.objects) else tuple(name.split("."))
+        return (
+            (name,)
+            if "." not in name or any(name in item for item in self.objects)
+            else tuple(name.split("."))
+        )
 
     def kind(self, name: str) -> pa.DataType | None:
         """A column's type by its first value; None where there is none: then batch by batch."""
         values = (_value(item, self.path(name)) for item in self.objects)
-        first = next((value for value in values if value is not None and value is not MISSING), None)
+        first = next(
+            (value for value in values if value is not None and value is not MISSING), None
+        )
         return None if first is None else _arrow_kind(first)
 
 
@@ -295,11 +348,19 @@ class Gathered:
         known = [None if value is MISSING else value for value in values]
         row: list[Any] = [_binary(known[0], names[0], (str,), "not text")]
         if own == 2:
-            row.append(_binary(known[1], names[1], (str, Integer), "neither text nor a whole number"))
+            row.append(
+                _binary(known[1], names[1], (str, Integer), "neither text nor a whole number")
+            )
         for name, value, kind in zip(names[own:], known[own:], self.kinds, strict=True):
-            if value is not None and kind in (pa.bool_(), pa.float64()) and _arrow_kind(value) != kind:
+            if (
+                value is not None
+                and kind in (pa.bool_(), pa.float64())
+                and _arrow_kind(value) != kind
+            ):
                 expected = "true or false" if kind == pa.bool_() else "a number"
-                raise MalformedLine(f"its {name!r} is {WORDS[type(value)]}, not {expected} as in the first lines")
+                raise MalformedLine(
+                    f"its {name!r} is {WORDS[type(value)]}, not {expected} as in the first lines"
+                )
             row.append(value)
         return row
 
@@ -307,7 +368,10 @@ class Gathered:
         """All that has been taken in."""
         if self._places:
             arrays = [pa.array(values, pa.large_binary()) for values in self._values[: self.own]]
-            arrays += [_extra(values, kind) for values, kind in zip(self._values[self.own :], self.kinds, strict=True)]
+            arrays += [
+                _extra(values, kind)
+                for values, kind in zip(self._values[self.own :], self.kinds, strict=True)
+            ]
             places = np.array(self._places, np.int64)
             self._clear()
             yield Rows(places, pa.RecordBatch.from_arrays(arrays, names=list(self.names)))

@@ -11,7 +11,9 @@ from fem_common.text import counted
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 # Descriptions of a dataset that lie beside its data; the library `datasets` ignores them, too.
-DESCRIPTIONS = frozenset({"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"})
+DESCRIPTIONS = frozenset(
+    {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+)
 SHOWN = 5
 
 
@@ -28,7 +30,11 @@ def kind_by_name(name: str) -> str | None:
 def is_data(path: str) -> bool:
     """Whether a file below a folder is read, by its path: hidden names and descriptions of datasets are not."""
     parts = PurePath(path).parts
-    return kind_by_name(path) is not None and parts[-1].lower() not in DESCRIPTIONS and not any(part.startswith(".") for part in parts)
+    return (
+        kind_by_name(path) is not None
+        and parts[-1].lower() not in DESCRIPTIONS
+        and not any(part.startswith(".") for part in parts)
+    )
 
 
 def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
@@ -36,4 +42,7 @@ def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
     if paths:
         named = sorted(paths, key=lambda path: (path.startswith("."), path))
         more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
-        print(f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: {', '.join(named[:SHOWN])}{more}", file=sys.stderr)
+        print(
+            f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: {', '.join(named[:SHOWN])}{more}",
+            file=sys.stderr,
+        )

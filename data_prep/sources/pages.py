@@ -39,8 +39,12 @@ class Pages:
             return 0
         ends, total = np.cumsum(self.rows), np.cumsum(self.bytes)
         first = np.arange(len(ends))
-        last = np.minimum(np.searchsorted(ends, ends[first] + rows - 2, side="right"), len(ends) - 1)  # a window from a page's last row on
-        return max(int((total[last] - total[first] + np.array(self.bytes)).max()), rows * self.dictionary)
+        last = np.minimum(
+            np.searchsorted(ends, ends[first] + rows - 2, side="right"), len(ends) - 1
+        )  # a window from a page's last row on
+        return max(
+            int((total[last] - total[first] + np.array(self.bytes)).max()), rows * self.dictionary
+        )
 
 
 def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
@@ -55,8 +59,17 @@ def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
     while position < end:
         header, length = _header(file, position)
         data = header.get(5, header.get(8))
-        size, packed, values = header.get(2), header.get(3), data.get(1) if isinstance(data, dict) else 0
-        if not (isinstance(size, int) and isinstance(packed, int) and isinstance(values, int) and min(size, packed, values) >= 0):
+        size, packed, values = (
+            header.get(2),
+            header.get(3),
+            data.get(1) if isinstance(data, dict) else 0,
+        )
+        if not (
+            isinstance(size, int)
+            and isinstance(packed, int)
+            and isinstance(values, int)
+            and min(size, packed, values) >= 0
+        ):
             raise BadHeader
         if header.get(1) == DICTIONARY_PAGE:
             dictionary = size

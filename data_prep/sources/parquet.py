@@ -29,7 +29,9 @@ from fem_common.errors import UserError
 from fem_common.text import one_line
 
 BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
-READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
+READ_BYTES = (
+    1 << 15
+)  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
 MAX_ROWS = 1 << 14
 HELD_BYTES = 256 << 20  # that one read may hold, or one row's where that is more
 MAX_PAGE_BYTES = 640 << 20  # Arrow holds a page whole, packed and unpacked
@@ -44,9 +46,13 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
         kind = _kind(_field(path, schema, name, columns).type)
         if name == columns.text and not is_text(kind):
-            raise UserError(f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column")
+            raise UserError(
+                f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column"
+            )
         if name == columns.id and not (is_text(kind) or pa.types.is_integer(kind)):
-            raise UserError(f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column")
+            raise UserError(
+                f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column"
+            )
     return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
 
 
@@ -70,14 +76,21 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
     reader = _reader(path, file)
     metadata = reader.metadata
     if span.stop > metadata.num_row_groups:
-        raise UserError(f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was planned: it has changed")
+        raise UserError(
+            f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was planned: it has changed"
+        )
     place = sum(metadata.row_group(group).num_rows for group in range(span.start))
     for group in range(span.start, span.stop):
         rows = metadata.row_group(group).num_rows
         done, fault = 0, "it has fewer rows than its footer says"
         try:
-            for batch in _gathered(_pieces(reader, group, columns, _rows_per_read(file, metadata, group, columns)), columns):
-                yield Rows(np.arange(place + done, place + done + len(batch), dtype=np.int64), batch)
+            for batch in _gathered(
+                _pieces(reader, group, columns, _rows_per_read(file, metadata, group, columns)),
+                columns,
+            ):
+                yield Rows(
+                    np.arange(place + done, place + done + len(batch), dtype=np.int64), batch
+                )
                 done += len(batch)
         except FAULTS as error:
             raise_if_memory(error)
@@ -90,10 +103,14 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
 
 def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+        return pq.ParquetFile(
+            file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
     except FAULTS as error:
         raise_if_memory(error)
-        raise UserError(f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again") from None
+        raise UserError(
+            f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again"
+        ) from None
 
 
 # --- columns ------------------------------------------------------------------------------------------------------------------------
@@ -109,7 +126,11 @@ def _field(path: str, schema: pa.Schema, name: str, columns: Columns) -> pa.Fiel
     field = schema.field(first) if schema.names.count(first) == 1 else None
     for part in rest:
         kind = field.type if field is not None else None
-        field = kind.field(part) if kind is not None and pa.types.is_struct(kind) and kind.get_field_index(part) >= 0 else None
+        field = (
+            kind.field(part)
+            if kind is not None and pa.types.is_struct(kind) and kind.get_field_index(part) >= 0
+            else None
+        )
     if field is None:
         raise missing_column(path, name, columns, list(_names(schema)), "")
     return field
@@ -129,7 +150,11 @@ def _kind(kind: pa.DataType) -> pa.DataType:
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     """Numbers of the physical columns that make up the named ones."""
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    return [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
+    return [
+        i
+        for i, path in enumerate(paths)
+        if any(path == name or path.startswith(f"{name}.") for name in names)
+    ]
 
 
 def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
@@ -147,7 +172,9 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
     chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
-    encoded = any("DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings)  # rows may all be its largest value
+    encoded = any(
+        "DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings
+    )  # rows may all be its largest value
     if size * (rows if encoded else 1) <= HELD_BYTES:
         return rows
     try:
@@ -156,16 +183,24 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
         return 1
     largest = max(page.largest for page in pages)
     if largest > MAX_PAGE_BYTES:
-        raise pa.ArrowInvalid(f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; write it with smaller pages")
+        raise pa.ArrowInvalid(
+            f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; write it with smaller pages"
+        )
     while rows > 1 and sum(page.held(rows) for page in pages) > HELD_BYTES:
         rows //= 2
     return rows
 
 
-def _pieces(reader: pq.ParquetFile, group: int, columns: Columns, rows: int) -> Iterator[pa.RecordBatch]:
+def _pieces(
+    reader: pq.ParquetFile, group: int, columns: Columns, rows: int
+) -> Iterator[pa.RecordBatch]:
     names = columns.all
-    for batch in reader.iter_batches(batch_size=rows, row_groups=[group], columns=list(names), use_threads=False):
-        yield pa.RecordBatch.from_arrays([_column(batch, name) for name in names], names=list(names))
+    for batch in reader.iter_batches(
+        batch_size=rows, row_groups=[group], columns=list(names), use_threads=False
+    ):
+        yield pa.RecordBatch.from_arrays(
+            [_column(batch, name) for name in names], names=list(names)
+        )
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:

@@ -63,17 +63,26 @@ class SourceFile:
     @property
     def content(self) -> tuple[str, ...]:
         """What of it decides the rows: its fingerprint, and names where they are in ids."""
-        return (self.fingerprint, *filter(None, (self.id_prefix,)), *(name for name, _ in self.parts))
+        return (
+            self.fingerprint,
+            *filter(None, (self.id_prefix,)),
+            *(name for name, _ in self.parts),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The file as JSON, without what it does not have."""
         value = asdict(self) | {"parts": [list(part) for part in self.parts]}
-        return {name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")}
+        return {
+            name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")
+        }
 
     @staticmethod
     def from_json(value: Any) -> SourceFile:
         """The inverse of ``as_json``. Raises ValueError that says what is wrong with it."""
-        file: SourceFile = read(SourceFile, {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value)
+        file: SourceFile = read(
+            SourceFile,
+            {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value,
+        )
         return file
 
 
@@ -116,22 +125,35 @@ class Unreadable:
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column of this type holds text, or bytes that may be text."""
     types = pa.types
-    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_binary_view)
+    tests = (
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+    )
     return any(test(kind) for test in tests)
 
 
 NAMED = 20
 
 
-def missing_column(path: str, name: str, columns: Columns, names: Sequence[str], where: str) -> UserError:
+def missing_column(
+    path: str, name: str, columns: Columns, names: Sequence[str], where: str
+) -> UserError:
     """The error for a column that is not among ``names``: with the nearest of them, or the option. ``where``: " in its first line"."""
     near = nearest(name, names)
-    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    )
     hints = [f"did you mean {near!r}?"] if near else []
     if name == columns.text:
         hints = hints or ["name it with --text-column"]
     elif name == columns.id:
-        hints += [f"name it with --id-column, or --id-column {columns.text} to split by the text itself"]
+        hints += [
+            f"name it with --id-column, or --id-column {columns.text} to split by the text itself"
+        ]
     else:
         hints = hints or ["a filter or the mask asks for it"]
     return UserError(f"{path} has no column {name!r}{where} (it has: {listed}); {' '.join(hints)}")
@@ -161,7 +183,13 @@ class Drop(StrEnum):
         return self in FILTERED
 
 
-FILTERED = (Drop.ABOVE_MAX_BYTES, Drop.BELOW_MIN_BYTES, Drop.BELOW_MIN_SCORE, Drop.OTHER_LANGUAGE, Drop.MASKED)
+FILTERED = (
+    Drop.ABOVE_MAX_BYTES,
+    Drop.BELOW_MIN_BYTES,
+    Drop.BELOW_MIN_SCORE,
+    Drop.OTHER_LANGUAGE,
+    Drop.MASKED,
+)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ def _unreadable(path: str, error: OSError) -> CommandError:
 
 def open_input(path: str, *, ahead: bool = False) -> BinaryIO:
     """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise CommandError where the bytes do not come."""
-    return hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
+    return (
+        hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
+    )
 
 
 def size_of(file: BinaryIO) -> int:
@@ -109,8 +111,12 @@ def parquet_footer(file: BinaryIO) -> str:
 
 CHUNK_BYTES = 1 << 20  # unpacked by zlib at once, at most
 PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
-READ_BYTES = 1 << 12  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
-_WIDE = "requires too much memory"  # zstd's words for a frame whose window is above its limit, 128 MiB
+READ_BYTES = (
+    1 << 12
+)  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
+_WIDE = (
+    "requires too much memory"  # zstd's words for a frame whose window is above its limit, 128 MiB
+)
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -161,7 +167,9 @@ def unzstd(file: BinaryIO) -> Iterator[bytes]:
                 if _WIDE in str(error):
                     name = getattr(file, "name", "it")
                     advice = "unpack it first: zstd -d --long=31 FILE.zst"
-                    raise UserError(f"{name} was packed by zstd with a window above 128 MiB (--long=28 or more); {advice}") from None
+                    raise UserError(
+                        f"{name} was packed by zstd with a window above 128 MiB (--long=28 or more); {advice}"
+                    ) from None
                 raise DamagedStream(one_line(error)) from None
             if not chunk:
                 return

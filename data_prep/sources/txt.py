@@ -17,17 +17,36 @@ import pyarrow as pa
 
 from data_prep.sources.finding import BOM, check_text
 from data_prep.sources.jsonl import MAX_LINE_BYTES, lines
-from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, SourceFile, Span, Unreadable, missing_column
+from data_prep.sources.rows import (
+    BATCH_BYTES,
+    ID,
+    ROW_BYTES,
+    Columns,
+    Drop,
+    Rows,
+    SourceFile,
+    Span,
+    Unreadable,
+    missing_column,
+)
 from data_prep.sources.streams import chunks, open_input, sampled, size_of
 from fem_common.errors import UserError
 
 FILE, PARAGRAPH = "txt", "paragraphs"  # the kinds: what is a document
 
 
-def open_files(folder: str, names: Sequence[str], columns: Columns, *, paragraphs: bool) -> SourceFile:
+def open_files(
+    folder: str, names: Sequence[str], columns: Columns, *, paragraphs: bool
+) -> SourceFile:
     """The files ``names`` below ``folder`` as one source. Raises UserError for one that is no text, or for columns that text has not."""
     for name in (*columns.extra, *[columns.id] * (columns.id not in (ID, columns.text))):
-        raise missing_column(str(PurePath(folder, names[0])), name, columns, [columns.text, ID], ", as no .txt file has")
+        raise missing_column(
+            str(PurePath(folder, names[0])),
+            name,
+            columns,
+            [columns.text, ID],
+            ", as no .txt file has",
+        )
     parts = tuple((name, _check(str(PurePath(folder, name)))) for name in names)
     size = sum(size for _, size in parts)
     kind, rows = (PARAGRAPH, None) if paragraphs else (FILE, len(parts))
@@ -45,7 +64,9 @@ def _check(path: str) -> int:
             except ValueError:
                 pass
             else:
-                raise UserError(f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one a line")
+                raise UserError(
+                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one a line"
+                )
         return size_of(file)
 
 
@@ -68,7 +89,9 @@ def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
 
 def locate(file: SourceFile, place: int) -> tuple[str, int]:
     """The file of a place, and the byte in it."""
-    name, first = next((name, first) for name, size, first in _placed(file) if place <= first + size)
+    name, first = next(
+        (name, first) for name, size, first in _placed(file) if place <= first + size
+    )
     return str(PurePath(file.path, name)), place - first
 
 
@@ -81,14 +104,19 @@ def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
             rows.append(0)
         rows[-1] += 1
         while file.kind == PARAGRAPH and first + size - cuts[-1] > unit_bytes:
-            at = _next_paragraph(str(PurePath(file.path, name)), max(1, cuts[-1] + unit_bytes - first))
+            at = _next_paragraph(
+                str(PurePath(file.path, name)), max(1, cuts[-1] + unit_bytes - first)
+            )
             if at is None:
                 break
             cuts.append(first + at)
             rows.append(0)
     ends = [*cuts[1:], file.bytes + len(file.parts)]
     known = rows if file.kind == FILE else [None] * len(cuts)
-    return [Span(start, stop, number, stop - start) for start, stop, number in zip(cuts, ends, known, strict=True)]
+    return [
+        Span(start, stop, number, stop - start)
+        for start, stop, number in zip(cuts, ends, known, strict=True)
+    ]
 
 
 def _next_paragraph(path: str, offset: int) -> int | None:
@@ -117,8 +145,14 @@ def read(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unre
             yield _rows(held, columns)
             held, size = [], 0
         if text is None:
-            advice = "" if file.kind == PARAGRAPH else "; --paragraphs makes a document of each paragraph"
-            yield Unreadable(place, 1, Drop.MALFORMED, f"it is longer than {MAX_LINE_BYTES >> 20} MiB{advice}")
+            advice = (
+                ""
+                if file.kind == PARAGRAPH
+                else "; --paragraphs makes a document of each paragraph"
+            )
+            yield Unreadable(
+                place, 1, Drop.MALFORMED, f"it is longer than {MAX_LINE_BYTES >> 20} MiB{advice}"
+            )
         else:
             held.append((place, name, text))
             size += more
@@ -130,7 +164,9 @@ def _rows(held: list[tuple[int, str, bytes]], columns: Columns) -> Rows:
     places, names, texts = zip(*held, strict=True)
     values = {columns.id: [name.encode() for name in names], columns.text: list(texts)}
     arrays = [pa.array(values[name], pa.large_binary()) for name in columns.all]
-    return Rows(np.array(places, np.int64), pa.RecordBatch.from_arrays(arrays, names=list(columns.all)))
+    return Rows(
+        np.array(places, np.int64), pa.RecordBatch.from_arrays(arrays, names=list(columns.all))
+    )
 
 
 def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes | None]]:
@@ -141,14 +177,20 @@ def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes |
         path = str(PurePath(file.path, name))
         with open_input(path) as stream:
             if (found := size_of(stream)) != size:
-                raise UserError(f"{path} has {found} bytes, {size} when it was planned: it has changed")
+                raise UserError(
+                    f"{path} has {found} bytes, {size} when it was planned: it has changed"
+                )
             if file.kind == PARAGRAPH:
                 for at, text in _paragraphs(stream, max(0, span.start - first)):
                     if first + at >= span.stop:
                         break
                     yield first + at, f"{name}:{at}", text
             else:
-                yield first, name, None if size > MAX_LINE_BYTES else stream.read().removeprefix(BOM)
+                yield (
+                    first,
+                    name,
+                    None if size > MAX_LINE_BYTES else stream.read().removeprefix(BOM),
+                )
 
 
 def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | None]]:

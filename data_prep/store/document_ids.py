@@ -61,13 +61,22 @@ class IdsWriter:
 
 def line_of(document_id: bytes) -> bytes:
     """An id as its line holds it, without the newline."""
-    line = document_id.replace(b"\\", b"\\\\").replace(b"\n", b"\\n") if b"\\" in document_id or b"\n" in document_id else document_id
+    line = (
+        document_id.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
+        if b"\\" in document_id or b"\n" in document_id
+        else document_id
+    )
     return line if line.isascii() else line.decode(errors="backslashreplace").encode()
 
 
 def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
     """Number of a document (from 0) -> its line, of those ``numbers`` that the file has."""
-    wanted, found, first, rest = np.unique(np.fromiter(numbers, np.int64, len(numbers))), dict[int, str](), 0, b""
+    wanted, found, first, rest = (
+        np.unique(np.fromiter(numbers, np.int64, len(numbers))),
+        dict[int, str](),
+        0,
+        b"",
+    )
     with path.open("rb") as stream:
         while len(found) < len(wanted) and (block := stream.read(BLOCK_BYTES)):
             block = rest + block
@@ -82,7 +91,12 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 
 def numbers_of(path: Path, line: bytes) -> list[int]:
     """The numbers of the documents that have this line, ascending."""
-    found, first, rest, sought = list[int](), 0, b"\n", b"\n" + line + b"\n"  # ``rest`` begins with the newline before document ``first``
+    found, first, rest, sought = (
+        list[int](),
+        0,
+        b"\n",
+        b"\n" + line + b"\n",
+    )  # ``rest`` begins with the newline before document ``first``
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             block, at = rest + block, -1

@@ -20,7 +20,16 @@ from data_prep.sources import locate
 from data_prep.sources.rows import Drop
 from data_prep.store.indexed import dtype_name
 from data_prep.store.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
-from data_prep.store.manifest import Input, Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
+from data_prep.store.manifest import (
+    Input,
+    Manifest,
+    MergedEntry,
+    Source,
+    TokenizerEntry,
+    UnitEntry,
+    UnitsEntry,
+    read_entry,
+)
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 
@@ -52,7 +61,9 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
     elif unit.rows not in (None, entry.rows):
         fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
     if fault:
-        raise UserError(f"{path} {fault}; remove it and do the unit again with: python -m data_prep run --out {out}")
+        raise UserError(
+            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run --out {out}"
+        )
     return entry
 
 
@@ -79,7 +90,11 @@ def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEn
 
 def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | None = None) -> str:
     """What to say of units that are not done, and how to do them."""
-    whose = f" (of {tasks} tasks, those of {ranges({number % tasks for number in missing})})" if tasks else ""
+    whose = (
+        f" (of {tasks} tasks, those of {ranges({number % tasks for number in missing})})"
+        if tasks
+        else ""
+    )
     total = len(plan.units)
     how = f"do them with: python -m data_prep run --out {out}"
     return f"{out}: {len(missing)} of {total} units are not done: {shortened(ranges(missing))}{whose}; {how}"
@@ -103,7 +118,9 @@ def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
     if [entry.unit for entry in entries] != list(range(manifest.units.count)):
-        raise UserError(f"{path}: not the entries of units 0 to {manifest.units.count - 1}, one a line")
+        raise UserError(
+            f"{path}: not the entries of units 0 to {manifest.units.count - 1}, one a line"
+        )
     return entries
 
 
@@ -115,15 +132,29 @@ def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
     return {str(reason): total[reason] for reason in Drop if total[reason]}
 
 
-def manifest_of(plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]) -> Manifest:
+def manifest_of(
+    plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]
+) -> Manifest:
     """The manifest of merged units. A file's rows are those that its units read."""
     rows: Counter[int] = Counter()
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
-    files = [Input(file.path, file.kind, file.bytes, rows[number], file.fingerprint) for number, file in enumerate(plan.files)]
-    tokenizer = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
+    files = [
+        Input(file.path, file.kind, file.bytes, rows[number], file.fingerprint)
+        for number, file in enumerate(plan.files)
+    ]
+    tokenizer = TokenizerEntry(
+        TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256
+    )
     encoders = ", ".join(sorted({entry.encoder for entry in entries}))
-    source = Source(files, rows.total(), dropped_rows(entries), plan.settings.as_json(), encoders, plan.fingerprint)
+    source = Source(
+        files,
+        rows.total(),
+        dropped_rows(entries),
+        plan.settings.as_json(),
+        encoders,
+        plan.fingerprint,
+    )
     units = UnitsEntry(UNITS, len(entries), hashlib.sha256(units_bytes(entries)).hexdigest())
     return Manifest(tokenizer, dtype_name(tokenizer.vocab_size), splits, source, units)
 
@@ -143,7 +174,9 @@ class MaxBad:
         """Whether these bad rows of so many are accepted; at the limit they are. What was cut off may be any number: it takes 100%."""
         if self.percent and self.number == 100:
             return True
-        return not dropped[Drop.CUT_OFF] and dropped.total() <= (self.number * rows / 100 if self.percent else self.number)
+        return not dropped[Drop.CUT_OFF] and dropped.total() <= (
+            self.number * rows / 100 if self.percent else self.number
+        )
 
 
 def parse_max_bad(text: str) -> MaxBad:
@@ -154,7 +187,9 @@ def parse_max_bad(text: str) -> MaxBad:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf or (percent and number > 100):
-        raise UserError(f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, such as 0.1%")
+        raise UserError(
+            f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, such as 0.1%"
+        )
     return MaxBad(number, percent)
 
 
@@ -178,13 +213,24 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     rows, dropped, places = 0, Counter[Drop](), []
     for entry in entries:
         rows += entry.rows
-        dropped.update({Drop(reason): number for reason, number in entry.dropped.items() if not Drop(reason).asked_for})
+        dropped.update(
+            {
+                Drop(reason): number
+                for reason, number in entry.dropped.items()
+                if not Drop(reason).asked_for
+            }
+        )
         places += list(_places(plan, entry))
     path = out / BAD_ROWS
     if not dropped:
         path.unlink(missing_ok=True)
         return True
-    write_whole(path, "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places).encode("utf-8", "backslashreplace"))
+    write_whole(
+        path,
+        "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places).encode(
+            "utf-8", "backslashreplace"
+        ),
+    )
     if limit.allows(dropped, rows):
         return True
     reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
@@ -197,7 +243,10 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     places.sort(key=lambda place: place["reason"] != Drop.CUT_OFF)
     for place in places[:PRINTED]:
         message = f" ({place['message']})" if place["message"] else ""
-        print(f"  {place['file']}, {place['at']} {place['place']}: {place['reason']}{message}", file=sys.stderr)
+        print(
+            f"  {place['file']}, {place['at']} {place['place']}: {place['reason']}{message}",
+            file=sys.stderr,
+        )
     if len(places) > PRINTED:
         print(f"  ... and {len(places) - PRINTED:,} more in {path}", file=sys.stderr)
     return False
@@ -208,4 +257,11 @@ def _places(plan: Plan, entry: UnitEntry) -> Iterator[dict[str, Any]]:
     at = "row" if file.kind == "parquet" else "byte"
     for row in entry.bad:
         path, place = locate(file, row.place) if file.parts else (file.path, row.place)
-        yield {"file": path, "at": at, "place": place, "reason": str(row.reason), "message": row.message, "unit": entry.unit}
+        yield {
+            "file": path,
+            "at": at,
+            "place": place,
+            "reason": str(row.reason),
+            "message": row.message,
+            "unit": entry.unit,
+        }

@@ -48,7 +48,9 @@ def index_bytes_of(documents: int) -> int:
     return HEADER.size + 20 * documents + 8
 
 
-def index_parts(documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]) -> Iterator[bytes]:
+def index_parts(
+    documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
+) -> Iterator[bytes]:
     """The .idx file in parts of at most 8 MB; ``lengths()`` gives the documents' lengths (ids) in order, in parts, and is called twice."""
     yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], documents, documents + 1)
     for part in _cut(lengths()):
@@ -75,7 +77,9 @@ def index_bytes(lengths: npt.NDArray[Any], dtype: str) -> bytes:
     return b"".join(index_parts(len(lengths), dtype, lambda: (lengths,)))
 
 
-def write_index(path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]) -> tuple[int, str]:
+def write_index(
+    path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
+) -> tuple[int, str]:
     """Write an .idx file as ``index_parts`` makes it, in a few MB of memory, and wait until it is on the disk: its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     try:
@@ -111,7 +115,9 @@ def read_index(path: Path) -> Index:
     _, version, code, sequences, documents = HEADER.unpack(head)
     names = {code: name for name, code in DTYPE_CODES.items()}
     if version != VERSION or code not in names:
-        raise FormatError(f"has version {version} and dtype code {code}, expected {VERSION} and one of {sorted(names)}")
+        raise FormatError(
+            f"has version {version} and dtype code {code}, expected {VERSION} and one of {sorted(names)}"
+        )
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
         raise FormatError(f"is {size} bytes, its header says {expected}")
@@ -161,12 +167,18 @@ class IndexedWriter:
         if not len(lengths):
             return
         if int(lengths.min()) < 1 or int(lengths.sum(dtype=np.int64)) != len(ids):
-            raise ValueError(f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the shortest of {int(lengths.min())}")
+            raise ValueError(
+                f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the shortest of {int(lengths.min())}"
+            )
         if int(lengths.max()) > LONGEST:
-            raise UserError(f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, more than the format's {LONGEST}")
+            raise UserError(
+                f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, more than the format's {LONGEST}"
+            )
         limits = np.iinfo(self.dtype)
         if int(ids.min()) < 0 or int(ids.max()) > limits.max:
-            raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())} do not fit {self.dtype}")
+            raise ValueError(
+                f"ids from {int(ids.min())} to {int(ids.max())} do not fit {self.dtype}"
+            )
         raw = np.ascontiguousarray(ids, dtype=np.dtype(self.dtype).newbyteorder("<")).data.cast("B")
         self._hash.update(raw)
         try:
@@ -186,9 +198,18 @@ class IndexedWriter:
         """Write .idx, wait until both files are on the disk, and say what they hold."""
         os.fsync(self._stream.fileno())
         self.close()
-        idx_bytes, idx_sha256 = write_index(with_ending(self.prefix, "idx"), self.documents, self.dtype, lambda: self._lengths)
+        idx_bytes, idx_sha256 = write_index(
+            with_ending(self.prefix, "idx"), self.documents, self.dtype, lambda: self._lengths
+        )
         width = np.dtype(self.dtype).itemsize
-        return Written(self.documents, self.tokens, self.tokens * width, self._hash.hexdigest(), idx_bytes, idx_sha256)
+        return Written(
+            self.documents,
+            self.tokens,
+            self.tokens * width,
+            self._hash.hexdigest(),
+            idx_bytes,
+            idx_sha256,
+        )
 
 
 BLOCK_BYTES = 1 << 16

@@ -116,7 +116,13 @@ def write_plan(out: Path, plan: Plan) -> None:
     """Write OUT/plan.json, whole or not at all; a file and a unit take a line each."""
     units = [list(asdict(unit).values())[1:] for unit in plan.units]
     files = [file.as_json() for file in plan.files]
-    fields = {"format": FORMAT, **asdict(plan), "settings": plan.settings.as_json(), "files": files, "units": units}
+    fields = {
+        "format": FORMAT,
+        **asdict(plan),
+        "settings": plan.settings.as_json(),
+        "files": files,
+        "units": units,
+    }
     lines = ",\n".join(f"  {json.dumps(name)}: {_lines(value)}" for name, value in fields.items())
     write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
 
@@ -124,21 +130,31 @@ def write_plan(out: Path, plan: Plan) -> None:
 def _lines(value: Any) -> str:
     if not isinstance(value, list):
         return json.dumps(value, ensure_ascii=False)
-    return "[\n" + ",\n".join(f"    {json.dumps(item, ensure_ascii=False)}" for item in value) + "\n  ]"
+    return (
+        "[\n"
+        + ",\n".join(f"    {json.dumps(item, ensure_ascii=False)}" for item in value)
+        + "\n  ]"
+    )
 
 
 def read_plan(out: Path) -> Plan:
     """OUT/plan.json. Raises UserError where it is absent, damaged, altered or of another format."""
     path = out / PLAN
     if not path.is_file():
-        raise UserError(f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}")
+        raise UserError(
+            f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}"
+        )
     try:
         raw = json.loads(path.read_bytes())
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
-            raise UserError(f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}")
+            raise UserError(
+                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}"
+            )
         plan = _plan(raw)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({one_line(error)}); put it back, or plan again with --overwrite") from None
+        raise UserError(
+            f"{path} is damaged ({one_line(error)}); put it back, or plan again with --overwrite"
+        ) from None
     if fingerprint_of(plan) != plan.fingerprint:
         what = f"what it says does not have the fingerprint {plan.fingerprint[:12]!r}"
         raise UserError(f"{path} was altered: {what}; put it back, or plan again with --overwrite")

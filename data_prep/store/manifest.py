@@ -52,11 +52,17 @@ class SplitEntry:
     @property
     def sizes(self) -> dict[str, int]:
         """Its files' endings -> bytes."""
-        return {"bin": self.bin_bytes, "idx": self.idx_bytes} | ({"ids": self.ids.bytes} if self.ids else {})
+        return {"bin": self.bin_bytes, "idx": self.idx_bytes} | (
+            {"ids": self.ids.bytes} if self.ids else {}
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The entry as files hold it: without ``ids`` where there are none."""
-        return {name: value for name, value in asdict(self).items() if name != "ids" or value is not None}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "ids" or value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,16 @@ class UnitEntry:
     def as_json(self) -> dict[str, Any]:
         """The entry as its file holds it; drops and splits in their own fixed order."""
         value = asdict(self)
-        value["dropped"] = {str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)}
-        value["bad"] = [{"place": row.place, "reason": str(row.reason), "message": row.message} for row in self.bad]
-        value["splits"] = {name: self.splits[name].as_json() for name in SPLITS if name in self.splits}
+        value["dropped"] = {
+            str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)
+        }
+        value["bad"] = [
+            {"place": row.place, "reason": str(row.reason), "message": row.message}
+            for row in self.bad
+        ]
+        value["splits"] = {
+            name: self.splits[name].as_json() for name in SPLITS if name in self.splits
+        }
         return value
 
     @staticmethod
@@ -101,9 +114,13 @@ class UnitEntry:
         entry: UnitEntry = read(UnitEntry, raw)
         _check_names(entry.dropped, entry.splits)
         if entry.rows != entry.documents + sum(entry.dropped.values()):
-            raise ValueError(f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops")
+            raise ValueError(
+                f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops"
+            )
         listed = Counter(row.reason for row in entry.bad)
-        if len(entry.bad) > PLACES_KEPT or any(number > entry.dropped.get(reason, 0) for reason, number in listed.items()):
+        if len(entry.bad) > PLACES_KEPT or any(
+            number > entry.dropped.get(reason, 0) for reason, number in listed.items()
+        ):
             raise ValueError("more bad rows are listed than were dropped")
         return entry
 
@@ -152,14 +169,20 @@ class Manifest:
 
     def as_json(self) -> dict[str, Any]:
         """The manifest as manifest.json holds it."""
-        return {"format": FORMAT, **asdict(self), "splits": {name: entry.as_json() for name, entry in self.splits.items()}}
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "splits": {name: entry.as_json() for name, entry in self.splits.items()},
+        }
 
     @staticmethod
     def from_json(raw: Any) -> Manifest:
         """The reverse. Raises ValueError that says what is wrong with it."""
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise ValueError("not of this format")
-        manifest: Manifest = read(Manifest, {name: value for name, value in raw.items() if name != "format"})
+        manifest: Manifest = read(
+            Manifest, {name: value for name, value in raw.items() if name != "format"}
+        )
         _check_names(manifest.source.dropped, manifest.splits)
         return manifest
 
@@ -178,15 +201,21 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():
-            raise UserError(f"no {MANIFEST} in {folder}: it is not complete; go on with: python -m data_prep run --out {folder}")
+            raise UserError(
+                f"no {MANIFEST} in {folder}: it is not complete; go on with: python -m data_prep run --out {folder}"
+            )
         raise UserError(f"no {MANIFEST} in {folder}; write it with: python -m data_prep run")
     try:
         raw = json.loads(path.read_bytes())
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
-            raise UserError(f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: make the data again with its run")
+            raise UserError(
+                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: make the data again with its run"
+            )
         return Manifest.from_json(raw)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}") from None
+        raise UserError(
+            f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}"
+        ) from None
 
 
 def size_fault(folder: Path, manifest: Manifest) -> str | None:

@@ -29,14 +29,21 @@ def read(kind: Any, value: Any) -> Any:
             return tuple(map(read, inner, items))
         return origin(read(inner[0], item) for item in items)
     if origin is dict:
-        return {key: read(inner[1], item) for key, item in _checked(value, dict, "not an object").items()}
+        return {
+            key: read(inner[1], item)
+            for key, item in _checked(value, dict, "not an object").items()
+        }
     if inner:  # X | None
         return None if value is None else read(inner[0], value)
     if is_dataclass(kind):
         return _record(kind, value)
     if kind in (int, float):
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole or (kind is float and isinstance(value, float))) or abs(value) > LARGEST or (kind is int and value < 0):
+        if (
+            not (whole or (kind is float and isinstance(value, float)))
+            or abs(value) > LARGEST
+            or (kind is int and value < 0)
+        ):
             raise ValueError(f"{value!r} is not a {'count' if kind is int else 'number'}")
         return kind(value)
     if kind is str:
@@ -57,7 +64,10 @@ def _record(cls: Any, raw: Any) -> Any:
     kinds = _types(cls)
     _checked(raw, dict, f"{type(raw).__name__} where an object belongs")
     later = {item.name for item in fields(cls) if item.kw_only}
-    for said, differing in (("lacks", kinds.keys() - raw.keys() - later), ("has an unknown", raw.keys() - kinds.keys())):
+    for said, differing in (
+        ("lacks", kinds.keys() - raw.keys() - later),
+        ("has an unknown", raw.keys() - kinds.keys()),
+    ):
         if differing:
             raise ValueError(f"{said} {min(differing)!r}")
     values = {}

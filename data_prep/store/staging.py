@@ -26,7 +26,9 @@ def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     busy = f"another data_prep process is writing {folder}; wait for it or choose another --out"
     with locked(folder / LOCK, busy, shared=shared) as held:
         if not (held or shared):
-            print(f"data_prep: {folder} cannot be locked; start no second run on it", file=sys.stderr)
+            print(
+                f"data_prep: {folder} cannot be locked; start no second run on it", file=sys.stderr
+            )
         yield held
 
 
@@ -76,7 +78,9 @@ class Staging:
         names = list(names)
         for name in (*names, seal):
             if not (self.path / name).is_file():
-                raise InUse(f"{self.path / name} is gone: another process works on {self.out}; give the command again after it")
+                raise InUse(
+                    f"{self.path / name} is gone: another process works on {self.out}; give the command again after it"
+                )
         old = self.out / seal
         if old.is_file() and old.read_bytes() != (self.path / seal).read_bytes():
             old.unlink(missing_ok=True)

@@ -47,9 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("out", metavar="OUT.yaml", type=Path, help="file to write")
     parser.add_argument(
-        "folders", nargs="+", metavar="DIR[=WEIGHT]", help="merged data folder; weights are relative; all have one, or none"
+        "folders",
+        nargs="+",
+        metavar="DIR[=WEIGHT]",
+        help="merged data folder; weights are relative; all have one, or none",
     )
-    parser.add_argument("--seq-length", type=int, default=SEQ_LENGTH, metavar="N", help=f"tokens a sequence (default: {SEQ_LENGTH})")
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        default=SEQ_LENGTH,
+        metavar="N",
+        help=f"tokens a sequence (default: {SEQ_LENGTH})",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.yaml")
 
 
@@ -60,15 +69,21 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{out} does not end in .yaml; pretrain reads YAML")
     sources = read_sources(arguments.folders)
     section = data_section(sources, arguments.seq_length)
-    head = f"# Written by python -m data_prep blend, for: python -m pretrain CONFIG data={out.name}\n"
+    head = (
+        f"# Written by python -m data_prep blend, for: python -m pretrain CONFIG data={out.name}\n"
+    )
     content = (head + yaml.safe_dump(section, sort_keys=False, allow_unicode=True)).encode()
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
     if out.exists() and not arguments.overwrite and out.read_bytes() != content:
-        raise UserError(f"{out} exists and holds something else; choose another name or add --overwrite")
+        raise UserError(
+            f"{out} exists and holds something else; choose another name or add --overwrite"
+        )
     make_folder(out.parent)
     write_whole(out, content)
-    print(f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} tokens a sequence")
+    print(
+        f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} tokens a sequence"
+    )
     print("\n".join(describe(sources, section)))
     return 0
 
@@ -92,15 +107,23 @@ def read_sources(given: Sequence[str]) -> list[Source]:
             theirs = f"(sha256 {other.sha256[:12]}) than {first} ({one.sha256[:12]})"
             raise UserError(f"{path} has another tokenizer {theirs}; a blend needs one tokenizer")
         if one.eod_id != other.eod_id:
-            raise UserError(f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a blend needs one EOD")
+            raise UserError(
+                f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a blend needs one EOD"
+            )
     weights = [weight for weight, _ in folders.values()]
     without = [path for path, (weight, _) in folders.items() if weight is None]
     if without and len(without) < len(weights):
-        raise UserError(f"{without[0]} has no weight and others have one; give each a weight, or none")
+        raise UserError(
+            f"{without[0]} has no weight and others have one; give each a weight, or none"
+        )
     tokens = sum(manifest.splits["train"].tokens for _, manifest in folders.values())
     total = math.fsum(weight for weight in weights if weight is not None)
     return [
-        Source(path, manifest.splits["train"].tokens / tokens if weight is None else weight / total, manifest)
+        Source(
+            path,
+            manifest.splits["train"].tokens / tokens if weight is None else weight / total,
+            manifest,
+        )
         for path, (weight, manifest) in folders.items()
     ]
 
@@ -114,13 +137,17 @@ def _parse(text: str) -> tuple[Path, float | None]:
     except ValueError:
         raise UserError(f"{text}: the weight {number!r} is not a number; write DIR=0.3") from None
     if not (math.isfinite(weight) and weight > 0):
-        raise UserError(f"{text}: the weight must be above 0; leave out a folder that is not wanted")
+        raise UserError(
+            f"{text}: the weight must be above 0; leave out a folder that is not wanted"
+        )
     return Path(name), weight
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
     if "train" not in manifest.splits:
-        raise UserError(f"{folder / MANIFEST} has no train split; make the data again with: python -m data_prep run")
+        raise UserError(
+            f"{folder / MANIFEST} has no train split; make the data again with: python -m data_prep run"
+        )
     if fault := size_fault(folder, manifest):
         raise UserError(f"{fault}; see: python -m data_prep verify {folder}")
 
@@ -140,7 +167,10 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
                 short = f"{source.folder / split} has {tokens} tokens, a sequence of {seq_length} takes {seq_length + 1}"
                 raise UserError(f"{short}; lower --seq-length, or leave the folder out")
         total = math.fsum(source.weight for source in having)
-        section[split] = [{"prefix": str(source.folder / split), "weight": float(f"{source.weight / total:.12g}")} for source in having]
+        section[split] = [
+            {"prefix": str(source.folder / split), "weight": float(f"{source.weight / total:.12g}")}
+            for source in having
+        ]
     return section | {"seq_length": seq_length}
 
 
@@ -151,7 +181,11 @@ def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str
         often = f"read {source.weight * total / source.tokens:.3g} times in {count(total)}"
         yield f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
     for split in SPLITS[1:]:
-        without = [str(source.folder) for source in sources if not any(s["prefix"] == str(source.folder / split) for s in section[split])]
+        without = [
+            str(source.folder)
+            for source in sources
+            if not any(s["prefix"] == str(source.folder / split) for s in section[split])
+        ]
         if without:
             yield f"  {split} is without {', '.join(without)}: no such split there, or shorter than a sequence"
     first = min(sources, key=lambda source: source.tokens / source.weight)

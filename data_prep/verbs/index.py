@@ -19,25 +19,42 @@ from fem_common.signals import signal_name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("config", metavar="RUN.yaml", help="a run of pretrain, such as configs/run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the run's settings, as for python -m pretrain")
+    parser.add_argument(
+        "config", metavar="RUN.yaml", help="a run of pretrain, such as configs/run/demo.yaml"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="the run's settings, as for python -m pretrain",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Build the run's index cache: the exit code of ``pretrain``. Raises UserError where that is not installed, or was killed."""
-    for module, package in (("pretrain", "this project"), ("megatron", "megatron-core"), ("torch", "torch")):
+    for module, package in (
+        ("pretrain", "this project"),
+        ("megatron", "megatron-core"),
+        ("torch", "torch"),
+    ):
         if find_spec(module) is None:
             raise UserError(
                 f"index needs {package}, which {sys.executable} does not find; install it with: pip install -c constraints.txt -e . "
                 "(or start from the project's folder)"
             )
-    with subprocess.Popen([sys.executable, "-m", "pretrain", arguments.config, *arguments.overrides, "--index"]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "pretrain", arguments.config, *arguments.overrides, "--index"]
+    ) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
             process.terminate()  # it removes what it has half built
             raise
     if code < 0:
-        reason = "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
-        raise UserError(f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}")
+        reason = (
+            "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
+        )
+        raise UserError(
+            f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}"
+        )
     return code

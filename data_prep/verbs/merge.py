@@ -22,23 +22,60 @@ import numpy.typing as npt
 from data_prep.encode.splits import SPLITS
 from data_prep.report.progress import Reading
 from data_prep.store.document_ids import IdsEntry, IdsWriter
-from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, ranges, read_entries, shortened, units_bytes
-from data_prep.store.indexed import FormatError, dtype_name, index_bytes_of, read_index, sample_digest, with_ending, write_index
-from data_prep.store.layout import KINDS, MANIFEST, SHARDS, UNITS, Plan, Unit, entry_path, read_plan, shard_prefix
-from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest, size_fault
+from data_prep.store.entries import (
+    accept_bad_rows,
+    add_max_bad_argument,
+    manifest_of,
+    ranges,
+    read_entries,
+    shortened,
+    units_bytes,
+)
+from data_prep.store.indexed import (
+    FormatError,
+    dtype_name,
+    index_bytes_of,
+    read_index,
+    sample_digest,
+    with_ending,
+    write_index,
+)
+from data_prep.store.layout import (
+    KINDS,
+    MANIFEST,
+    SHARDS,
+    UNITS,
+    Plan,
+    Unit,
+    entry_path,
+    read_plan,
+    shard_prefix,
+)
+from data_prep.store.manifest import (
+    Manifest,
+    MergedEntry,
+    SplitEntry,
+    UnitEntry,
+    read_manifest,
+    size_fault,
+)
 from data_prep.store.staging import Staging, existing_folder
 from fem_common.errors import StorageError, UserError
 from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
-OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
+OURS = re.compile(
+    rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
+)  # in OUT/shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder whose units are all done")
-    parser.add_argument("--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing")
+    parser.add_argument(
+        "--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing"
+    )
     add_max_bad_argument(parser)
 
 
@@ -60,7 +97,9 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
     with Staging(out) as staging:
         if is_merged(out, plan):
             remove_shards(out)
-            print(f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})")
+            print(
+                f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})"
+            )
             return 0
         entries = read_entries(out, plan, tasks)
         if not accept_bad_rows(out, plan, entries, max_bad):
@@ -68,7 +107,10 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
         names = _splits(plan, entries)
         _check_space(out, entries)
         with Reading(f"merging {counted(len(entries), 'unit')}", _bytes(entries, "bin")) as reading:
-            splits = {name: _merge_split(name, staging.path / name, out, plan, entries, reading) for name in names}
+            splits = {
+                name: _merge_split(name, staging.path / name, out, plan, entries, reading)
+                for name in names
+            }
         manifest = manifest_of(plan, entries, splits)
         write_synced(staging.path / UNITS, units_bytes(entries))
         write_synced(staging.path / MANIFEST, json_bytes(manifest.as_json()))
@@ -89,14 +131,22 @@ def is_merged(out: Path, plan: Plan) -> bool:
     if manifest.source.fingerprint != plan.fingerprint:
         return False
     if fault := size_fault(out, manifest):
-        raise UserError(f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}")
+        raise UserError(
+            f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}"
+        )
     return True
 
 
-def _merge_split(split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading) -> MergedEntry:
+def _merge_split(
+    split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading
+) -> MergedEntry:
     """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
     dtype = dtype_name(plan.tokenizer.vocab_size)
-    shards = [(unit, entry.splits[split]) for unit, entry in zip(plan.units, entries, strict=True) if split in entry.splits]
+    shards = [
+        (unit, entry.splits[split])
+        for unit, entry in zip(plan.units, entries, strict=True)
+        if split in entry.splits
+    ]
     digest = hashlib.sha256()
     binary, index = with_ending(target, "bin"), with_ending(target, "idx")
     with binary.open("wb", buffering=0) as stream:
@@ -116,14 +166,21 @@ def _merge_split(split: str, target: Path, out: Path, plan: Plan, entries: Seque
         for unit, _ in shards:
             yield read_index(with_ending(shard_prefix(out, unit, split), "idx")).lengths
 
-    documents, tokens, text_bytes = (sum(getattr(part, name) for _, part in shards) for name in ("documents", "tokens", "text_bytes"))
+    documents, tokens, text_bytes = (
+        sum(getattr(part, name) for _, part in shards)
+        for name in ("documents", "tokens", "text_bytes")
+    )
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
     sizes, sample = (binary.stat().st_size, idx_bytes), sample_digest(binary)
     ids = _merge_ids(split, with_ending(target, "ids"), out, shards)
-    return MergedEntry(documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample, ids=ids)
+    return MergedEntry(
+        documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample, ids=ids
+    )
 
 
-def _merge_ids(split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]) -> IdsEntry | None:
+def _merge_ids(
+    split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]
+) -> IdsEntry | None:
     """Write a split's file of ids, where all its shards have theirs. Raises UserError naming a damaged one."""
     parts = [(unit, part.ids) for unit, part in shards if part.ids]
     if len(parts) < len(shards):
@@ -141,7 +198,9 @@ def _merge_ids(split: str, target: Path, out: Path, shards: Sequence[tuple[Unit,
 
 def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
     what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
-    return UserError(f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}")
+    return UserError(
+        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+    )
 
 
 def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
@@ -153,8 +212,15 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
         raise FormatError(f"{path} {error}") from None
     documents, tokens = len(index.lengths), int(index.lengths.sum(dtype=np.int64))
     described = tokens * np.dtype(index.dtype).itemsize
-    if (index.dtype, documents, tokens, described) != (dtype, part.documents, part.tokens, part.bin_bytes):
-        raise FormatError(f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says")
+    if (index.dtype, documents, tokens, described) != (
+        dtype,
+        part.documents,
+        part.tokens,
+        part.bin_bytes,
+    ):
+        raise FormatError(
+            f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says"
+        )
 
 
 def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
@@ -181,21 +247,32 @@ def _splits(plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
     names = plan.settings.split.names
     for name in names:
         if not any(name in entry.splits for entry in entries):
-            share = "" if name == "train" else f"plan again with a higher --{name}-percent, with 0, or "
+            share = (
+                "" if name == "train" else f"plan again with a higher --{name}-percent, with 0, or "
+            )
             raise UserError(f"the split {name!r} would be empty; {share}give more documents")
     return names
 
 
 def _bytes(entries: Sequence[UnitEntry], *kinds: str) -> int:
-    return sum(part.sizes.get(kind, 0) for entry in entries for part in entry.splits.values() for kind in kinds)
+    return sum(
+        part.sizes.get(kind, 0)
+        for entry in entries
+        for part in entry.splits.values()
+        for kind in kinds
+    )
 
 
 def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
-    wanted = _bytes(entries, "bin", "ids") + index_bytes_of(sum(entry.documents for entry in entries))
+    wanted = _bytes(entries, "bin", "ids") + index_bytes_of(
+        sum(entry.documents for entry in entries)
+    )
     free = shutil.disk_usage(out).free
     if wanted > free:
         sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
-        raise StorageError(f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}")
+        raise StorageError(
+            f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}"
+        )
 
 
 def remove_shards(out: Path) -> None:
@@ -212,17 +289,31 @@ def _report(out: Path, manifest: Manifest) -> None:
     """What was written, and that every row is accounted for."""
     for name, entry in manifest.splits.items():
         tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
-        print(f"{out / name}: {entry.documents:,} documents, {tokens} ({entry.text_bytes / entry.tokens:.2f} bytes a token)")
+        print(
+            f"{out / name}: {entry.documents:,} documents, {tokens} ({entry.text_bytes / entry.tokens:.2f} bytes a token)"
+        )
     written = sum(entry.documents for entry in manifest.splits.values())
-    drops = ", ".join(f"{number:,} {reason}" for reason, number in manifest.source.dropped.items()) or "none"
+    drops = (
+        ", ".join(f"{number:,} {reason}" for reason, number in manifest.source.dropped.items())
+        or "none"
+    )
     rows = manifest.source.rows
-    print(f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}")
+    print(
+        f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}"
+    )
 
 
 def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
     """Of units that were done before ids were recorded, where others have theirs: no part of a split's ids is written."""
-    without = [entry.unit for entry in entries if any(part.ids is None for part in entry.splits.values())]
+    without = [
+        entry.unit for entry in entries if any(part.ids is None for part in entry.splits.values())
+    ]
     if without and any(part.ids for entry in entries for part in entry.splits.values()):
-        splits = sorted({name for entry in entries for name, part in entry.splits.items() if part.ids is None}, key=SPLITS.index)
+        splits = sorted(
+            {name for entry in entries for name, part in entry.splits.items() if part.ids is None},
+            key=SPLITS.index,
+        )
         whose = f"units {shortened(ranges(without))} were encoded before ids were recorded"
-        print(f"{out}: no ids of documents beside {', '.join(splits)}: {whose}; to have them, run again with --overwrite")
+        print(
+            f"{out}: no ids of documents beside {', '.join(splits)}: {whose}; to have them, run again with --overwrite"
+        )

@@ -66,12 +66,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
     """What a plan is made from; ``run`` has the same options, none of them ``required``."""
     what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
-    tokenizer = "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
+    tokenizer = (
+        "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
+    )
     parser.add_argument("--tokenizer", required=required, metavar="DIR|NAME", help=tokenizer)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    parser.add_argument(
+        "--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT"
+    )
     add_settings_arguments(parser)
-    parser.add_argument("--unit-mb", type=float, default=UNIT_MB, metavar="MB", help="text in a unit of work, about (default: 256)")
+    parser.add_argument(
+        "--unit-mb",
+        type=float,
+        default=UNIT_MB,
+        metavar="MB",
+        help="text in a unit of work, about (default: 256)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
 
 
@@ -90,16 +100,30 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
     if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:
-        raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
+        raise UserError(
+            "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub"
+        )
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
     files = open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)
-    files = [file if "://" in file.path else replace(file, path=os.path.abspath(file.path)) for file in files]
+    files = [
+        file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
+        for file in files
+    ]
     unit_bytes = round(arguments.unit_mb * 1e6)
-    cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
-    units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
+    cuts = (
+        (number, span)
+        for number, file in enumerate(files)
+        for span in spans(file, settings.columns, unit_bytes)
+    )
+    units = tuple(
+        Unit(number, file, span.start, span.stop, span.rows, span.text_bytes)
+        for number, (file, span) in enumerate(cuts)
+    )
     if all(unit.rows == 0 for unit in units):
-        raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
+        raise UserError(
+            f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
+        )
     plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     check_splits(plan)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
@@ -107,9 +131,14 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
 
 def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
     """The documents of a unit without asking the mask, which is the user's code: it may be slow or fail, and runs in the workers."""
-    settings, file = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()), plan.files[unit.file]
+    settings, file = (
+        replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()),
+        plan.files[unit.file],
+    )
     selection = Selection(settings)
-    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+    for rows in read_span(
+        file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns
+    ):
         if isinstance(rows, Rows):
             yield selection.of(rows, file.path)[0]
 
@@ -146,9 +175,19 @@ def notes(plan: Plan) -> Iterator[str]:
     """What a person may not expect of the inputs, a line each."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
-        which = f"{unnamed[0].path} has" if len(unnamed) == 1 else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
+        which = (
+            f"{unnamed[0].path} has"
+            if len(unnamed) == 1
+            else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
+        )
         yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and place there (see --id-column)"
-    large = [name for file in plan.files if file.kind == "txt" for name, size in file.parts if size > plan.settings.max_bytes]
+    large = [
+        name
+        for file in plan.files
+        if file.kind == "txt"
+        for name, size in file.parts
+        if size > plan.settings.max_bytes
+    ]
     if large:
         yield f"{counted(len(large), '.txt file')} above --max-bytes left out, {large[0]} first; --paragraphs makes documents of paragraphs"
 
@@ -159,18 +198,29 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
     Raises UserError for a file in a place that data_prep writes in OUT.
     """
     out = arguments.out
-    own, folders = ([(out / name).resolve() for name in names] for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED)))
+    own, folders = (
+        [(out / name).resolve() for name in names]
+        for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED))
+    )
     found: list[Found] = []
-    for name, group in itertools.groupby(find_files(arguments.inputs, arguments.subset), lambda file: file.given):
+    for name, group in itertools.groupby(
+        find_files(arguments.inputs, arguments.subset), lambda file: file.given
+    ):
         files = list(group)
         if not is_hub(name):
             listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
-            files = [file for file in files if not (listed and _lies_at(file.path, [*own, *folders]))]
+            files = [
+                file for file in files if not (listed and _lies_at(file.path, [*own, *folders]))
+            ]
             if not files:
-                raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
+                raise UserError(
+                    f"{name} holds only what data_prep has written into {out}; name the inputs"
+                )
             for file in files:
                 if _lies_at(file.path, [*own, *folders]):
-                    raise UserError(f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out")
+                    raise UserError(
+                        f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out"
+                    )
         found += files
     return found
 
@@ -178,7 +228,11 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
     """Whether a file, or what it links to, is at one of these places or below."""
     path = Path(file)
-    return any(lies.is_relative_to(place) for lies in {path.parent.resolve() / path.name, path.resolve()} for place in places)
+    return any(
+        lies.is_relative_to(place)
+        for lies in {path.parent.resolve() / path.name, path.resolve()}
+        for place in places
+    )
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
@@ -193,11 +247,17 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
     another plan, or of none. With ``overwrite`` such data goes, and also complete data of the same plan; what a killed run of the same plan
     has finished stays.
     """
-    taken = [] if overwrite else _taken(out, tokenizer)  # before the plan is looked for: another task may be writing both
+    taken = (
+        [] if overwrite else _taken(out, tokenizer)
+    )  # before the plan is looked for: another task may be writing both
     old: Plan | None = None
     with suppress(UserError) if overwrite else nullcontext():
         old = read_plan(out) if (out / PLAN).exists() else None
-    if old and old.fingerprint == plan.fingerprint and not (overwrite and (out / MANIFEST).exists()):
+    if (
+        old
+        and old.fingerprint == plan.fingerprint
+        and not (overwrite and (out / MANIFEST).exists())
+    ):
         if old != plan and not (out / MANIFEST).exists():
             write_plan(out, plan)
         return True
@@ -206,7 +266,9 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             (out / name).unlink(missing_ok=True)
         remove_shards(out)
     elif old:
-        raise UserError(f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}")
+        raise UserError(
+            f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}"
+        )
     elif taken:
         raise UserError(f"{taken[0]} exists and no {PLAN} says what it is; {AGAIN}")
     _copy_tokenizer(tokenizer, out)
@@ -217,8 +279,16 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
     """Names in OUT that a plan would write to, other than a tokenizer of the same content."""
     copy = out / TOKENIZER
-    foreign = [copy / name for name in TOKENIZER_FILES if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)]
-    return [path for path in (*(out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)), *foreign) if path.exists()]
+    foreign = [
+        copy / name
+        for name in TOKENIZER_FILES
+        if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)
+    ]
+    return [
+        path
+        for path in (*(out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)), *foreign)
+        if path.exists()
+    ]
 
 
 def _same_file(one: Path, other: Path) -> bool:
@@ -245,10 +315,15 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
         yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
     elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
         yield "the same inputs in another order"
-    elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {"txt", "paragraphs"}:
+    elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {
+        "txt",
+        "paragraphs",
+    }:
         yield "another --paragraphs"
     elif contents[0] != contents[1]:
-        number = next(i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other)
+        number = next(
+            i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other
+        )
         yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
@@ -267,7 +342,13 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, list) else "none" if value is None else str(value)
+    return (
+        ",".join(map(str, value)) or "none"
+        if isinstance(value, list)
+        else "none"
+        if value is None
+        else str(value)
+    )
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
@@ -279,7 +360,9 @@ def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     """What is ahead, for people: files, rows, text, units, shards and disk."""
     text = sum(file.text_bytes for file in plan.files)
     rows = [file.rows for file in plan.files]
-    known = f"{sum(filter(None, rows)):,} rows" + (" and those that only reading tells" if None in rows else "")
+    known = f"{sum(filter(None, rows)):,} rows" + (
+        " and those that only reading tells" if None in rows else ""
+    )
     names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
     yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"

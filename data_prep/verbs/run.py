@@ -26,11 +26,29 @@ from data_prep.encode.workers import run_units
 from data_prep.report.progress import Board
 from data_prep.sources import unchanged
 from data_prep.store.entries import add_max_bad_argument, parse_max_bad, sound_entry
-from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.layout import (
+    SHARDS,
+    TOKENIZER,
+    Plan,
+    Unit,
+    entry_path,
+    read_plan,
+    shard_prefix,
+)
 from data_prep.store.manifest import UnitEntry
 from data_prep.store.staging import UNFINISHED, lock
 from data_prep.verbs.merge import is_merged, merge_folder
-from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle, unmasked
+from data_prep.verbs.plan import (
+    OPTIONS,
+    UNIT_MB,
+    add_plan_arguments,
+    disk_bytes,
+    identity,
+    make_plan,
+    notes,
+    settle,
+    unmasked,
+)
 from fem_common.errors import UserError
 from fem_common.files import remove_leftovers
 from fem_common.text import counted, size
@@ -44,9 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, required=False)
     add_max_bad_argument(parser)
     parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
-    parser.add_argument("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
+    parser.add_argument(
+        "--encoder",
+        choices=("auto", "gigatoken", "hf"),
+        default="auto",
+        help="default: gigatoken where it is exact",
+    )
     parser.add_argument("--task-id", type=int, metavar="N", help="which of --tasks this is, from 0")
-    parser.add_argument("--tasks", type=int, metavar="M", help="tasks that share the work, each with the same command but for its number")
+    parser.add_argument(
+        "--tasks",
+        type=int,
+        metavar="M",
+        help="tasks that share the work, each with the same command but for its number",
+    )
 
 
 @dataclass(frozen=True)
@@ -75,10 +103,15 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
         number = int(slurm)
         if tasks is not None:
             return _checked(number, tasks, "SLURM_ARRAY_TASK_ID")
-        first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}") or default) for name, default in (("MIN", 0), ("STEP", 1)))
+        first, step = (
+            int(environment.get(f"SLURM_ARRAY_TASK_{name}") or default)
+            for name, default in (("MIN", 0), ("STEP", 1))
+        )
         whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
     except (KeyError, ValueError):
-        raise UserError("SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks") from None
+        raise UserError(
+            "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks"
+        ) from None
     index, rest = divmod(number - first, max(step, 1))
     if rest or not 0 <= index < whole:
         raise UserError(
@@ -103,7 +136,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--workers is {workers}; it must be at least 1")
     parse_max_bad(arguments.max_bad)
     if task and arguments.overwrite:
-        raise UserError("--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it")
+        raise UserError(
+            "--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it"
+        )
     made = make_plan(arguments) if arguments.inputs else None
     plan = made[0] if made else _continued(arguments)
     with lock(out, shared=task is not None):
@@ -113,7 +148,9 @@ def main(arguments: argparse.Namespace) -> int:
                 print(line)
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
         if merged and not cut_short:
-            print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
+            print(
+                f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})"
+            )
             return 0
         if not merged:
             encode(out, plan, task, workers, arguments.encoder, checked=made is not None)
@@ -127,19 +164,38 @@ def _continued(arguments: argparse.Namespace) -> Plan:
     """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
     plan = read_plan(arguments.out)
     given, planned = settings_of(arguments), plan.settings
-    other = [name for name, value in given.deciding().items() if value not in (planned.deciding()[name], Settings().deciding()[name])]
+    other = [
+        name
+        for name, value in given.deciding().items()
+        if value not in (planned.deciding()[name], Settings().deciding()[name])
+    ]
     other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
-    other += ["paragraphs"] * (arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files))
-    other += ["unit_mb"] * (round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6)))
-    if arguments.tokenizer and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer:
+    other += ["paragraphs"] * (
+        arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files)
+    )
+    other += ["unit_mb"] * (
+        round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6))
+    )
+    if (
+        arguments.tokenizer
+        and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer
+    ):
         other.append("tokenizer")
     if other:
-        name = "mask" if other[0].startswith("mask") else OPTIONS.get(other[0], other[0]).replace("_", "-")
-        raise UserError(f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan")
+        name = (
+            "mask"
+            if other[0].startswith("mask")
+            else OPTIONS.get(other[0], other[0]).replace("_", "-")
+        )
+        raise UserError(
+            f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan"
+        )
     return plan
 
 
-def encode(out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool) -> None:
+def encode(
+    out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool
+) -> None:
     """Do the units that are not done, all or one task's; ``checked``: the inputs were looked at a moment ago. Raises UserError."""
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
     whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
@@ -149,18 +205,32 @@ def encode(out: Path, plan: Plan, task: Task | None, workers: int, encoder: str,
     done = {unit: entry for unit in mine if (entry := finished(out, plan, unit))}
     waiting = [unit for unit in mine if unit not in done]
     if not waiting:
-        why = f"done before: {counted(len(mine), 'unit')}" if mine else "the other tasks have all units"
+        why = (
+            f"done before: {counted(len(mine), 'unit')}"
+            if mine
+            else "the other tasks have all units"
+        )
         print(f"{out}: {whose}nothing to do: {why}")
         return
     if not checked:
         check_inputs(plan, waiting)
-    choice = choose(load_folder(out / TOKENIZER), encoder, samples(plan, waiting[0]) if encoder != "hf" else [])
+    choice = choose(
+        load_folder(out / TOKENIZER), encoder, samples(plan, waiting[0]) if encoder != "hf" else []
+    )
     print(f"encoder: {choice.name} ({choice.why})")
     workers = min(workers, len(waiting))
-    print(f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}", flush=True)
-    needed, free = disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))), shutil.disk_usage(out).free
+    print(
+        f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}",
+        flush=True,
+    )
+    needed, free = (
+        disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))),
+        shutil.disk_usage(out).free,
+    )
     if needed > free:
-        print(f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True)
+        print(
+            f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True
+        )
     board = Board(done, mine)
     try:
         run_units(out, plan, choice.kind, waiting, workers, board)
@@ -193,12 +263,21 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
     for number in sorted({unit.file for unit in units}):
         file = plan.files[number]
         if not unchanged(file, columns):
-            raise UserError(f"{file.path} has changed since it was planned; plan again with --overwrite")
+            raise UserError(
+                f"{file.path} has changed since it was planned; plan again with --overwrite"
+            )
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
     """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
-    texts = next((documents.texts.slice(0, SAMPLE_DOCUMENTS) for documents in unmasked(plan, unit) if len(documents.texts)), None)
+    texts = next(
+        (
+            documents.texts.slice(0, SAMPLE_DOCUMENTS)
+            for documents in unmasked(plan, unit)
+            if len(documents.texts)
+        ),
+        None,
+    )
     if texts is None:
         return []
     ends = np.cumsum(pc.binary_length(texts).to_numpy())

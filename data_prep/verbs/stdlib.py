@@ -23,26 +23,47 @@ from fem_common.errors import UserError, told
 from fem_common.files import make_folder, sha256, sync_file, sync_folder
 
 TEXTS = ("text", "id", "dump", "url", "file_path", "language")
-NUMBERS = {"language_score": pa.float64(), "token_count": pa.int64(), "score": pa.float64(), "int_score": pa.int64()}
+NUMBERS = {
+    "language_score": pa.float64(),
+    "token_count": pa.int64(),
+    "score": pa.float64(),
+    "int_score": pa.int64(),
+}
 SCHEMA = pa.schema(dict.fromkeys(TEXTS, pa.string()) | NUMBERS)
-SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+}
 ROWS_PER_GROUP = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT.parquet where it holds something else")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace OUT.parquet where it holds something else"
+    )
 
 
 def source_files(root: Path) -> Iterator[str]:
     """Paths of the library's sources relative to ``root``, with forward slashes, sorted within each folder."""
     real_root = root.resolve()
     for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if name not in SKIPPED_FOLDERS and not name.startswith("config-"))
+        names[:] = sorted(
+            name for name in names if name not in SKIPPED_FOLDERS and not name.startswith("config-")
+        )
         for name in sorted(files):
             path = Path(folder, name)
-            if path.suffix == ".py" and not name.startswith("_sysconfigdata") and path.resolve().is_relative_to(real_root):
+            if (
+                path.suffix == ".py"
+                and not name.startswith("_sysconfigdata")
+                and path.resolve().is_relative_to(real_root)
+            ):
                 yield path.relative_to(root).as_posix()
 
 
@@ -65,7 +86,16 @@ def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
             continue
         seen.add(digest)
         url = f"https://github.com/python/cpython/blob/v{version}/Lib/{name}"
-        rows.append({"text": text, "id": f"stdlib/{name}", "dump": f"cpython-{version}", "url": url, "file_path": name, "language": "en"})
+        rows.append(
+            {
+                "text": text,
+                "id": f"stdlib/{name}",
+                "dump": f"cpython-{version}",
+                "url": url,
+                "file_path": name,
+                "language": "en",
+            }
+        )
     return pa.Table.from_pylist(rows, schema=SCHEMA), dropped
 
 
@@ -73,18 +103,30 @@ def main(arguments: argparse.Namespace) -> int:
     """Gather the library and write it; a file that already holds the same is left alone. Raises UserError."""
     root, out = Path(sysconfig.get_path("stdlib")), arguments.out
     if out.is_dir():
-        raise UserError(f"{out} is a folder; name the file to write, such as {out / 'stdlib.parquet'}")
+        raise UserError(
+            f"{out} is a folder; name the file to write, such as {out / 'stdlib.parquet'}"
+        )
     table, dropped = collect(root)
     if not table.num_rows:
-        raise UserError(f"this Python keeps no standard library sources in {root}; run data_prep with another Python")
+        raise UserError(
+            f"this Python keeps no standard library sources in {root}; run data_prep with another Python"
+        )
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.unfinished")
     try:
-        pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP, compression="zstd", write_page_checksum=True)
+        pq.write_table(
+            table,
+            temporary,
+            row_group_size=ROWS_PER_GROUP,
+            compression="zstd",
+            write_page_checksum=True,
+        )
         sync_file(temporary)
         same = out.exists() and sha256(temporary) == sha256(out)
         if out.exists() and not same and not arguments.overwrite:
-            raise UserError(f"{out} exists and holds something else; choose another name or add --overwrite")
+            raise UserError(
+                f"{out} exists and holds something else; choose another name or add --overwrite"
+            )
         os.replace(temporary, out)
         sync_folder(out.parent)
     except OSError as error:
@@ -92,7 +134,9 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     text_bytes = sum(len(text.encode()) for text in table.column("text").to_pylist())
-    left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items())) or "none"
+    left_out = (
+        ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items())) or "none"
+    )
     state = "unchanged" if same else "written"
     size = f"{table.num_rows} documents, {text_bytes / 1e6:.1f} MB of text"
     print(f"{out}: {state}; {size} (Python {platform.python_version()}); left out: {left_out}")

@@ -28,7 +28,13 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
+from data_prep.encode.documents import (
+    Documents,
+    Selection,
+    Settings,
+    add_column_arguments,
+    settings_of,
+)
 from data_prep.encode.splits import hash_ids
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
@@ -44,10 +50,25 @@ SPAN_BYTES = 64 * 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL or .txt file, folder, glob or hf:// address")
-    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
-    parser.add_argument("--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="entries, special ones included (default: 32000)")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="parquet, JSONL or .txt file, folder, glob or hf:// address",
+    )
+    parser.add_argument(
+        "--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT"
+    )
+    parser.add_argument(
+        "--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=32000,
+        metavar="N",
+        help="entries, special ones included (default: 32000)",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
         "--sample-mb",
@@ -66,7 +87,9 @@ class Sample:
     def __init__(self, wanted_bytes: float) -> None:
         self.wanted_bytes = wanted_bytes
         self.text_bytes = 0
-        self._heap: list[tuple[int, bytes]] = []  # (complement of the hash, text): the first is the next to go
+        self._heap: list[
+            tuple[int, bytes]
+        ] = []  # (complement of the hash, text): the first is the next to go
 
     @property
     def texts(self) -> list[bytes]:
@@ -86,7 +109,9 @@ class Sample:
                 self.text_bytes -= len(heapq.heappop(self._heap)[1])
 
 
-def gather(files: list[SourceFile], settings: Settings, sample_mb: float) -> tuple[Sample, Counter[Drop]]:
+def gather(
+    files: list[SourceFile], settings: Settings, sample_mb: float
+) -> tuple[Sample, Counter[Drop]]:
     """Read all files: the sample and the rows dropped. Raises UserError for a part that cannot be read."""
     sample, dropped = Sample(sample_mb * 1e6), Counter[Drop]()
     selection, columns = Selection(settings), settings.columns
@@ -110,7 +135,11 @@ def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
     seal, file = out / SEAL, out / "tokenizer.json"
     with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         made = json.loads(seal.read_bytes())
-        if made["fingerprint"] == fingerprint and made["sha256"] == sha256(file) and (out / "tokenizer_config.json").is_file():
+        if (
+            made["fingerprint"] == fingerprint
+            and made["sha256"] == sha256(file)
+            and (out / "tokenizer_config.json").is_file()
+        ):
             return True
     interrupted = not seal.exists() and (out / ".unfinished").exists()
     if file.exists() and not overwrite and not interrupted:
@@ -123,10 +152,14 @@ def main(arguments: argparse.Namespace) -> int:
     vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
     style, settings = STYLES[arguments.style], settings_of(arguments)
     if vocab_size < style.smallest:
-        raise UserError(f"--vocab-size is {vocab_size}; the smallest is {style.smallest} ({style.contents})")
+        raise UserError(
+            f"--vocab-size is {vocab_size}; the smallest is {style.smallest} ({style.contents})"
+        )
     if not sample_mb > 0:
         raise UserError(f"--sample-mb is {sample_mb}; it must be above 0")
-    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
+    files = open_files(
+        arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs
+    )
     fingerprint = sha256_json(
         {
             "inputs": [part for file in files for part in file.content],
@@ -143,7 +176,9 @@ def main(arguments: argparse.Namespace) -> int:
         sample, dropped = gather(files, settings, sample_mb)
         texts = sample.texts
         if not texts:
-            raise UserError(f"no document to train on in {', '.join(arguments.inputs)}{_because(dropped)}")
+            raise UserError(
+                f"no document to train on in {', '.join(arguments.inputs)}{_because(dropped)}"
+            )
         read = f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the sample{_because(dropped)}"
         print(f"{read}; learning merges", file=sys.stderr, flush=True)
         tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
@@ -162,9 +197,14 @@ def main(arguments: argparse.Namespace) -> int:
         write_synced(staging.path / SEAL, json_bytes(seal))
         staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
     size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)
-    print(f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text")
+    print(
+        f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text"
+    )
     if size < vocab_size:
-        print(f"data_prep: this text yields {size} entries, fewer than --vocab-size {vocab_size}; give more text for more", file=sys.stderr)
+        print(
+            f"data_prep: this text yields {size} entries, fewer than --vocab-size {vocab_size}; give more text for more",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -183,7 +223,9 @@ LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 PRINTABLE = SPACE + "".join(map(chr, range(0x21, 0x7F)))
 # Within what merges are learnt: runs of spaces, words and punctuation with at most one leading space; digits and line ends stand alone.
-LLAMA_PIECES = rf"{SPACE}{{2,}}|{SPACE}?\p{{L}}[\p{{L}}\p{{M}}]*|{SPACE}?[^{SPACE}\s\p{{L}}\p{{N}}]+|[\s\S]"
+LLAMA_PIECES = (
+    rf"{SPACE}{{2,}}|{SPACE}?\p{{L}}[\p{{L}}\p{{M}}]*|{SPACE}?[^{SPACE}\s\p{{L}}\p{{N}}]+|[\s\S]"
+)
 LLAMA_COVERAGE = 0.99995  # share of the characters that get an entry; the rest is written as bytes
 LLAMA_LONGEST = 16  # characters of an entry
 
@@ -220,7 +262,9 @@ def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
     """A byte-level BPE: EOD is entry 0, the 256 bytes follow, so every UTF-8 text comes back exactly."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(GPT_PIECES), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -240,9 +284,15 @@ def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
     """
     counts = np.zeros(0x110000, np.int64)
     for batch in batches(texts):
-        counts += np.bincount(np.frombuffer("".join(batch).encode("utf-32-le"), "<u4"), minlength=len(counts))
+        counts += np.bincount(
+            np.frombuffer("".join(batch).encode("utf-32-le"), "<u4"), minlength=len(counts)
+        )
     occurring = [point for point in np.flatnonzero(counts).tolist() if chr(point) != " "]
-    others = [point for point in occurring if chr(point) not in PRINTABLE and unicodedata.category(chr(point)) != "Cc"]
+    others = [
+        point
+        for point in occurring
+        if chr(point) not in PRINTABLE and unicodedata.category(chr(point)) != "Cc"
+    ]
     others.sort(key=lambda point: (-int(counts[point]), point))
     missing = int(counts[others].sum()) - (1 - LLAMA_COVERAGE) * int(counts.sum())
     taken = []
@@ -262,7 +312,9 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     """
     letters, rare = alphabet(texts, most=(vocab_size - LLAMA.smallest) // 4)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(LLAMA_PIECES), behavior="isolated")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -274,13 +326,22 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     )
     # A character without an entry is skipped in training, which would join its neighbours: a line end keeps them apart.
     apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
-    tokenizer.train_from_iterator(([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer)
+    tokenizer.train_from_iterator(
+        ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer
+    )
     spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in LLAMA_SPECIAL]
+    spec["added_tokens"] = [
+        token for token in spec["added_tokens"] if token["content"] in LLAMA_SPECIAL
+    ]
     spec["pre_tokenizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
     )
     return tokenizer
 
@@ -295,7 +356,9 @@ def _config(special: dict[str, str]) -> dict[str, Any]:
     }
 
 
-GPT = Style("gpt", GPT_EOD, 257, "256 bytes and EOD", GPT_PIECES, _config({"eos_token": GPT_EOD}), train_gpt)
+GPT = Style(
+    "gpt", GPT_EOD, 257, "256 bytes and EOD", GPT_PIECES, _config({"eos_token": GPT_EOD}), train_gpt
+)
 LLAMA = Style(
     "llama",
     "</s>",

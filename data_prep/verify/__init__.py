@@ -18,9 +18,27 @@ from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.report.progress import Reading
 from data_prep.store.document_ids import IdsEntry
-from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, units_done
+from data_prep.store.entries import (
+    manifest_of,
+    missing_units,
+    ranges,
+    read_units,
+    shortened,
+    units_done,
+)
 from data_prep.store.indexed import dtype_name, index_bytes_of
-from data_prep.store.layout import KINDS, MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.layout import (
+    KINDS,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TOKENIZER,
+    Plan,
+    Unit,
+    entry_path,
+    read_plan,
+    shard_prefix,
+)
 from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verify.cache import cache_bytes, check_caches
@@ -37,9 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that run wrote")
     parser.add_argument(
-        "--sample", type=int, default=SAMPLE, metavar="N", help=f"documents to read and encode again; 0: none (default: {SAMPLE})"
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"documents to read and encode again; 0: none (default: {SAMPLE})",
     )
-    parser.add_argument("--index-cache", type=Path, metavar="FOLDER", help="check the index caches in FOLDER against this data too")
+    parser.add_argument(
+        "--index-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="check the index caches in FOLDER against this data too",
+    )
 
 
 @dataclass
@@ -65,9 +92,13 @@ def main(arguments: argparse.Namespace) -> int:
     if (folder / MANIFEST).is_file() or not (folder / PLAN).is_file():
         manifest = read_manifest(folder)
         report = verify_merged(folder, manifest, arguments.sample, arguments.index_cache)
-        done = ", ".join(f"{name} {count(entry.tokens)} tokens" for name, entry in manifest.splits.items())
+        done = ", ".join(
+            f"{name} {count(entry.tokens)} tokens" for name, entry in manifest.splits.items()
+        )
     elif arguments.index_cache:
-        raise UserError(f"{folder} is not merged, so no index cache can belong to it; merge it with: python -m data_prep merge {folder}")
+        raise UserError(
+            f"{folder} is not merged, so no index cache can belong to it; merge it with: python -m data_prep merge {folder}"
+        )
     else:
         report = verify_units(folder, arguments.sample)
         done = f"not merged yet; go on with: python -m data_prep merge {folder}"
@@ -85,7 +116,9 @@ def main(arguments: argparse.Namespace) -> int:
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
     """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
     report = Report(agree=["hashes", "indices", "EOD"])
-    fix = f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
+    fix = (
+        f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
+    )
     report.add(tokenizer_faults(folder / manifest.tokenizer.path, manifest.tokenizer), PUT_BACK)
     plan, entries = None, list[UnitEntry]()
     try:
@@ -103,15 +136,31 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         ids = Ids(manifest.dtype, manifest.tokenizer.eod_id, manifest.tokenizer.vocab_size)
         for name, part in manifest.splits.items():
             report.add(pair_faults(folder / name, part, "the manifest", ids, reading.advance), fix)
-        known = {f"{name}.{kind}" for name, entry in manifest.splits.items() for kind in entry.sizes}
-        strays = [folder / name for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS) if name not in known]
-        report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
+        known = {
+            f"{name}.{kind}" for name, entry in manifest.splits.items() for kind in entry.sizes
+        }
+        strays = [
+            folder / name
+            for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS)
+            if name not in known
+        ]
+        report.add(
+            [
+                f"{path} is not in the manifest; remove it, or {fix}"
+                for path in strays
+                if path.exists()
+            ]
+        )
         if caches:
             found = check_caches(caches, folder, manifest, reading.advance)
             report.add(found.faults)
-            report.agree.append(f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)")
+            report.agree.append(
+                f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)"
+            )
     if (folder / SHARDS).exists():
-        report.notes.append(f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it")
+        report.notes.append(
+            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it"
+        )
     if plan:
         _sample(report, folder, plan, entries, sample, fix, merged=True)
     return report
@@ -125,12 +174,16 @@ def verify_units(folder: Path, sample: int) -> Report:
     except UserError as error:
         report.add([str(error)])
         return report
-    said = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
+    said = TokenizerEntry(
+        TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256
+    )
     report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
     entries, missing, faults = units_done(folder, plan)
     report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
     parts = [part for entry in entries for part in entry.splits.values()]
-    with Reading(f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)) as reading:
+    with Reading(
+        f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)
+    ) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
     fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
     _sample(report, folder, plan, entries, sample, fix, merged=False)
@@ -153,12 +206,17 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
         return
     if tokenizer.sha256 != said.sha256:
         yield f"{tokenizer.path / 'tokenizer.json'}: content differs from the manifest's hash"
-    for what, found, wanted in (("EOD is", tokenizer.eod_id, said.eod_id), ("entries are", tokenizer.vocab_size, said.vocab_size)):
+    for what, found, wanted in (
+        ("EOD is", tokenizer.eod_id, said.eod_id),
+        ("entries are", tokenizer.vocab_size, said.vocab_size),
+    ):
         if found != wanted:
             yield f"{tokenizer.path}: its {what} {found}, the manifest says {wanted}"
 
 
-def manifest_faults(folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]) -> Iterator[str]:
+def manifest_faults(
+    folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
+) -> Iterator[str]:
     """What manifest.json says otherwise than plan.json and units.jsonl."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
@@ -173,12 +231,18 @@ def manifest_faults(folder: Path, manifest: Manifest, plan: Plan, entries: list[
     for unit, entry in zip(plan.units, entries, strict=True):
         if unit.rows not in (None, entry.rows):
             yield f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} rows, the plan for {unit.rows}"
-    splits = {name: _summed(manifest.splits[name], name, entries) for name in SPLITS if name in manifest.splits}
+    splits = {
+        name: _summed(manifest.splits[name], name, entries)
+        for name in SPLITS
+        if name in manifest.splits
+    }
     said, found = asdict(manifest), asdict(manifest_of(plan, entries, splits))
     _forget_where_files_lie(said)
     _forget_where_files_lie(found)
     yield from _differences(said, found, str(folder / MANIFEST))
-    for name in sorted({name for entry in entries for name in entry.splits} - manifest.splits.keys()):
+    for name in sorted(
+        {name for entry in entries for name in entry.splits} - manifest.splits.keys()
+    ):
         yield f"{folder / MANIFEST} lacks the split {name!r}, which units wrote"
 
 
@@ -194,11 +258,21 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
     """A split's entry with what the units' entries add up to."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
-        sum(getattr(part, what) for part in parts) for what in ("documents", "tokens", "text_bytes", "bin_bytes")
+        sum(getattr(part, what) for part in parts)
+        for what in ("documents", "tokens", "text_bytes", "bin_bytes")
     )
     sizes = [part.ids.bytes for part in parts if part.ids]
-    ids = IdsEntry(sum(sizes), said.ids.sha256 if said.ids else "") if parts and len(sizes) == len(parts) else None
-    sums = {"documents": documents, "tokens": tokens, "text_bytes": text_bytes, "bin_bytes": bin_bytes}
+    ids = (
+        IdsEntry(sum(sizes), said.ids.sha256 if said.ids else "")
+        if parts and len(sizes) == len(parts)
+        else None
+    )
+    sums = {
+        "documents": documents,
+        "tokens": tokens,
+        "text_bytes": text_bytes,
+        "bin_bytes": bin_bytes,
+    }
     return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
 
 
@@ -206,7 +280,9 @@ def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[st
     """Where two JSON values differ, by their keys."""
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):
-            yield from _differences(said.get(name), found.get(name), path, f"{key}.{name}" if key else str(name))
+            yield from _differences(
+                said.get(name), found.get(name), path, f"{key}.{name}" if key else str(name)
+            )
     elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
         for number, (one, other) in enumerate(zip(said, found, strict=True)):
             yield from _differences(one, other, path, f"{key}.{number}")
@@ -214,7 +290,16 @@ def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[st
         yield f"{path}: {key} is {said!r}, units and plan say {found!r}"
 
 
-def _sample(report: Report, folder: Path, plan: Plan, entries: list[UnitEntry], number: int, fix: str, *, merged: bool) -> None:
+def _sample(
+    report: Report,
+    folder: Path,
+    plan: Plan,
+    entries: list[UnitEntry],
+    number: int,
+    fix: str,
+    *,
+    merged: bool,
+) -> None:
     if not number:
         return
     if report.faults or len(entries) != len(plan.units):
@@ -223,7 +308,9 @@ def _sample(report: Report, folder: Path, plan: Plan, entries: list[UnitEntry], 
     found = check_sample(folder, plan, entries, number, merged=merged)
     report.add(found.faults, fix)
     for reason, units in found.unchecked.items():
-        report.notes.append(f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against the inputs: {reason}")
+        report.notes.append(
+            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against the inputs: {reason}"
+        )
     if found.compared:
         report.agree.append(f"{found.compared} documents encoded again")
 
@@ -232,14 +319,18 @@ SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:{'|'.join(KINDS)})")
 ENTRY = re.compile(r"(\d+)\.json")
 
 
-def shard_faults(out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]) -> Iterator[str]:
+def shard_faults(
+    out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
+) -> Iterator[str]:
     """Faults of the shards that the entries name, and files that none names."""
     vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
     ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
     for entry in entries:
         unit = plan.units[entry.unit]
         for name, part in entry.splits.items():
-            for fault in pair_faults(shard_prefix(out, unit, name), part, "its entry", ids, advance):
+            for fault in pair_faults(
+                shard_prefix(out, unit, name), part, "its entry", ids, advance
+            ):
                 yield f"{fault}; {_again(out, unit)}"
     yield from _strays(out, plan, {entry.unit: entry for entry in entries})
 

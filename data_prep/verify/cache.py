@@ -33,7 +33,9 @@ class Caches:
     faults: list[str] = field(default_factory=list)
 
 
-def check_caches(caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]) -> Caches:
+def check_caches(
+    caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]
+) -> Caches:
     """Look at every cache below a folder. Raises UserError where there is no such folder."""
     existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
     result = Caches()
@@ -45,9 +47,15 @@ def check_caches(caches: Path, folder: Path, manifest: Manifest, advance: Callab
         try:
             sources, files = _read(file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            result.faults.append(f"{file} is damaged ({type(error).__name__}: {error}); the cache {cache}: {AGAIN}")
+            result.faults.append(
+                f"{file} is damaged ({type(error).__name__}: {error}); the cache {cache}: {AGAIN}"
+            )
             continue
-        ours = {Path(source["prefix"]).name: source for source in sources if _is_below(Path(source["prefix"]), folder)}
+        ours = {
+            Path(source["prefix"]).name: source
+            for source in sources
+            if _is_below(Path(source["prefix"]), folder)
+        }
         result.ours += bool(ours)
         result.others += not ours
         if ours:
@@ -70,8 +78,14 @@ def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, dict[str, Any]]]:
     raw = json.loads(file.read_bytes())
     if raw["format"] != FORMAT:
         raise ValueError(f"format {raw['format']!r}")
-    sources = [{name: str(source[name]) for name in ("split", "prefix", "idx_sha256", "bin")} for source in raw["sources"]]
-    return sources, {str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in raw["files"].items()}
+    sources = [
+        {name: str(source[name]) for name in ("split", "prefix", "idx_sha256", "bin")}
+        for source in raw["sources"]
+    ]
+    return sources, {
+        str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+        for name, entry in raw["files"].items()
+    }
 
 
 def _is_below(prefix: Path, folder: Path) -> bool:
@@ -83,11 +97,16 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
         entry = manifest.splits.get(name)
         if entry is None:
             yield f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no longer has"
-        elif source["idx_sha256"] != entry.idx_sha256 or source["bin"] not in (entry.bin_sha256, entry.bin_sample):
+        elif source["idx_sha256"] != entry.idx_sha256 or source["bin"] not in (
+            entry.bin_sha256,
+            entry.bin_sample,
+        ):
             yield f"{cache / COMPLETE} is stale: built from other contents of {source['prefix']} than are there now"
 
 
-def _damaged(cache: Path, files: dict[str, dict[str, Any]], advance: Callable[[int], None]) -> Iterator[str]:
+def _damaged(
+    cache: Path, files: dict[str, dict[str, Any]], advance: Callable[[int], None]
+) -> Iterator[str]:
     for name, said in files.items():
         path = cache / name
         if not path.is_file():

@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.store.document_ids import IdsEntry, count_lines
-from data_prep.store.indexed import DOCUMENTS_AT_ONCE, HEADER, FormatError, Index, read_index, sample_digest, with_ending
+from data_prep.store.indexed import (
+    DOCUMENTS_AT_ONCE,
+    HEADER,
+    FormatError,
+    Index,
+    read_index,
+    sample_digest,
+    with_ending,
+)
 from data_prep.store.manifest import MergedEntry, SplitEntry
 
 BLOCK_BYTES = 1 << 25
@@ -31,7 +39,9 @@ class Ids:
     vocab_size: int
 
 
-def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]) -> Iterator[str]:
+def pair_faults(
+    prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+) -> Iterator[str]:
     """The faults of a pair and its .ids, each naming its file. ``says``: who made the statement; ``advance`` hears of bytes read."""
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()
@@ -44,7 +54,9 @@ def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: C
             change = "truncated" if path.stat().st_size < size else "too long"
             yield f"{path}: {path.stat().st_size} bytes, {says} says {size} ({change})"
     if entry.ids and "ids" not in missing:
-        yield from _ids_faults(with_ending(prefix, "ids"), entry.ids, entry.documents, says, advance)
+        yield from _ids_faults(
+            with_ending(prefix, "ids"), entry.ids, entry.documents, says, advance
+        )
     if missing - {"ids"}:
         return
     index = None
@@ -61,7 +73,9 @@ def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: C
     yield from _token_faults(binary, index if sound else None, kind, entry, says, ids, advance)
 
 
-def _ids_faults(path: Path, ids: IdsEntry, documents: int, says: str, advance: Callable[[int], None]) -> Iterator[str]:
+def _ids_faults(
+    path: Path, ids: IdsEntry, documents: int, says: str, advance: Callable[[int], None]
+) -> Iterator[str]:
     digest, lines, unread = hashlib.sha256(), 0, b""
     with path.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -75,11 +89,22 @@ def _ids_faults(path: Path, ids: IdsEntry, documents: int, says: str, advance: C
 
 
 def _index_faults(
-    path: Path, index: Index, binary: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+    path: Path,
+    index: Index,
+    binary: Path,
+    entry: SplitEntry,
+    says: str,
+    ids: Ids,
+    advance: Callable[[int], None],
 ) -> Iterator[str]:
     width, documents = np.dtype(index.dtype).itemsize, len(index.lengths)
     digest = hashlib.sha256()
-    tokens, shortest, pointers_agree, numbers_agree = 0, 1, True, len(index.document_indices) == documents + 1
+    tokens, shortest, pointers_agree, numbers_agree = (
+        0,
+        1,
+        True,
+        len(index.document_indices) == documents + 1,
+    )
     with path.open("rb", buffering=0) as stream:
         digest.update(stream.read(HEADER.size))
         for _, lengths in _parts(stream, "<i4", documents, digest.update, advance):
@@ -88,9 +113,13 @@ def _index_faults(
         end = 0
         for start, pointers in _parts(stream, "<i8", documents, digest.update, advance):
             ends = end + np.cumsum(index.lengths[start : start + len(pointers)], dtype=np.int64)
-            pointers_agree &= int(pointers[0]) == end * width and bool((pointers[1:] == ends[:-1] * width).all())
+            pointers_agree &= int(pointers[0]) == end * width and bool(
+                (pointers[1:] == ends[:-1] * width).all()
+            )
             end = int(ends[-1])
-        for start, numbers in _parts(stream, "<i8", len(index.document_indices), digest.update, advance):
+        for start, numbers in _parts(
+            stream, "<i8", len(index.document_indices), digest.update, advance
+        ):
             numbers_agree &= bool((numbers == np.arange(start, start + len(numbers))).all())
     if digest.hexdigest() != entry.idx_sha256:
         yield f"{path}: content differs from {says}'s hash"
@@ -107,7 +136,11 @@ def _index_faults(
 
 
 def _parts(
-    stream: BinaryIO, dtype: str, number: int, update: Callable[[Any], None], advance: Callable[[int], None]
+    stream: BinaryIO,
+    dtype: str,
+    number: int,
+    update: Callable[[Any], None],
+    advance: Callable[[int], None],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """(first index, values) of the next ``number`` values of a file, in parts."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):
@@ -119,7 +152,13 @@ def _parts(
 
 
 def _token_faults(
-    path: Path, index: Index | None, dtype: str, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+    path: Path,
+    index: Index | None,
+    dtype: str,
+    entry: SplitEntry,
+    says: str,
+    ids: Ids,
+    advance: Callable[[int], None],
 ) -> Iterator[str]:
     """Hash of a .bin; every id in the vocabulary; and, where its .idx is sound, EOD at the end of every document and nowhere else."""
     digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
@@ -157,6 +196,9 @@ def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArr
     after = bisect_right(index.pointers, stop, lo=min(document + 1, len(index.pointers)))
     ends = (index.pointers[document + 1 : after] - start) // width - 1
     document = max(after - 1, document)
-    if document < len(index.pointers) and int(index.pointers[document]) + int(index.lengths[document]) * width == stop:
+    if (
+        document < len(index.pointers)
+        and int(index.pointers[document]) + int(index.lengths[document]) * width == stop
+    ):
         ends, document = np.append(ends, (stop - start) // width - 1), document + 1
     return ends.astype(np.int64), document

@@ -54,7 +54,9 @@ class Drawn:
     text: str
 
 
-def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool) -> Result:
+def check_sample(
+    folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
+) -> Result:
     """Compare ``number`` documents, drawn with the plan's fingerprint as seed; ``entries`` are all of the plan's units, in order.
 
     Raises nothing for inputs that cannot be read.
@@ -72,17 +74,23 @@ def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number:
         for unit, wanted in chosen:
             try:
                 file = _unchanged(plan.files[unit.file], plan.settings)
-                documents = _draw(file, unit, entries[unit.number], selection, wanted, result, reading.advance)
+                documents = _draw(
+                    file, unit, entries[unit.number], selection, wanted, result, reading.advance
+                )
             except (CommandError, OSError) as error:
                 reason = reason_of(error) if isinstance(error, OSError) else str(error)
                 result.unchecked.setdefault(reason, []).append(unit.number)
             else:
                 for document in documents:
-                    _compare(document, unit, file.path, encoder, plan.tokenizer.eod_id, written, result)
+                    _compare(
+                        document, unit, file.path, encoder, plan.tokenizer.eod_id, written, result
+                    )
     return result
 
 
-def draw_numbers(plan: Plan, entries: Sequence[UnitEntry], number: int) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
+def draw_numbers(
+    plan: Plan, entries: Sequence[UnitEntry], number: int
+) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
     """Units, and the sorted numbers of at most ``number`` documents in them, one split counted after the other."""
     seed = int.from_bytes(hashlib.sha256(plan.fingerprint.encode()).digest()[:8], "big")
     generator = np.random.default_rng(seed)
@@ -117,7 +125,9 @@ def _draw(
     """The ``wanted`` documents of a unit (numbers among all of its splits, one split after the other), its whole span being read."""
     unwritten = [row.place for row in entry.bad if row.reason in WHILE_ENCODING]
     if len(unwritten) != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_ENCODING):
-        raise UserError("more rows were dropped in encoding than its entry lists: their places are not known")
+        raise UserError(
+            "more rows were dropped in encoding than its entry lists: their places are not known"
+        )
     numbers, first = {}, 0
     for name in (name for name in SPLITS if name in entry.splits):
         documents = entry.splits[name].documents
@@ -125,7 +135,9 @@ def _draw(
         first += documents
     found: list[Drawn] = []
     seen, text_bytes, unreadable = Counter[str](), Counter[str](), 0
-    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), selection.settings.columns):
+    for rows in read_span(
+        file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), selection.settings.columns
+    ):
         if not isinstance(rows, Rows):
             unreadable += rows.rows
             continue
@@ -137,7 +149,14 @@ def _draw(
             chosen = numbers.get(name, np.zeros(0, np.int64)) - seen[name]
             for number in chosen[(chosen >= 0) & (chosen < len(which))]:
                 row = int(which[number])
-                found.append(Drawn(name, seen[name] + int(number), int(selected.places[row]), selected.texts[row].as_py()))
+                found.append(
+                    Drawn(
+                        name,
+                        seen[name] + int(number),
+                        int(selected.places[row]),
+                        selected.texts[row].as_py(),
+                    )
+                )
             seen[name] += len(which)
             text_bytes[name] += int(sizes[which].sum())
         advance(int(sizes.sum()))
@@ -148,16 +167,23 @@ def _draw(
         said = (part.documents, part.text_bytes) if part else (0, 0)
         if (seen[name], text_bytes[name]) != said:
             given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
-            result.faults.append(f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} and {said[1]}")
+            result.faults.append(
+                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} and {said[1]}"
+            )
     return found
 
 
 class Written:
     """Where a unit's documents are: in its shards, or in the merged pairs after those of the units before it."""
 
-    def __init__(self, folder: Path, plan: Plan, entries: Sequence[UnitEntry], merged: bool) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, entries: Sequence[UnitEntry], merged: bool
+    ) -> None:
         self.folder, self.plan, self.merged = folder, plan, merged
-        counts = {name: [entry.splits[name].documents if name in entry.splits else 0 for entry in entries] for name in SPLITS}
+        counts = {
+            name: [entry.splits[name].documents if name in entry.splits else 0 for entry in entries]
+            for name in SPLITS
+        }
         self.before = {name: np.cumsum([0, *numbers]) for name, numbers in counts.items()}
         self._open: tuple[Path, Index, npt.NDArray[Any]] | None = None
 
@@ -178,7 +204,15 @@ class Written:
         return tokens[start : start + int(index.lengths[number])]
 
 
-def _compare(document: Drawn, unit: Unit, path: str, encoder: Encoder, eod: int, written: Written, result: Result) -> None:
+def _compare(
+    document: Drawn,
+    unit: Unit,
+    path: str,
+    encoder: Encoder,
+    eod: int,
+    written: Written,
+    result: Result,
+) -> None:
     expected = np.append(encoder.encode(pa.array([document.text], pa.large_string())).ids, eod)
     prefix, number = written.place(unit, document.split, document.number)
     found = written.ids(prefix, number)
@@ -188,4 +222,6 @@ def _compare(document: Drawn, unit: Unit, path: str, encoder: Encoder, eod: int,
         differing = np.flatnonzero(found[:shared] != expected[:shared])
         at = int(differing[0]) if len(differing) else shared
         what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
-        result.faults.append(f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes of its text, from id {at} on")
+        result.faults.append(
+            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes of its text, from id {at} on"
+        )

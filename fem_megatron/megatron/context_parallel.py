@@ -61,10 +61,21 @@ class ContextParallel(Ranks):
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """See `Ranks`."""
-        sent, received = [t.contiguous() for t in own], [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
-        after, before = (torch.distributed.get_global_rank(self.group, (self.rank + by) % self.size) for by in (1, -1))
-        moves = [torch.distributed.P2POp(torch.distributed.isend, t, after, self.group) for t in sent]
-        moves += [torch.distributed.P2POp(torch.distributed.irecv, t, before, self.group) for t in received]
+        sent, received = (
+            [t.contiguous() for t in own],
+            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own],
+        )
+        after, before = (
+            torch.distributed.get_global_rank(self.group, (self.rank + by) % self.size)
+            for by in (1, -1)
+        )
+        moves = [
+            torch.distributed.P2POp(torch.distributed.isend, t, after, self.group) for t in sent
+        ]
+        moves += [
+            torch.distributed.P2POp(torch.distributed.irecv, t, before, self.group)
+            for t in received
+        ]
         works = torch.distributed.batch_isend_irecv(moves)
 
         def wait() -> list[Tensor]:

@@ -55,10 +55,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Known | None) -> Tensor:
-        of_x, ctx.of_weight, ctx.of_gradient = [None] * 3 if known is None else zip(*known, strict=True)
+        of_x, ctx.of_weight, ctx.of_gradient = (
+            [None] * 3 if known is None else zip(*known, strict=True)
+        )
         rows, scale = quantised(x.flatten(0, -2), FORWARD, of_x)
         ctx.save_for_backward(rows, scale, weight)
-        return product(rows, scale, *quantised(weight, FORWARD, ctx.of_weight), x.dtype).view(*x.shape[:-1], -1)
+        return product(rows, scale, *quantised(weight, FORWARD, ctx.of_weight), x.dtype).view(
+            *x.shape[:-1], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -68,7 +72,9 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             narrow, its = quantised(weight, FORWARD, ctx.of_weight)
-            dx = product(gradient, own, narrow.t().contiguous(), its, dy.dtype).view(*dy.shape[:-1], -1)
+            dx = product(gradient, own, narrow.t().contiguous(), its, dy.dtype).view(
+                *dy.shape[:-1], -1
+            )
         if ctx.needs_input_grad[1]:
             dw = product(gradient.t().contiguous(), own, rows.t().contiguous(), scale, weight.dtype)
         return dx, dw, None
@@ -79,7 +85,9 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
     known: of t, two numbers; where the first is not 0 the scale goes by it, and what is too large is cut off. t's own goes into the second.
     """
-    own = torch.linalg.vector_norm(t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)).float()
+    own = torch.linalg.vector_norm(
+        t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)
+    ).float()
     largest, most = own, torch.finfo(dtype).max
     if known is not None:
         largest = torch.where(known[0] > 0, known[0], own)
@@ -101,7 +109,14 @@ class Delayed:
     tokens; 0: there was none.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], steps: int, margin: int, group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        steps: int,
+        margin: int,
+        group: Any,
+        device: torch.device,
+    ) -> None:
         self.names, self.factor, self.group = list(weights), 2.0**margin, group
         self.history = torch.zeros(steps, len(weights), 3, device=device)
         self.by, self.now = (torch.zeros(len(weights), 3, device=device) for _ in range(2))
@@ -124,11 +139,18 @@ class Delayed:
 
     def sharded_state(self, steps: int | None = None) -> dict[str, ShardedTensor]:
         """The history for a checkpoint, [steps, 3] of each map under its weight's name; ``steps``: as many, to be read."""
-        history = self.history if steps is None else self.history.new_zeros(steps, *self.history.shape[1:])
+        history = (
+            self.history
+            if steps is None
+            else self.history.new_zeros(steps, *self.history.shape[1:])
+        )
         keys = {name: f"{PREFIX}{name}" for name in self.names}
         parts = zip(keys.items(), history.unbind(1), strict=True)
         rank = self.group.rank()
-        return {name: ShardedTensor.from_rank_offsets(key, part.contiguous(), replica_id=rank) for (name, key), part in parts}
+        return {
+            name: ShardedTensor.from_rank_offsets(key, part.contiguous(), replica_id=rank)
+            for (name, key), part in parts
+        }
 
     def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], steps: int | None) -> None:
         """Takes over the last steps of a checkpoint's history, which has so many; None: it has none, and this begins anew."""

@@ -49,8 +49,12 @@ def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
             _log.warning("fusions: none of Megatron's (%s)", reason)
         return {}
     loss = dtype == torch.bfloat16
-    _log.info("fusions: SwiGLU%s by Megatron through torch.compile", " and cross-entropy" if loss else "")
-    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"} if loss else {}
+    _log.info(
+        "fusions: SwiGLU%s by Megatron through torch.compile", " and cross-entropy" if loss else ""
+    )
+    return (
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"} if loss else {}
+    )
 
 
 def swiglu(packed: Tensor) -> Tensor:

@@ -52,8 +52,12 @@ def _replays(layer: MegatronBlock) -> bool:
 
 def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
     """x [s (/ tensor-parallel size under sequence parallelism), b, D]: the first layer's input, on which all of them are tried."""
-    given = [(x.detach().clone().requires_grad_(), *map(_alias, layer.parameters())) for layer in layers]
-    noted = [known[1] for layer in layers for weight in layer.parameters() if (known := known_of(weight))]
+    given = [
+        (x.detach().clone().requires_grad_(), *map(_alias, layer.parameters())) for layer in layers
+    ]
+    noted = [
+        known[1] for layer in layers for weight in layer.parameters() if (known := known_of(weight))
+    ]
     before = [one.clone() for one in noted]
     graphed = platform.captured(map(_as_function, layers), given)
     for one, value in zip(noted, before, strict=True):

@@ -24,12 +24,16 @@ class _WithZ(torch.autograd.Function):
         logits, largest = VocabParallelCrossEntropy.calculate_logits_max(logits)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
         first = group.rank() * logits.shape[-1]
-        mask, place, predicted, total, exponentials = VocabParallelCrossEntropy.calculate_predicted_logits(
-            logits, target, largest, first, first + logits.shape[-1]
+        mask, place, predicted, total, exponentials = (
+            VocabParallelCrossEntropy.calculate_predicted_logits(
+                logits, target, largest, first, first + logits.shape[-1]
+            )
         )
         for partial in (predicted, total):
             torch.distributed.all_reduce(partial, group=group)
-        softmax, loss = VocabParallelCrossEntropy.calculate_cross_entropy_loss(exponentials, predicted, total)
+        softmax, loss = VocabParallelCrossEntropy.calculate_cross_entropy_loss(
+            exponentials, predicted, total
+        )
         ctx.save_for_backward(softmax, mask, place, total.log() + largest)
         ctx.weight = weight
         return loss
@@ -40,7 +44,14 @@ class _WithZ(torch.autograd.Function):
         softmax.mul_((1 + 2 * ctx.weight * log_z).unsqueeze(-1))
         pieces = VocabParallelCrossEntropy.prepare_gradient_calculation_operands(softmax, mask)
         rows, numbers, update, gradient = pieces
-        return VocabParallelCrossEntropy.calculate_gradients(rows, numbers, place, update, gradient, grads[0]), None, None, None
+        return (
+            VocabParallelCrossEntropy.calculate_gradients(
+                rows, numbers, place, update, gradient, grads[0]
+            ),
+            None,
+            None,
+            None,
+        )
 
 
 def add_z_loss(chunk: GPTModel, weight: float) -> None:
@@ -70,12 +81,23 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], size: int, losses: Losses, learns: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        chunks: list[tuple[Tensor, Tensor]],
+        size: int,
+        losses: Losses,
+        learns: bool,
     ) -> Tensor:
-        leaf, total = weight.detach().requires_grad_(learns), torch.zeros((), dtype=torch.float32, device=hidden.device)
+        leaf, total = (
+            weight.detach().requires_grad_(learns),
+            torch.zeros((), dtype=torch.float32, device=hidden.device),
+        )
         if learns:
             of_hidden = torch.empty_like(hidden)
-            of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))  # not rounded on the way
+            of_weight = torch.zeros_like(
+                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )  # not rounded on the way
             ctx.save_for_backward(of_hidden, of_weight)
         for start, (labels, mask) in zip(range(0, len(hidden), size), chunks, strict=True):
             x = hidden[start : start + size].detach().requires_grad_(learns)
@@ -92,7 +114,14 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(grads[0]), of_weight.mul_(grads[0]).to(of_hidden.dtype), None, None, None, None
+        return (
+            of_hidden.mul_(grads[0]),
+            of_weight.mul_(grads[0]).to(of_hidden.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
@@ -109,20 +138,36 @@ def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
         return found
 
     def forward(
-        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, known: tuple[Tensor, Tensor] | None = None
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         if known is None:
             return logits(hidden, weight, runtime_gather_output)
         size = max(1, tokens // (ranks * hidden.shape[1]))
         parts = zip(*(t.unflatten(1, (ranks, -1)).split(size, dim=2) for t in known), strict=True)
         chunks = [(labels.flatten(1), mask.flatten(1)) for labels, mask in parts]
-        return _Summed.apply(hidden, layer.weight if weight is None else weight, chunks, size, losses, torch.is_grad_enabled())
+        return _Summed.apply(
+            hidden,
+            layer.weight if weight is None else weight,
+            chunks,
+            size,
+            losses,
+            torch.is_grad_enabled(),
+        )
 
-    def postprocess(hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **given: Any) -> Any:
+    def postprocess(
+        hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **given: Any
+    ) -> Any:
         if labels is None or loss_mask is None:
             return finish(hidden_states, labels=labels, loss_mask=loss_mask, **given)
         shared = chunk.share_embeddings_and_output_weights
-        return layer(hidden_states, chunk.shared_embedding_or_output_weight() if shared else None, known=(labels, loss_mask))
+        return layer(
+            hidden_states,
+            chunk.shared_embedding_or_output_weight() if shared else None,
+            known=(labels, loss_mask),
+        )
 
     # In the layer's own call: there ZeRO has its weight whole.
     layer.forward, chunk._postprocess = forward, postprocess

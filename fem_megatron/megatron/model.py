@@ -90,23 +90,35 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     )
 
 
-def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True) -> list[GPTModel]:
+def build(
+    model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True
+) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), initialised, on this machine's device.
 
     Needs Megatron's process groups. ``draw``: see :func:`initialize`. Raises ValueError where a width does not divide (see
     ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
-    stages = [None] if layout.virtual_pipeline_model_parallel_size is None else range(layout.virtual_pipeline_model_parallel_size)
+    stages = (
+        [None]
+        if layout.virtual_pipeline_model_parallel_size is None
+        else range(layout.virtual_pipeline_model_parallel_size)
+    )
     chunks = []
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"),
+            block_spec(
+                model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"
+            ),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=stage is None, vp_stage=stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=stage is None, vp_stage=stage
+            ),
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type="none",  # the mixers turn their own queries and keys
@@ -128,14 +140,18 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, dra
         if layout.cuda_graphs:
             graph_layers(chunk.decoder)
         chunks.append(chunk)
-    config.hidden_size = model.stream_size  # from here on it is what pipeline stages send each other, and nothing else
+    config.hidden_size = (
+        model.stream_size
+    )  # from here on it is what pipeline stages send each other, and nothing else
     return chunks
 
 
 def add_velocities(chunk: GPTModel, seq_length: int) -> None:
     """Make the embedding one of tokens and velocities, [s, b, 2 hidden_size], each with a table of its own."""
     embedding, tokens = chunk.embedding, chunk.embedding.forward
-    embedding.velocity = LanguageModelEmbedding(embedding.config, embedding.vocab_size, seq_length, "none", tp_group=embedding.tp_group)
+    embedding.velocity = LanguageModelEmbedding(
+        embedding.config, embedding.vocab_size, seq_length, "none", tp_group=embedding.tp_group
+    )
 
     def forward(*given: Any, **named: Any) -> torch.Tensor:
         return torch.cat((tokens(*given, **named), embedding.velocity(*given, **named)), dim=-1)
@@ -218,7 +234,10 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
 @torch.no_grad()  # it holds for the calling thread alone
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
     """Fill this rank's slice of the weight ``name``."""
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
     split = getattr(weight, "tensor_model_parallel", False)
     dim = weight.partition_dim if split else 0  # type: ignore[attr-defined]
     shape = list(weight.shape)

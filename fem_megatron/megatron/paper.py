@@ -26,7 +26,12 @@ CPU = torch.device("cpu")
 # Megatron-core's functions that it hands to torch.compile: what they make between is in no memory, and each pass is one kernel.
 _COMPILED = {
     "fusions.fused_cross_entropy": (
-        *("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients"),
+        *(
+            "calculate_logits_max",
+            "calculate_predicted_logits",
+            "calculate_cross_entropy_loss",
+            "calculate_gradients",
+        ),
     ),
 }
 Layer = Callable[..., Tensor]
@@ -35,7 +40,9 @@ Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 @contextlib.contextmanager
-def machine(device: torch.device, rank: int, world_size: int, trace: Trace, fused: Fused) -> Iterator[None]:
+def machine(
+    device: torch.device, rank: int, world_size: int, trace: Trace, fused: Fused
+) -> Iterator[None]:
     """This process is one of so many ranks, each with a ``device`` (`PAPER` or `CPU`), until the end.
 
     Megatron-core must not yet have been prepared for this process's own device (``platform.prepare``), if that is another one.
@@ -44,13 +51,21 @@ def machine(device: torch.device, rank: int, world_size: int, trace: Trace, fuse
 
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda(), make_graphed_callables=partial(graphed, trace)))
-            stack.enter_context(mock.patch.object(Tensor, "cuda", lambda self, *_, **__: self.to(META)))
+            stack.enter_context(
+                mock.patch.multiple(
+                    torch.cuda, **_cuda(), make_graphed_callables=partial(graphed, trace)
+                )
+            )
+            stack.enter_context(
+                mock.patch.object(Tensor, "cuda", lambda self, *_, **__: self.to(META))
+            )
             _stand_in_kernels(stack, trace, fused)
         else:
             stack.enter_context(META)  # what names no device is on it, too
         platform.prepare()
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=world_size
+        )
         stack.callback(torch.distributed.destroy_process_group)
         stack.enter_context(mock.patch.multiple(torch.distributed, **_groups()))
         if device.type == "cuda":
@@ -69,7 +84,12 @@ def _groups() -> dict[str, Any]:
     """Name in torch.distributed -> what it is where no other rank is: Megatron asks for some groups of gloo by name, and for objects."""
     own = torch.distributed.new_group
 
-    def new_group(ranks: list[int] | None = None, timeout: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+    def new_group(
+        ranks: list[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         return own(ranks, timeout, "fake", **kwargs)
 
     def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
@@ -84,14 +104,18 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
     def swiglu(packed: Tensor) -> Tensor:
         return stand_in(trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
 
-    stack.enter_context(mock.patch.multiple(fusions, megatron_swiglu=swiglu, lacks=lambda device: None))
+    stack.enter_context(
+        mock.patch.multiple(fusions, megatron_swiglu=swiglu, lacks=lambda device: None)
+    )
     for name, functions in _COMPILED.items():
         module = importlib.import_module(f"megatron.core.{name}")
         compiled: dict[str, Any] = {each: fused(each, getattr(module, each)) for each in functions}
         stack.enter_context(mock.patch.multiple(module, **compiled))
 
 
-def graphed(trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor, ...]]) -> tuple[Layer, ...]:
+def graphed(
+    trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor, ...]]
+) -> tuple[Layer, ...]:
     """``torch.cuda.make_graphed_callables``: each is tried, then looked at while it would be captured. A replay's kernels run again.
 
     Held to the end, as there: a copy of the input, and the gradients of output, input and weights.
@@ -99,12 +123,17 @@ def graphed(trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor,
     Raises:
         RuntimeError: the host reads a number of the device, which no capture allows; the message has the place.
     """
-    captured: dict[str, Any] = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
+    captured: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: True,
+    }
     made = []
     for run, given in zip(runs, samples, strict=True):
         for capture in (False, True):
             seen = len(trace.reads)
-            with mock.patch.multiple(torch.cuda, **captured) if capture else contextlib.nullcontext():
+            with (
+                mock.patch.multiple(torch.cuda, **captured) if capture else contextlib.nullcontext()
+            ):
                 out = run(*given)
                 gradients = torch.autograd.grad(out, given, torch.empty_like(out))
             if capture and trace.reads[seen:]:
@@ -114,7 +143,9 @@ def graphed(trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor,
     return tuple(made)
 
 
-def _replayed(run: Layer, sample: tuple[Tensor, ...], held: tuple[Tensor, ...], *given: Tensor) -> Tensor:
+def _replayed(
+    run: Layer, sample: tuple[Tensor, ...], held: tuple[Tensor, ...], *given: Tensor
+) -> Tensor:
     out: Tensor = _Replay.apply(run, sample[1:], *given)
     return out
 
@@ -153,8 +184,22 @@ class _Stream:
 
 def _cuda() -> dict[str, Any]:
     """Name in torch.cuda -> what a process on the machine finds there."""
-    quiet = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state", "reset_peak_memory_stats")
-    properties = SimpleNamespace(total_memory=80 * 2**30, L2_cache_size=50 * 2**20, multi_processor_count=132, major=9, minor=0)
+    quiet = (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "manual_seed",
+        "manual_seed_all",
+        "set_rng_state",
+        "reset_peak_memory_stats",
+    )
+    properties = SimpleNamespace(
+        total_memory=80 * 2**30,
+        L2_cache_size=50 * 2**20,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+    )
     stream = _Stream()
     return {name: lambda *_, **__: None for name in quiet} | {
         "is_available": lambda: True,

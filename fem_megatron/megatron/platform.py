@@ -70,7 +70,18 @@ PATCHED_MODULES = (
 )
 
 _PDEATHSIG = 1  # of <linux/prctl.h>
-_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like", "full_like")
+_FACTORIES = (
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "arange",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+)
 
 
 def has_cuda() -> bool:
@@ -100,14 +111,20 @@ def lacks_graphs() -> str | None:
     return None if has_cuda() else "a GPU, and this machine has none"
 
 
-def captured(functions: Iterable[Callable[..., torch.Tensor]], samples: Iterable[tuple[torch.Tensor, ...]]) -> Any:
+def captured(
+    functions: Iterable[Callable[..., torch.Tensor]], samples: Iterable[tuple[torch.Tensor, ...]]
+) -> Any:
     """The functions as CUDA graphs, tried and captured on these samples in their order, backward passes in the other."""
     return torch.cuda.make_graphed_callables(tuple(functions), tuple(samples))
 
 
 def toolkit() -> str | None:
     """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
-    return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None
+    return (
+        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        if torch.version.cuda
+        else None
+    )
 
 
 def import_megatron() -> None:
@@ -130,7 +147,10 @@ def _without_compiler_and_loggers() -> Iterator[None]:
     process. inference/contexts/dynamic_context.py:70 and timers.py:13 import the loggers, if they are there, for inference and timers of
     their own.
     """
-    compiler, absent = torch.compile, [name for name in ("wandb", "tensorboard") if name not in sys.modules]
+    compiler, absent = (
+        torch.compile,
+        [name for name in ("wandb", "tensorboard") if name not in sys.modules],
+    )
     torch.compile = lambda function: function  # type: ignore[assignment]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
@@ -164,8 +184,12 @@ def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: b
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    threads = types.SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
-    contexts = types.SimpleNamespace(get_context=lambda kind: threads if kind == "fork" else multiprocessing.get_context(kind))
+    threads = types.SimpleNamespace(
+        Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue
+    )
+    contexts = types.SimpleNamespace(
+        get_context=lambda kind: threads if kind == "fork" else multiprocessing.get_context(kind)
+    )
     vars(filesystem_async).update(open=opened, mp=contexts)
     if not asynchronous:
         filesystem_async._results_queue = queue.SimpleQueue()
@@ -237,7 +261,9 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
     # rank and those that nobody uses, and would run unbatched sends of a pipeline one after another.
     torch.distributed.init_process_group(**settings)
     if has_cuda():
-        torch.distributed.barrier(device_ids=[local_rank])  # connects all ranks; later barriers take the device from it
+        torch.distributed.barrier(
+            device_ids=[local_rank]
+        )  # connects all ranks; later barriers take the device from it
 
 
 def peak_memory_bytes() -> int:
@@ -250,7 +276,11 @@ def peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # Not ru_maxrss, which begins at what the process that started this one held.
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return next(
+            int(line.split()[1]) * 1024
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM:")
+        )
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
@@ -289,7 +319,11 @@ def device_memory_bytes() -> int:
 
 def device_cache_bytes() -> int:
     """The GPU's L2 cache, in bytes; 0 on a CPU."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size if has_cuda() else 0
+    return (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        if has_cuda()
+        else 0
+    )
 
 
 def synchronize() -> None:
@@ -347,7 +381,10 @@ def rng_state() -> dict[str, Any]:
     """Every random state that a step could draw from, as CPU tensors of bytes; ``cuda`` on a GPU alone."""
     from megatron.core import tensor_parallel
 
-    state = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
+    state = {
+        "torch": torch.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
     if has_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -451,9 +488,13 @@ def _install_cpu_shim() -> None:
     core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
     if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
         return
-    if "torch._dynamo" in sys.modules:  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
         torch.compiler.set_stance("force_eager")
-    proxy = _TorchProxy({"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
+    proxy = _TorchProxy(
+        {"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}}
+    )
     for module in core.values():
         module.torch = proxy  # type: ignore[attr-defined]
     # rope_utils.py:64 and language_module.py:244 call .cuda() on a tensor.
@@ -483,18 +524,25 @@ def _keep_norm_on_device() -> None:
         clip_grads.l2_norm_impl = _l2_norm
 
 
-def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool) -> tuple[torch.Tensor, None]:
+def _l2_norm(
+    _chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool
+) -> tuple[torch.Tensor, None]:
     """Euclidean norm of all tensors together: parts in their own precision, the sum over parts in float64.
 
     A part is a tensor on a GPU, which adds in a tree, and a block of it on a CPU.
     """
     if tensor_lists[0][0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensor_lists[0])).double().norm().float().view(1), None
+        return torch.stack(torch._foreach_norm(tensor_lists[0])).double().norm().float().view(
+            1
+        ), None
     parts = []
     for tensor in tensor_lists[0]:
         flat = tensor.reshape(-1)
         whole = flat.numel() // 1024 * 1024
-        parts += [torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1), torch.linalg.vector_norm(flat[whole:]).view(1)]
+        parts += [
+            torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1),
+            torch.linalg.vector_norm(flat[whole:]).view(1),
+        ]
     return torch.cat(parts).double().norm().float().view(1), None
 
 
@@ -540,11 +588,20 @@ def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
 
     def preload_from_blocks(write_buckets: list[Any], non_blocking: bool = True) -> Any:
         kept.clear()
-        tensors = {id(tensor): tensor for *_, (_, items) in write_buckets for _, tensor in items if tensor.is_cuda}
+        tensors = {
+            id(tensor): tensor
+            for *_, (_, items) in write_buckets
+            for _, tensor in items
+            if tensor.is_cuda
+        }
         kept.extend(staged([*tensors.values()]))
         copies = dict(zip(tensors, kept, strict=True))
         packed = [
-            (file, key, (others, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]))
+            (
+                file,
+                key,
+                (others, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]),
+            )
             for file, key, (others, items) in write_buckets
         ]
         return preload(packed, non_blocking)

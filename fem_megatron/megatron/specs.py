@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 
 from fem_megatron import catalogue
 from fem_megatron.block import Block
@@ -41,14 +47,23 @@ class MegatronBlock(Block):
         assert pg_collection is not None
         self.pg_collection = pg_collection
         sequence, dtype = config.sequence_parallel, config.params_dtype
-        super().__init__(shape, TensorParallel(pg_collection.tp, sequence_parallel=sequence, dtype=dtype, eight_bit=fp8))
+        super().__init__(
+            shape,
+            TensorParallel(
+                pg_collection.tp, sequence_parallel=sequence, dtype=dtype, eight_bit=fp8
+            ),
+        )
         self.config, self.causal = config, causal
         self.cut = None
         if pg_collection.cp.size() > 1:
             context, tensor = pg_collection.cp, pg_collection.tp.size()
-            kinds = cut_kinds(shape.mixer, tensor=tensor, context=context.size(), asked=cut, causal=causal)
+            kinds = cut_kinds(
+                shape.mixer, tensor=tensor, context=context.size(), asked=cut, causal=causal
+            )
             self.cut = Cut(ContextParallel(context), *kinds)
-        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        self.layer_number = layer_number + get_transformer_layer_offset(
+            config, vp_stage, pg_collection.pp.rank()
+        )
 
     def forward(  # type: ignore[override]
         self,
@@ -65,17 +80,29 @@ class MegatronBlock(Block):
             NotImplementedError: Megatron passes an inference context, an attention bias or rotary angles of its own.
         """
         for name, value in unused.items():
-            if value is not None and name in ("inference_context", "attention_bias", "rotary_pos_emb", "context"):
+            if value is not None and name in (
+                "inference_context",
+                "attention_bias",
+                "rotary_pos_emb",
+                "context",
+            ):
                 raise NotImplementedError(f"this layer does not take {name}")
         again = self.config.recompute_granularity == "selective" and self.training
-        context = replace(packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut)
+        context = replace(
+            packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut
+        )
         if self.cut is not None and context.positions is None:
-            length = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+            length = hidden_states.shape[0] * (
+                self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+            )
             context = replace(context, positions=self.cut.positions(length, hidden_states.device))
         return super().forward(hidden_states, context), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Each parameter under its name, split along its weight's dimension or whole on every tensor-parallel rank."""
         groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
@@ -83,9 +110,13 @@ class MegatronBlock(Block):
         for name, weight in self.named_parameters():
             key, split = prefix + name, weight.spec.split  # type: ignore[attr-defined]
             if split is None:
-                sharded[key] = make_sharded_tensor_for_checkpoint(weight, key, prepend_offsets=sharded_offsets, **groups)
+                sharded[key] = make_sharded_tensor_for_checkpoint(
+                    weight, key, prepend_offsets=sharded_offsets, **groups
+                )
             else:
-                sharded[key] = make_tp_sharded_tensor_for_checkpoint(weight, key, tp_axis=split, prepend_offsets=sharded_offsets, **groups)
+                sharded[key] = make_tp_sharded_tensor_for_checkpoint(
+                    weight, key, tp_axis=split, prepend_offsets=sharded_offsets, **groups
+                )
         return sharded
 
 
@@ -100,7 +131,12 @@ def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
 
 
 def block_spec(
-    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None, *, fp8: bool = False
+    model: ModelConfig,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    cut: str | None = None,
+    *,
+    fp8: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers that this rank's model chunk holds, with our final norm.
 
@@ -112,8 +148,13 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _spec(shape: BlockShape, model: ModelConfig, cut: str | None = None, *, fp8: bool = False) -> ModuleSpec:
-    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal, "cut": cut, "fp8": fp8})
+def _spec(
+    shape: BlockShape, model: ModelConfig, cut: str | None = None, *, fp8: bool = False
+) -> ModuleSpec:
+    return ModuleSpec(
+        module=MegatronBlock,
+        params={"shape": shape, "causal": model.causal, "cut": cut, "fp8": fp8},
+    )
 
 
 class RMSNorm(torch.nn.Module):
@@ -131,4 +172,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], or what layers carry beside it behind it -> [..., hidden_size], same dtype."""
-        return torch.nn.functional.rms_norm(x[..., : len(self.weight)], self.weight.shape, self.weight, self.eps)
+        return torch.nn.functional.rms_norm(
+            x[..., : len(self.weight)], self.weight.shape, self.weight, self.eps
+        )

@@ -43,9 +43,16 @@ def staged(tensors: Sequence[Tensor], *, pinned: bool = True) -> list[Tensor]:
     Each has a storage of its own size, which is what torch saves of a tensor; together they keep their block.
     """
     sizes, places = packed([tensor.nbytes for tensor in tensors])
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage() for size in sizes]
+    blocks = [
+        torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage() for size in sizes
+    ]
     copies = []
     for tensor, (block, offset) in zip(tensors, places, strict=True):
         storage = blocks[block][offset : offset + tensor.nbytes]
-        copies.append(torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape).copy_(tensor, non_blocking=True))
+        copies.append(
+            torch.empty(0, dtype=tensor.dtype)
+            .set_(storage)
+            .view(tensor.shape)
+            .copy_(tensor, non_blocking=True)
+        )
     return copies

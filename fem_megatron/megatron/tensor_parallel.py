@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    linear_with_grad_accumulation_and_async_allreduce,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,17 +59,28 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 class TensorParallel(Parallel):
     """``fem_megatron.parallel.Parallel`` over a Megatron process group. eight_bit: linear maps that may multiply 8-bit floats (`fp8`)."""
 
-    def __init__(self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False) -> None:
-        self.group, self.sequence_parallel, self.dtype, self.eight_bit = group, sequence_parallel, dtype, eight_bit
+    def __init__(
+        self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False
+    ) -> None:
+        self.group, self.sequence_parallel, self.dtype, self.eight_bit = (
+            group,
+            sequence_parallel,
+            dtype,
+            eight_bit,
+        )
         self.size, self.rank = group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.group)
+            return mappings.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=True, group=self.group
+            )
         return self.share(x)
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
-        if isinstance(linear, nn.Module) and linear.bias is not None:  # one kernel adds it unrounded
+        if (
+            isinstance(linear, nn.Module) and linear.bias is not None
+        ):  # one kernel adds it unrounded
             biased: Tensor = linear(self.enter(x))
             return biased
         weight = linear.get_parameter("weight") if isinstance(linear, nn.Module) else linear
@@ -82,18 +96,26 @@ class TensorParallel(Parallel):
             tp_group=self.group,
         )
 
-    def project_beside(self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], Tensor]:
+    def project_beside(
+        self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
+    ) -> tuple[list[Tensor], Tensor]:
         weight = linear.get_parameter("weight")
-        if not self.sequence_parallel or self._in_eight_bits(weight):  # of 8-bit floats a product keeps what it multiplied, whole
+        if not self.sequence_parallel or self._in_eight_bits(
+            weight
+        ):  # of 8-bit floats a product keeps what it multiplied, whole
             whole = self.enter(x)
             y = linear(whole)
             return others(whole), y
 
         def made(x: Tensor) -> tuple[list[Tensor], Tensor]:
             whole = self.enter(x)
-            return others(whole), nn.functional.linear(whole, weight)  # last: what is computed again ends at the last product's inputs
+            return others(whole), nn.functional.linear(
+                whole, weight
+            )  # last: what is computed again ends at the last product's inputs
 
-        found: tuple[list[Tensor], Tensor] = checkpoint(made, x, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        found: tuple[list[Tensor], Tensor] = checkpoint(
+            made, x, use_reentrant=False, preserve_rng_state=False
+        )  # nothing is random
         return found
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -124,7 +146,9 @@ class TensorParallel(Parallel):
         shape = list(weight.shape)
         if weight.split is not None:
             if shape[weight.split] % self.size:
-                raise ValueError(f"{self.size} tensor-parallel ranks do not divide a weight of shape {weight.shape}")
+                raise ValueError(
+                    f"{self.size} tensor-parallel ranks do not divide a weight of shape {weight.shape}"
+                )
             shape[weight.split] //= self.size
         made = parameter(weight, tuple(shape), self.dtype)
         if weight.split is not None:

@@ -13,7 +13,9 @@ from torch.nn.functional import silu, softplus
 from fem_megatron.state import Context
 
 
-def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: Context, name: str) -> Tensor:
+def short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, context: Context, name: str
+) -> Tensor:
     """silu(sum_i weight[:, i] x_(t - K + 1 + i) + bias): x [s, b, c], weight [c, K], bias [c] -> [s, b, c].
 
     Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
@@ -25,13 +27,24 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
     return context.apart(read, x, each=(weight, bias), passes=True, batch=1, time=0, heads=2)
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, context: Context, name: str) -> Tensor:
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    valid: Tensor | None,
+    context: Context,
+    name: str,
+) -> Tensor:
     length = x.shape[0]
     valid = None if valid is None else valid[:, -length:].T
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0)
     past = context.recall(name)
-    before = context.tokens_before(x, weight.shape[1] - 1) if past is None else past.to(x.dtype).transpose(0, 1)
+    before = (
+        context.tokens_before(x, weight.shape[1] - 1)
+        if past is None
+        else past.to(x.dtype).transpose(0, 1)
+    )
     x = torch.cat((before, x))
     context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
     y: Tensor = _Correlation.apply(x, weight.to(x.dtype))
@@ -74,7 +87,12 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def time_steps(
-    raw: Tensor, log_rate: Tensor, step_bias: Tensor, rates: tuple[float, float], heads: int, first: int
+    raw: Tensor,
+    log_rate: Tensor,
+    step_bias: Tensor,
+    rates: tuple[float, float],
+    heads: int,
+    first: int,
 ) -> tuple[Tensor, Tensor]:
     """(delta, -A delta) with delta = softplus(raw + b), A > 0: raw [..., local heads] of heads ``first``.. of ``heads``; fp32 or wider.
 

@@ -25,13 +25,19 @@ from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
 
-REACH = SHIFT_BELOW / 2  # of beta |v - c|, where F - mu comes from what the exponentials have beyond the mean
+REACH = (
+    SHIFT_BELOW / 2
+)  # of beta |v - c|, where F - mu comes from what the exponentials have beyond the mean
 
 OP = Op(
     "aft_read",
     "FEM's read under p ~ exp(k_i) for each channel, with a state",
     (
-        Implementation("triton", "scans over segments and chunks with running maxima, all fused, forward and backward", lacks_triton),
+        Implementation(
+            "triton",
+            "scans over segments and chunks with running maxima, all fused, forward and backward",
+            lacks_triton,
+        ),
         Implementation("reference", "the same scans in PyTorch"),
     ),
 )
@@ -72,8 +78,17 @@ def aft_read(
     """
     check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
     (b, h, t, d), rows = v.shape, _rows(k, v, beta)
-    expected: dict[str, Any] = {"k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype), "beta": (beta, (h, d)), "lam": (lam, v.shape)}
-    expected |= {"gate": (gate, v.shape), "query": (query, k.shape), "valid": (valid, (b, t)), "state": (state, (b, h, rows, d))}
+    expected: dict[str, Any] = {
+        "k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype),
+        "beta": (beta, (h, d)),
+        "lam": (lam, v.shape),
+    }
+    expected |= {
+        "gate": (gate, v.shape),
+        "query": (query, k.shape),
+        "valid": (valid, (b, t)),
+        "state": (state, (b, h, rows, d)),
+    }
     check_others("aft_read", "v", v, expected)
     check_read("aft_read", beta, lam, state, causal)
     o, *after = _checked_read(k, v, beta, lam, gate, query, valid, state, causal, implementation)
@@ -86,7 +101,12 @@ def _rows(k: Tensor, v: Tensor, beta: Tensor | None) -> int:
 
 
 def _shapes(k: Tensor, v: Tensor, beta: Tensor | None, causal: bool, **_: Any) -> list[Tensor]:
-    state = v.new_empty(*v.shape[:2], _rows(k, v, beta), v.shape[3], dtype=torch.promote_types(v.dtype, torch.float32))
+    state = v.new_empty(
+        *v.shape[:2],
+        _rows(k, v, beta),
+        v.shape[3],
+        dtype=torch.promote_types(v.dtype, torch.float32),
+    )
     return [v.new_empty(v.shape), state] if causal else [v.new_empty(v.shape)]
 
 
@@ -105,13 +125,27 @@ def _checked_read(
 ) -> list[Tensor]:
     """o, and the state where causal; arguments as in `aft_read`, which has checked them."""
     compute = torch.promote_types(v.dtype, torch.float32)
-    reasons = {"float64": v.dtype == torch.float64, "the free energy has logits of its own": k.shape != v.shape}
+    reasons = {
+        "float64": v.dtype == torch.float64,
+        "the free energy has logits of its own": k.shape != v.shape,
+    }
     unfit = first_reason(reasons | {"all tokens read all": not causal})
     if OP.choose(implementation, v.device, {"triton": unfit}.get) == "triton":
         from kernels.aft_read.triton import fused_past
 
         wide = None if beta is None else beta.to(compute)
-        return list(fused_past(k, v, wide, lam, gate, query, valid, None if state is None else state.detach().to(compute)))
+        return list(
+            fused_past(
+                k,
+                v,
+                wide,
+                lam,
+                gate,
+                query,
+                valid,
+                None if state is None else state.detach().to(compute),
+            )
+        )
     logits, values = k.to(compute), v.to(compute)
     mask = None if valid is None else valid[:, None, :, None]
     temperature = None if beta is None else beta.to(compute)[:, None]
@@ -139,13 +173,22 @@ def read_past(
     """
     before: list[Tensor | None] = [None] * 5
     if state is not None:
-        before = [*state.split((3, *(() if beta is None else (2, 1, 1)), *(() if k.shape == v.shape else (3,))), dim=2), *before]
+        before = [
+            *state.split(
+                (3, *(() if beta is None else (2, 1, 1)), *(() if k.shape == v.shape else (3,))),
+                dim=2,
+            ),
+            *before,
+        ]
     past, past_joint, past_excess, past_centre, past_base = before[:5]
     centre = first_value(v, valid)
     if state is not None and past_centre is not None:
         centre = torch.where(state[:, :, 1:2] == 0, centre, past_centre)
     own, width = k.shape != v.shape, v.shape[-1]
-    v, logits = _readable(v, valid, centre), [_readable(z, valid, -torch.inf) for z in k.split(width, dim=-1)]
+    v, logits = (
+        _readable(v, valid, centre),
+        [_readable(z, valid, -torch.inf) for z in k.split(width, dim=-1)],
+    )
     one = torch.ones_like(v)
     if beta is None:
         sums = _running_sums(logits[0], (one, v), past)
@@ -153,22 +196,40 @@ def read_past(
     u, far = excess_stream(v, beta, centre)
     far, base_past = far.cumsum(2) > 0, past_base if own else past
     if past_excess is not None and base_past is not None:
-        far, base_past = far | (past_excess < 0), torch.cat((base_past, past_excess.clamp(min=0)), dim=2)
+        far, base_past = (
+            far | (past_excess < 0),
+            torch.cat((base_past, past_excess.clamp(min=0)), dim=2),
+        )
     base = _running_sums(logits[-1], (one, v, u), base_past)
     joint = _running_sums(logits[-1] + beta * v, (one,), past_joint)
     mean, z = base[2] / counted(base[1]), base[3] / counted(base[1])
     apart = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta - mean
     gap = torch.where(far, apart, excess_gap(mean, z, beta, centre))
     sums = _running_sums(logits[0], (one, v), past) if own else base[:3]
-    after = [sums, joint, base[3:].masked_fill(far, -1.0), centre.expand_as(v)[None], *((base[:3],) if own else ())]
+    after = [
+        sums,
+        joint,
+        base[3:].masked_fill(far, -1.0),
+        centre.expand_as(v)[None],
+        *((base[:3],) if own else ()),
+    ]
     mu = sums[2] / counted(sums[1])
-    return mu, gap + (mean - mu) if own else gap, torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach()
+    return (
+        mu,
+        gap + (mean - mu) if own else gap,
+        torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach(),
+    )
 
 
-def read_all(k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def read_all(
+    k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """(mu, F - mu) over all i, the same at every token; arguments as in `read_past`."""
     centre = first_value(v, valid)
-    v, logits = _readable(v, valid, centre), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
+    v, logits = (
+        _readable(v, valid, centre),
+        [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)],
+    )
     weight, _ = _relative(logits[0])
     mu = (weight * v).sum(2, keepdim=True) / counted(weight.sum(2, keepdim=True))
     if beta is None:
@@ -187,7 +248,11 @@ def first_value(v: Tensor, valid: Tensor | None) -> Tensor:
     if valid is None:
         return v[:, :, :1].detach()
     at = valid.to(torch.uint8).argmax(2, keepdim=True)
-    return v.detach().gather(2, at.expand(-1, v.shape[1], -1, v.shape[3])).masked_fill(~valid.any(2, keepdim=True), 0.0)
+    return (
+        v.detach()
+        .gather(2, at.expand(-1, v.shape[1], -1, v.shape[3]))
+        .masked_fill(~valid.any(2, keepdim=True), 0.0)
+    )
 
 
 def excess_stream(v: Tensor, beta: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,7 +277,11 @@ def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -
 
     past [b, h, 1 + factors, d]: the same at the token before, of which the first factor is 1.
     """
-    start = torch.full_like(z[:, :, :1], -torch.inf) if past is None else past[:, :, :1].masked_fill(past[:, :, 1:2] == 0, -torch.inf)
+    start = (
+        torch.full_like(z[:, :, :1], -torch.inf)
+        if past is None
+        else past[:, :, :1].masked_fill(past[:, :, 1:2] == 0, -torch.inf)
+    )
     top = torch.cat((start, z.detach()), dim=2).cummax(dim=2).values
     before, none_before = top[:, :, :-1], top[:, :, :-1] == -torch.inf
     top = _finite(top[:, :, 1:])

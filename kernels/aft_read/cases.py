@@ -12,7 +12,12 @@ from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import readable_keys
 
 
-def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, value_range: float | None = None) -> Inputs:
+def _random(
+    size: Mapping[str, int],
+    beta: float = 1.95,
+    spread: float = 2.0,
+    value_range: float | None = None,
+) -> Inputs:
     """value_range: v uniform, so that beta * v spans this much."""
     draw = Draw(size["tokens"])
     shape = (size["batch"], size["heads"], size["tokens"], size["channels"])
@@ -20,14 +25,25 @@ def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, va
     if value_range is not None:
         v = (draw.uniform(*shape) - 0.5) * value_range / beta
     temperature = torch.full((size["heads"], size["channels"]), beta, dtype=torch.float64)
-    return {"k": spread * k, "v": v, "beta": temperature, "lam": lam.sigmoid(), "gate": torch.nn.functional.softplus(gate)}
+    return {
+        "k": spread * k,
+        "v": v,
+        "beta": temperature,
+        "lam": lam.sigmoid(),
+        "gate": torch.nn.functional.softplus(gate),
+    }
 
 
 def ramped(made: Inputs) -> Inputs:
     """Values over a range of 140 / beta, rising over the tokens in even heads and falling in odd ones."""
     heads, tokens = made["v"].shape[1:3]
     ramp = torch.linspace(-70, 70, tokens, dtype=torch.float64)[:, None] / 1.95
-    return {**made, "v": torch.where(torch.arange(heads)[:, None, None] % 2 == 0, ramp, -ramp).expand_as(made["v"]).clone()}
+    return {
+        **made,
+        "v": torch.where(torch.arange(heads)[:, None, None] % 2 == 0, ramp, -ramp)
+        .expand_as(made["v"])
+        .clone(),
+    }
 
 
 def moved(made: Inputs, by: float) -> Inputs:
@@ -70,7 +86,9 @@ def padded(random: Callable[..., Inputs], size: Mapping[str, int]) -> Inputs:
 def seen(x: Inputs) -> Tensor:
     """[t, i, 1] or [b, 1, t, i, 1] bool: who reads whom; what nobody reads, reads itself."""
     tokens, device = x["v"].shape[2], x["v"].device
-    return readable_keys(tokens, tokens, device, causal=x.get("causal", True), keys_valid=x.get("valid"), bounds=None)[..., None]
+    return readable_keys(
+        tokens, tokens, device, causal=x.get("causal", True), keys_valid=x.get("valid"), bounds=None
+    )[..., None]
 
 
 def two_level_read(x: Inputs, logs: Tensor, logs_of_free: Tensor) -> Outputs:
@@ -81,7 +99,9 @@ def two_level_read(x: Inputs, logs: Tensor, logs_of_free: Tensor) -> Outputs:
     if "beta" in x:
         beta = x["beta"][:, None]
         free_energy = (logs_of_free + beta[:, None] * v[:, :, None]).logsumexp(3) / beta
-        free_energy = free_energy if query is None else free_energy + query[..., -v.shape[3] :].log() / beta
+        free_energy = (
+            free_energy if query is None else free_energy + query[..., -v.shape[3] :].log() / beta
+        )
         o = o + x["lam"] * (free_energy - o) if "lam" in x else free_energy
     return (masked(o * x.get("gate", 1.0), x),)
 
@@ -94,7 +114,12 @@ def masked(o: Tensor, x: Inputs) -> Tensor:
 def _definition(x: Inputs) -> Outputs:
     """All weights at once; logits of F's own are the second half of k's channels."""
     tokens, width = x["v"].shape[2:]
-    logs = x["k"][:, :, None].expand(-1, -1, tokens, -1, -1).masked_fill(~seen(x), -torch.inf).log_softmax(3)
+    logs = (
+        x["k"][:, :, None]
+        .expand(-1, -1, tokens, -1, -1)
+        .masked_fill(~seen(x), -torch.inf)
+        .log_softmax(3)
+    )
     return two_level_read(x, logs[..., :width], logs[..., -width:])
 
 
@@ -119,8 +144,12 @@ SUITE = Suite(
         "padded": lambda size: padded(_random, size),
         "query inside": _query,
         "one token": lambda size: _random({**size, "tokens": 1}),
-        "mu alone": lambda size: {name: t for name, t in _random(size).items() if name in ("k", "v", "gate")},
-        "F alone": lambda size: {name: t for name, t in _random(size).items() if name in ("k", "v", "beta")},
+        "mu alone": lambda size: {
+            name: t for name, t in _random(size).items() if name in ("k", "v", "gate")
+        },
+        "F alone": lambda size: {
+            name: t for name, t in _random(size).items() if name in ("k", "v", "beta")
+        },
     },
     definition=_definition,
     call=_call,

@@ -17,14 +17,19 @@ from kernels.registered import registered
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDE, WIDEST = 128, 256  # of a head that the Triton kernels keep in registers, in float32 and in bfloat16
+WIDE, WIDEST = (
+    128,
+    256,
+)  # of a head that the Triton kernels keep in registers, in float32 and in bfloat16
 
 OP = Op(
     "cem_attention",
     "CEM's attention: keys are values, ALiBi, a diagonal in the scores",
     (
         Implementation(
-            "triton", "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix products", lacks_triton
+            "triton",
+            "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix products",
+            lacks_triton,
         ),
         Implementation("reference", "blocks of rows in plain PyTorch"),
     ),
@@ -83,7 +88,12 @@ def _read(
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
     widest = WIDEST if q.dtype == torch.bfloat16 else WIDE
-    unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {widest}": q.shape[3] > widest})
+    unfit = first_reason(
+        {
+            "float64": q.dtype == torch.float64,
+            f"head width {q.shape[3]} is over {widest}": q.shape[3] > widest,
+        }
+    )
     unfit = unfit or uneven("head width", q.shape[3], q.device, 2)
     read: type[torch.autograd.Function] = Read
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
@@ -94,15 +104,22 @@ def _read(
     return o
 
 
-def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None
+) -> None:
     check_first("cem_attention", "q", q)
     (b, heads, t, r), tk = q.shape, k.shape[2] if k.dim() == 4 else 0
     expected: dict[str, Any] = {"k": (k, (b, heads, tk, r), q.dtype)}
     if diagonal is not None:
         width = diagonal.u.shape[-1]
-        expected |= {"diagonal.u": (diagonal.u, (b, t, width), q.dtype), "diagonal.h": (diagonal.h, (b, tk, width), q.dtype)}
+        expected |= {
+            "diagonal.u": (diagonal.u, (b, t, width), q.dtype),
+            "diagonal.h": (diagonal.h, (b, tk, width), q.dtype),
+        }
         expected["diagonal.d"] = (diagonal.d, [(1, width), (heads, width)])
     expected |= {"slopes": (slopes, (heads,)), "valid": (valid, (b, tk), torch.bool)}
     check_others("cem_attention", "q", q, expected)
     if tk < t:
-        raise ValueError(f"cem_attention: {tk} keys for {t} tokens; the keys are the past's and these tokens'")
+        raise ValueError(
+            f"cem_attention: {tk} keys for {t} tokens; the keys are the past's and these tokens'"
+        )

@@ -38,12 +38,20 @@ def inputs(
     if equal_keys:
         made["k"][-1] = made["k"][-1, :, :1]
     if diagonal != "none":
-        made |= {"u": normal(b, t, hidden), "h": normal(b, tk, hidden), "d": normal(1 if diagonal == "shared" else heads, hidden) * 0.5}
+        made |= {
+            "u": normal(b, t, hidden),
+            "h": normal(b, tk, hidden),
+            "d": normal(1 if diagonal == "shared" else heads, hidden) * 0.5,
+        }
     made["biases"] = torch.tensor(biases, dtype=torch.float64)
     made["valid"] = torch.ones(b, tk, dtype=torch.bool) if padding else None
     if padding:
-        made["valid"][0, : tk // 4] = made["valid"][-1, tk // 3 : tk // 2] = made["valid"][-1, -1] = False  # before, between, after
-    made["slopes"] = tuple(steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads))  # no tensor: they have no gradient
+        made["valid"][0, : tk // 4] = made["valid"][-1, tk // 3 : tk // 2] = made["valid"][
+            -1, -1
+        ] = False  # before, between, after
+    made["slopes"] = tuple(
+        steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads)
+    )  # no tensor: they have no gradient
     return made | {"scale": sharpness * r**-0.5, "causal": causal}
 
 
@@ -58,16 +66,27 @@ def definition(x: Inputs) -> Outputs:
     a = a * x["scale"] - slopes * (i - j).abs() + torch.where(i == j, *x["biases"])
     seen = i >= j if x["causal"] else torch.ones(t, tk, dtype=torch.bool, device=q.device)
     if x["valid"] is not None:
-        seen = (seen & x["valid"][:, None, None, :] & x["valid"][:, None, tk - t :, None]) | (i == j)
+        seen = (seen & x["valid"][:, None, None, :] & x["valid"][:, None, tk - t :, None]) | (
+            i == j
+        )
     return (a.masked_fill(~seen, -torch.inf).softmax(-1) @ k,)
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
     """The public function."""
     diagonal = Diagonal(x["u"], x["h"], x["d"]) if "u" in x else None
-    slopes = torch.tensor(x["slopes"], dtype=torch.promote_types(x["q"].dtype, torch.float32), device=x["q"].device)
-    (own, others), known = x["biases"].split(1), {name: x[name] for name in ("scale", "causal", "valid")}
-    return (cem_attention(x["q"], x["k"], slopes, own, others, diagonal, **known, implementation=implementation),)
+    slopes = torch.tensor(
+        x["slopes"], dtype=torch.promote_types(x["q"].dtype, torch.float32), device=x["q"].device
+    )
+    (own, others), known = (
+        x["biases"].split(1),
+        {name: x[name] for name in ("scale", "causal", "valid")},
+    )
+    return (
+        cem_attention(
+            x["q"], x["k"], slopes, own, others, diagonal, **known, implementation=implementation
+        ),
+    )
 
 
 CASES: dict[str, Callable[[Size], Inputs]] = {
@@ -82,9 +101,13 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "equal keys": lambda size: inputs(size, equal_keys=True),
     "padding": lambda size: inputs(size, padding=True),
     "past": lambda size: inputs(size, past=size["tokens"] // 2),
-    "past, padding, no diagonal": lambda size: inputs(size, past=size["tokens"] // 3, padding=True, diagonal="none"),
+    "past, padding, no diagonal": lambda size: inputs(
+        size, past=size["tokens"] // 3, padding=True, diagonal="none"
+    ),
     "full": lambda size: inputs(size, causal=False),
-    "full, past, padding, a diagonal a head": lambda size: inputs(size, causal=False, past=5, padding=True, diagonal="head"),
+    "full, past, padding, a diagonal a head": lambda size: inputs(
+        size, causal=False, past=5, padding=True, diagonal="head"
+    ),
 }
 
 SUITE = Suite(

@@ -26,7 +26,13 @@ class Diagonal(NamedTuple):
 
 
 def pair_scores(
-    q: Tensor, k: Tensor, own: Tensor, slopes: Tensor, alone: Tensor, diagonal: tuple[Tensor, Tensor] | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    own: Tensor,
+    slopes: Tensor,
+    alone: Tensor,
+    diagonal: tuple[Tensor, Tensor] | None,
+    scale: float,
 ) -> Tensor:
     """a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k [b, heads, keys, r] at 0, 1, 2, ...; no mask.
 
@@ -85,10 +91,13 @@ class Read(torch.autograd.Function):
                 du[:, rows] = (d_weighted * d[:, None]).sum(1)
                 dd += (d_weighted * u[:, None, rows]).sum((0, 2))
                 weighted = u[:, None, rows] * d[:, None]
-                dh[:, :end] += shared.transpose(1, 2).reshape(len(q), n * len(d), end).mT @ weighted.transpose(1, 2).reshape(
-                    len(q), n * len(d), -1
-                )
-        found = (None if t is None else t.to(like.dtype) for t, like in zip((dq, dk, du, dh, dd), given, strict=True))
+                dh[:, :end] += shared.transpose(1, 2).reshape(
+                    len(q), n * len(d), end
+                ).mT @ weighted.transpose(1, 2).reshape(len(q), n * len(d), -1)
+        found = (
+            None if t is None else t.to(like.dtype)
+            for t, like in zip((dq, dk, du, dh, dd), given, strict=True)
+        )
         return *found, None, d_alone, None, None, None
 
 
@@ -102,7 +111,9 @@ def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
     past, tk = k.shape[2] - q.shape[2], k.shape[2]
     own = torch.arange(rows.start, rows.stop, device=q.device) + past
     end = rows.stop + past if causal else tk
-    diagonal = None if u is None or h is None or d is None else (u[:, None, rows] * d[:, None], h[:, :end])
+    diagonal = (
+        None if u is None or h is None or d is None else (u[:, None, rows] * d[:, None], h[:, :end])
+    )
     scores = pair_scores(q[:, :, rows], k[:, :, :end], own, slopes, alone, diagonal, scale)
     if valid is not None:
         seen = allowed_pairs(own, tk, causal, valid)
@@ -148,6 +159,9 @@ def interaction_scores(
     if diagonal is not None:
         u, h, d = (t.to(wide) for t in diagonal)
         parts = (u[:, None] * d[:, None], h)
-    scores = pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale) + cross_bias.sum()
+    scores = (
+        pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale)
+        + cross_bias.sum()
+    )
     seen = allowed_pairs(own, k.shape[2], causal, valid)
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)

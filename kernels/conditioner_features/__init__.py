@@ -26,7 +26,9 @@ OP = Op(
 
 @operation("logits")
 @registered(lambda logits, *_, **__: logits.new_empty(logits.shape), any_size=True)
-def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto") -> Tensor:
+def conditioner_features(
+    logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto"
+) -> Tensor:
     """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
 
     Shapes: logits and state [..., n], with any strides, weight [n] (LayerNorm's; it has no bias). Returns [..., n] in logits' type.
@@ -39,9 +41,14 @@ def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: flo
     """
     check_first("conditioner_features", "logits", logits, "[..., n]")
     size, compute = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
-    expected = {"state": (state, logits.shape, compute), "weight": (weight, (size,), torch.float64, torch.float32, torch.bfloat16)}
+    expected = {
+        "state": (state, logits.shape, compute),
+        "weight": (weight, (size,), torch.float64, torch.float32, torch.bfloat16),
+    }
     check_others("conditioner_features", "logits", logits, expected)
-    unfit = first_reason({"float64": compute == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST})
+    unfit = first_reason(
+        {"float64": compute == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST}
+    )
     if OP.choose(implementation, logits.device, {"triton": unfit}.get) == "triton":
         from kernels.conditioner_features.triton import fused_features
 

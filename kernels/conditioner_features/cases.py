@@ -22,7 +22,9 @@ def _random(size: Mapping[str, int], spread: float = 1.0) -> Inputs:
 
 def _packed(size: Mapping[str, int]) -> Inputs:
     made = _random(size)
-    packed = torch.stack((torch.zeros_like(made["logits"]), torch.ones_like(made["logits"]), made["logits"]), -1)
+    packed = torch.stack(
+        (torch.zeros_like(made["logits"]), torch.ones_like(made["logits"]), made["logits"]), -1
+    )
     return {**made, "logits": packed.flatten(-2)}
 
 
@@ -42,7 +44,11 @@ def _features(logits: Tensor, state: Tensor, weight: Tensor) -> Tensor:
 
 
 def _parts(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    logits = x["logits"] if x["logits"].shape == x["state"].shape else x["logits"].unflatten(-1, (-1, 3))[..., 2]
+    logits = (
+        x["logits"]
+        if x["logits"].shape == x["state"].shape
+        else x["logits"].unflatten(-1, (-1, 3))[..., 2]
+    )
     return logits, x["state"], x["weight"]
 
 

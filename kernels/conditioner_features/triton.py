@@ -24,7 +24,9 @@ PROGRAMS = 528  # four for each of an H100's multiprocessors
 def fused_features(logits, state, weight, eps):
     """Features [..., n] in logits' type; logits float32 or bfloat16 with any strides, state float32, weight [n]."""
     size = state.shape[-1]
-    return _Features.apply(logits.reshape(-1, size), state.reshape(-1, size), weight, eps).view(state.shape)
+    return _Features.apply(logits.reshape(-1, size), state.reshape(-1, size), weight, eps).view(
+        state.shape
+    )
 
 
 class _Features(torch.autograd.Function):
@@ -36,7 +38,17 @@ class _Features(torch.autograd.Function):
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         constants, tokens = _constants(logits.shape[1]), logits.shape[0]
         grid = (triton.cdiv(tokens, constants["BT"]),)
-        _forward_kernel[grid](logits, state, weight, out, *logits.stride(), *state.stride(), *logits.shape, eps, **constants)
+        _forward_kernel[grid](
+            logits,
+            state,
+            weight,
+            out,
+            *logits.stride(),
+            *state.stride(),
+            *logits.shape,
+            eps,
+            **constants,
+        )
         ctx.save_for_backward(logits, state, weight)
         ctx.eps = eps
         return out
@@ -51,7 +63,10 @@ class _Features(torch.autograd.Function):
         blocks = triton.cdiv(tokens, constants["BT"])
         each = triton.cdiv(blocks, 2 if interpreted() else PROGRAMS)
         programs = triton.cdiv(blocks, each)
-        d_logits, d_state = torch.empty_like(d_out), torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        d_logits, d_state = (
+            torch.empty_like(d_out),
+            torch.empty(state.shape, dtype=state.dtype, device=state.device),
+        )
         d_weights = torch.empty(programs, size, dtype=torch.float32, device=state.device)
         _backward_kernel[(programs,)](
             logits, state, weight, d_out, d_logits, d_state, d_weights,
@@ -63,7 +78,12 @@ class _Features(torch.autograd.Function):
 def _constants(size):
     padded = triton.next_power_of_2(size)
     tokens = 4 if interpreted() else max(1, NUMBERS // padded)
-    return {"BT": tokens, "BN": padded, "num_warps": min(16, max(4, padded // 512)), "num_stages": 1}
+    return {
+        "BT": tokens,
+        "BN": padded,
+        "num_warps": min(16, max(4, padded // 512)),
+        "num_stages": 1,
+    }
 
 
 @triton.jit
@@ -90,7 +110,9 @@ def _forward_kernel(
     _, r, scale, _, z, _ = _row(logits, state, slt, sln, sst, ssn, t, n, mask, size, eps)
     w = tl.load(weight + n, mask=n < size, other=0.0).to(tl.float32)
     made = r * scale[:, None] * (z * w[None, :])
-    tl.store(out + t.to(tl.int64)[:, None] * size + n[None, :], made.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + t.to(tl.int64)[:, None] * size + n[None, :], made.to(out.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
@@ -104,18 +126,24 @@ def _backward_kernel(
     for block in range(tl.program_id(0) * each, tl.program_id(0) * each + each):
         t = block * BT + tl.arange(0, BT)
         mask = (t < tokens)[:, None] & (n < size)[None, :]
-        raw, r, scale, norm, z, inverse = _row(logits, state, slt, sln, sst, ssn, t, n, mask, size, eps)
+        raw, r, scale, norm, z, inverse = _row(
+            logits, state, slt, sln, sst, ssn, t, n, mask, size, eps
+        )
         at = t.to(tl.int64)[:, None] * size + n[None, :]
         g = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)
         d_weight += tl.sum(g * (r * scale[:, None]) * z, 0)
         g = g * w[None, :]
         dr = g * z
         # Under eps the norm is a constant.
-        along = tl.where(norm > eps, tl.sum(dr * r, 1) / tl.where(norm > eps, norm * norm, 1.0), 0.0)
+        along = tl.where(
+            norm > eps, tl.sum(dr * r, 1) / tl.where(norm > eps, norm * norm, 1.0), 0.0
+        )
         dr = scale[:, None] * (dr - r * along[:, None])
         d_raw = dr / (1.0 + tl.exp2(-raw * LOG2_E))
         tl.store(d_logits + at, d_raw.to(d_logits.dtype.element_ty), mask=mask)
         dz = g * (r * scale[:, None])
-        ds = inverse[:, None] * (dz - (tl.sum(dz, 1) / size)[:, None] - z * (tl.sum(dz * z, 1) / size)[:, None])
+        ds = inverse[:, None] * (
+            dz - (tl.sum(dz, 1) / size)[:, None] - z * (tl.sum(dz * z, 1) / size)[:, None]
+        )
         tl.store(d_state + at, ds, mask=mask)
     tl.store(d_weights + tl.program_id(0) * size + n, d_weight, mask=n < size)

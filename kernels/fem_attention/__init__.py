@@ -32,9 +32,20 @@ OP = Op(
     "fem_attention",
     "Free Energy Mixer's gated read over a softmax prior",
     (
-        *(Implementation(engine.name, f"Triton prep and epilogue around {engine.what}", engine.lacks) for engine in ENGINES.values()),
-        Implementation("decode", "a few queries over a long past, its keys split over the device, without gradients", lacks_triton),
-        Implementation("fused", "torch's scaled_dot_product_attention on [v | U], prep and epilogue in torch"),
+        *(
+            Implementation(
+                engine.name, f"Triton prep and epilogue around {engine.what}", engine.lacks
+            )
+            for engine in ENGINES.values()
+        ),
+        Implementation(
+            "decode",
+            "a few queries over a long past, its keys split over the device, without gradients",
+            lacks_triton,
+        ),
+        Implementation(
+            "fused", "torch's scaled_dot_product_attention on [v | U], prep and epilogue in torch"
+        ),
         Implementation("reference", "the definition, block by block, exact for any finite values"),
     ),
 )
@@ -81,15 +92,23 @@ def fem_attention(
     x = Tensors(q, k, v, beta, lam, gate)
     _check(x, keys_valid, cu_seqlens)
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, k.shape[2])
-    reading = Reading(causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds)
+    reading = Reading(
+        causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds
+    )
     call = _call(x, reading)
     # One query: the exact form costs no more than the fused one, and asks nothing of the range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
 
     def unfit(name: str) -> str | None:
-        return _unfit(name, call, torch.get_deterministic_debug_mode()) if name == "decode" or name in ENGINES else None
+        return (
+            _unfit(name, call, torch.get_deterministic_debug_mode())
+            if name == "decode" or name in ENGINES
+            else None
+        )
 
-    engines = ENGINES if torch.compiler.is_compiling() else order(call)  # torch.compile reads no file
+    engines = (
+        ENGINES if torch.compiler.is_compiling() else order(call)
+    )  # torch.compile reads no file
     chosen = _in_order(("decode", *engines, *last)).choose(implementation, q.device, unfit)
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
@@ -113,8 +132,26 @@ def fem_attention(
 def _call(x: Tensors, reading: Reading) -> Call:
     (b, h, tq, dk), (hk, tk, dv) = x.q.shape, x.v.shape[1:]
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    values, given = dv if x.beta is None else 2 * dv, (reading.keys_valid is not None, reading.cu_seqlens is not None)
-    return Call(x.q.device, x.q.dtype, b, h, hk, tq, tk, dk, values, reading.causal, reading.scale >= 0, *given, trains, cudnn_attention())
+    values, given = (
+        dv if x.beta is None else 2 * dv,
+        (reading.keys_valid is not None, reading.cu_seqlens is not None),
+    )
+    return Call(
+        x.q.device,
+        x.q.dtype,
+        b,
+        h,
+        hk,
+        tq,
+        tk,
+        dk,
+        values,
+        reading.causal,
+        reading.scale >= 0,
+        *given,
+        trains,
+        cudnn_attention(),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,15 +181,27 @@ def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> 
     if h % hk:
         raise ValueError(f"fem_attention: {h} query heads are not a multiple of v's {hk} heads")
     gates = (q.dtype, torch.float32) if q.dtype == torch.bfloat16 else (q.dtype,)
-    expected: dict[str, Any] = {"k": (k, (b, hk, tk, dk), q.dtype), "v": (v, (b, hk, tk, dv), q.dtype), "beta": (beta, (hk, dv), *gates)}
+    expected: dict[str, Any] = {
+        "k": (k, (b, hk, tk, dk), q.dtype),
+        "v": (v, (b, hk, tk, dv), q.dtype),
+        "beta": (beta, (hk, dv), *gates),
+    }
     expected |= {"lam": (lam, (b, h, tq, dv), *gates), "gate": (gate, (b, h, tq, dv), *gates)}
-    check_others("fem_attention", "q", q, expected | {"keys_valid": (keys_valid, (b, tk), torch.bool)})
+    check_others(
+        "fem_attention", "q", q, expected | {"keys_valid": (keys_valid, (b, tk), torch.bool)}
+    )
     check_read("fem_attention", beta, lam)
     if tq > tk:
-        raise ValueError(f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk")
+        raise ValueError(
+            f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk"
+        )
     if cu_seqlens is None:
         return
     count = max(2, *cu_seqlens.shape) if cu_seqlens.dim() == 1 else 2
-    check_others("fem_attention", "q", q, {"cu_seqlens": (cu_seqlens, (count,), torch.int32, torch.int64)})
+    check_others(
+        "fem_attention", "q", q, {"cu_seqlens": (cu_seqlens, (count,), torch.int32, torch.int64)}
+    )
     if b != 1 or tq != tk:
-        raise ValueError(f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, {tq} and {tk}")
+        raise ValueError(
+            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, {tq} and {tk}"
+        )

@@ -26,7 +26,9 @@ from kernels.free_energy.ranges import MAX_RANGE
 from kernels.machine import LateNumbers
 
 
-def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
+def fused_attention(
+    x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading
+) -> Tensor:
     """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
 
     centre and spread come from `value_centre_and_range` (None without beta); spread must be at most MAX_RANGE, which the caller checks.
@@ -40,8 +42,14 @@ def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, re
     shifted = spread < SHIFT_BELOW
     inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
-    mu, z = _attend(q, k, torch.cat((v, stream.to(v.dtype)), dim=-1), reading).to(compute).chunk(2, dim=-1)
-    gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
+    mu, z = (
+        _attend(q, k, torch.cat((v, stream.to(v.dtype)), dim=-1), reading)
+        .to(compute)
+        .chunk(2, dim=-1)
+    )
+    gap = FreeEnergyGap.apply(
+        mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted))
+    )
     return mix_gap(mu, gap, lam, gate).to(q.dtype)
 
 
@@ -51,7 +59,11 @@ def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     if q.device.type == "cpu" and width != value_width:
         # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
         common = max(width, value_width)
-        q, k, values = F.pad(q, (0, common - width)), F.pad(k, (0, common - width)), F.pad(values, (0, common - value_width))
+        q, k, values = (
+            F.pad(q, (0, common - width)),
+            F.pad(k, (0, common - width)),
+            F.pad(values, (0, common - value_width)),
+        )
     return ENGINES["sdpa"].attend(q, k, values, reading)[..., :value_width]
 
 
@@ -101,11 +113,18 @@ class _Read(torch.autograd.Function):
             return len(kept) - 1
 
         # What the inner graph saves is saved with the rest: a checkpoint around this call then remakes all of it at once.
-        with torch.set_grad_enabled(choice.call.trains), saved_tensors_hooks(keep, room.__getitem__):
-            places = [_place(t, needed) for t, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
+        with (
+            torch.set_grad_enabled(choice.call.trains),
+            saved_tensors_hooks(keep, room.__getitem__),
+        ):
+            places = [
+                _place(t, needed) for t, needed in zip(inputs, ctx.needs_input_grad, strict=False)
+            ]
             o = _inside(places, constants, reading, choice)
         if choice.call.trains:
-            ctx.starts = [None if t is None or not t.requires_grad else get_gradient_edge(t) for t in places]
+            ctx.starts = [
+                None if t is None or not t.requires_grad else get_gradient_edge(t) for t in places
+            ]
             ctx.end = get_gradient_edge(o)
         out = o.detach()
         saved = exact_forward_(out, *inputs, constants.wild, **reading.masks())
@@ -124,7 +143,9 @@ class _Read(torch.autograd.Function):
         q, k, v, beta, lam, gate, wild, *rest = ctx.saved_tensors
         saved = rest[: ctx.exact]
         if ctx.end is None:
-            raise RuntimeError("fem_attention: a second backward through the same call; its inner graph is freed by the first")
+            raise RuntimeError(
+                "fem_attention: a second backward through the same call; its inner graph is freed by the first"
+            )
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
         ctx.room.extend(rest[ctx.exact :])
@@ -134,10 +155,33 @@ class _Read(torch.autograd.Function):
         finally:
             ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
-        exact = exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_lam, d_gate, **ctx.reading.masks())
+        exact = exact_backward_(
+            saved,
+            d_o,
+            q,
+            k,
+            v,
+            beta,
+            lam,
+            gate,
+            wild,
+            d_q,
+            d_k,
+            d_v,
+            d_lam,
+            d_gate,
+            **ctx.reading.masks(),
+        )
         assert fast is not None
         gradients[3] = (fast + exact).to(ctx.beta_type)
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), None, None
+        return (
+            *(
+                g if needed else None
+                for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)
+            ),
+            None,
+            None,
+        )
 
 
 class _Source(torch.autograd.Function):
@@ -160,7 +204,9 @@ def _place(t: Tensor | None, needed: bool) -> Tensor | None:
     return place
 
 
-def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice) -> Tensor:
+def _inside(
+    places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice
+) -> Tensor:
     """o from its parts, each of which autograd knows; right where a block is not wild, and finite values elsewhere."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
@@ -174,7 +220,9 @@ def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choic
     return o
 
 
-def _gradients(starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor, inputs: list[Tensor | None]) -> list[Tensor | None]:
+def _gradients(
+    starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor, inputs: list[Tensor | None]
+) -> list[Tensor | None]:
     """The inner graph's gradients of q, k, v, beta, lam, gate; for those not asked for, room to be overwritten. The graph is freed."""
     asked = iter(torch.autograd.grad(end, [start for start in starts if start is not None], d_o))
     gradients: list[Tensor | None] = []
@@ -183,7 +231,9 @@ def _gradients(starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor
             gradient = next(asked)
             gradients.append(gradient if gradient.stride(-1) == 1 else gradient.contiguous())
         else:
-            gradients.append(None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format))
+            gradients.append(
+                None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+            )
     return gradients
 
 

@@ -58,16 +58,22 @@ def inputs(
         "q": normal(b, h, t, dk) * sharpness,
         "k": normal(b, hk, tk, dk),
         "v": v,
-        "beta": beta * torch.exp(0.1 * normal(hk, dv)) if beta != 40 else torch.full((hk, dv), beta, dtype=torch.float64),
+        "beta": beta * torch.exp(0.1 * normal(hk, dv))
+        if beta != 40
+        else torch.full((hk, dv), beta, dtype=torch.float64),
         "lam": torch.sigmoid(normal(b, h, t, dv)),
         "gate": torch.nn.functional.softplus(normal(b, h, t, dv)),
     }
     if uniform is not None or ramp is not None:
         made["beta"] = torch.full((hk, dv), beta, dtype=torch.float64)
-    x: Inputs = {name: made[name] if name in present else None for name in TENSORS} | {"causal": causal}
+    x: Inputs = {name: made[name] if name in present else None for name in TENSORS} | {
+        "causal": causal
+    }
     x["keys_valid"] = torch.ones(b, tk, dtype=torch.bool) if padding else None
     if padding:
-        x["keys_valid"][0, : tk // 4] = x["keys_valid"][-1, tk // 3 : tk // 2] = x["keys_valid"][-1, -1] = False
+        x["keys_valid"][0, : tk // 4] = x["keys_valid"][-1, tk // 3 : tk // 2] = x["keys_valid"][
+            -1, -1
+        ] = False
     ends = [0, *(int(part * tk) for part in documents), tk]
     return x | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32) if documents else None}
 
@@ -115,14 +121,22 @@ def definition(x: Inputs) -> Outputs:
     out = mu
     if x["beta"] is not None:
         beta = x["beta"].repeat_interleave(group, 0)
-        free_energy = (scores.log_softmax(-1)[..., None] + (beta[:, None] * v)[:, :, None]).logsumexp(3) / beta[:, None]
+        free_energy = (
+            scores.log_softmax(-1)[..., None] + (beta[:, None] * v)[:, :, None]
+        ).logsumexp(3) / beta[:, None]
         out = free_energy if x["lam"] is None else (1 - x["lam"]) * mu + x["lam"] * free_energy
     return (out if x["gate"] is None else x["gate"] * out,)
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
     """The public function."""
-    return (fem_attention(*(x[name] for name in TENSORS), **{name: x[name] for name in KNOWN}, implementation=implementation),)
+    return (
+        fem_attention(
+            *(x[name] for name in TENSORS),
+            **{name: x[name] for name in KNOWN},
+            implementation=implementation,
+        ),
+    )
 
 
 CASES: dict[str, Callable[[Size], Inputs]] = {
@@ -130,7 +144,9 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "range 80": lambda size: inputs(size, uniform=79.0),
     "ramp 140": lambda size: inputs(size, ramp=140.0),
     "one wild channel": one_wild_channel,
-    "one wild channel, grouped heads, padding, past": lambda size: one_wild_channel(size, group=2, padding=True, past=size["tokens"] // 3),
+    "one wild channel, grouped heads, padding, past": lambda size: one_wild_channel(
+        size, group=2, padding=True, past=size["tokens"] // 3
+    ),
     "sharp": lambda size: inputs(size, sharpness=8.0),
     "small beta": lambda size: inputs(size, beta=0.02),
     "large beta": lambda size: inputs(size, beta=40.0, uniform=70.0),
@@ -142,30 +158,54 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "grouped heads, ramp 140": lambda size: inputs(size, group=2, ramp=140.0),
     "full": lambda size: inputs(size, causal=False),
     "padding": lambda size: inputs(size, batch=2, padding=True),
-    "full, padding, past": lambda size: inputs(size, causal=False, padding=True, past=size["tokens"] // 3),
+    "full, padding, past": lambda size: inputs(
+        size, causal=False, padding=True, past=size["tokens"] // 3
+    ),
     "past": lambda size: inputs(size, past=size["tokens"] // 2),
     "documents": lambda size: inputs(size, documents=(0.1, 0.1, 0.7)),
-    "documents, grouped heads, ramp 140": lambda size: inputs(size, documents=(0.3, 0.9), group=2, ramp=140.0),
-    "full, documents, padding": lambda size: inputs(size, documents=(0.3, 0.7), causal=False, padding=True),  # no padding at the joints
+    "documents, grouped heads, ramp 140": lambda size: inputs(
+        size, documents=(0.3, 0.9), group=2, ramp=140.0
+    ),
+    "full, documents, padding": lambda size: inputs(
+        size, documents=(0.3, 0.7), causal=False, padding=True
+    ),  # no padding at the joints
     "budget (ii)": lambda size: inputs(size, values=2.0),
     "widths 96 and 48": lambda size: inputs(size, widths=(96, 48)),
     "widths 32 and 16": lambda size: inputs(size, widths=(32, 16)),
     "widths 32 and 32, full": lambda size: inputs(size, widths=(32, 32), causal=False),
     "widths 256 and 128": lambda size: inputs(size, widths=(256, 128)),
     "one query over a past": lambda size: inputs(size, tokens=1, past=3 * size["tokens"]),
-    "16 queries, grouped heads, a past": lambda size: inputs(size, tokens=16, group=2, past=2 * size["tokens"], uniform=79.0),
+    "16 queries, grouped heads, a past": lambda size: inputs(
+        size, tokens=16, group=2, past=2 * size["tokens"], uniform=79.0
+    ),
     "a faint key with the greatest value": faint_greatest,
-    "one query, a past, small beta": lambda size: inputs(size, tokens=1, past=size["tokens"], beta=0.02),
-    "3 queries, a past, free energy alone": lambda size: inputs(size, tokens=3, past=30, group=2, present=("q", "k", "v", "beta")),
-    "2 queries, a past, mean": lambda size: inputs(size, tokens=2, past=30, present=("q", "k", "v", "gate"), equal_values=True, batch=2),
-    "3 queries, a past, full, padding": lambda size: inputs(size, tokens=3, past=size["tokens"], causal=False, padding=True, batch=2),
-    "a past, padding, ramp 500": lambda size: inputs(size, tokens=3, past=size["tokens"] // 2, padding=True, ramp=500.0, batch=2),
-    "full, padding, ramp 140": lambda size: inputs(size, causal=False, padding=True, ramp=140.0, batch=2),
+    "one query, a past, small beta": lambda size: inputs(
+        size, tokens=1, past=size["tokens"], beta=0.02
+    ),
+    "3 queries, a past, free energy alone": lambda size: inputs(
+        size, tokens=3, past=30, group=2, present=("q", "k", "v", "beta")
+    ),
+    "2 queries, a past, mean": lambda size: inputs(
+        size, tokens=2, past=30, present=("q", "k", "v", "gate"), equal_values=True, batch=2
+    ),
+    "3 queries, a past, full, padding": lambda size: inputs(
+        size, tokens=3, past=size["tokens"], causal=False, padding=True, batch=2
+    ),
+    "a past, padding, ramp 500": lambda size: inputs(
+        size, tokens=3, past=size["tokens"] // 2, padding=True, ramp=500.0, batch=2
+    ),
+    "full, padding, ramp 140": lambda size: inputs(
+        size, causal=False, padding=True, ramp=140.0, batch=2
+    ),
     "sharp, ramp 500": lambda size: inputs(size, sharpness=8.0, ramp=500.0),
     "range 500, beta 40": lambda size: inputs(size, beta=40.0, uniform=500.0),
     "no gate": lambda size: inputs(size, present=("q", "k", "v", "beta", "lam")),
-    "no gate, ramp 140": lambda size: inputs(size, ramp=140.0, present=("q", "k", "v", "beta", "lam")),
-    "free energy alone, ramp 140": lambda size: inputs(size, ramp=140.0, present=("q", "k", "v", "beta")),
+    "no gate, ramp 140": lambda size: inputs(
+        size, ramp=140.0, present=("q", "k", "v", "beta", "lam")
+    ),
+    "free energy alone, ramp 140": lambda size: inputs(
+        size, ramp=140.0, present=("q", "k", "v", "beta")
+    ),
     "free energy alone": lambda size: inputs(size, present=("q", "k", "v", "beta")),
     "mean": lambda size: inputs(size, present=("q", "k", "v", "gate")),
 }

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention, can_use_flash_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import machine
@@ -90,7 +95,9 @@ class Engine:
         ways = [Plan(1, self.equal), Plan(2, self.equal), Plan(1, True), Plan(2, True)]
         if self.equal and call.values >= 2 * call.dk:
             ways = [Plan(2, True), Plan(1, True)]
-        return next((way for way in ways if self.fits(call, way.widths(call.dk, call.values))), None)
+        return next(
+            (way for way in ways if self.fits(call, way.widths(call.dk, call.values))), None
+        )
 
     def unfit(self, call: Call) -> str | None:
         """Why it cannot take this call, or None."""
@@ -100,7 +107,11 @@ class Engine:
             return "a negative scale"
         if (reason := self.refuses(call)) is not None:
             return reason
-        return None if self.plan(call) is not None else f"widths {call.dk} and {call.values} in {str(call.dtype).removeprefix('torch.')}"
+        return (
+            None
+            if self.plan(call) is not None
+            else f"widths {call.dk} and {call.values} in {str(call.dtype).removeprefix('torch.')}"
+        )
 
     def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
         """softmax(scale q k^T) values [b, h, tq, n]; reading fits ``call``, for which ``unfit`` gives None."""
@@ -109,9 +120,15 @@ class Engine:
         dk, part = way.widths(call.dk, call.values)
         q, k = (F.pad(_rows(t), (0, dk - call.dk)) if dk > call.dk else _rows(t) for t in (q, k))
         reads = []
-        for piece in (values,) if way.parts == 1 else values.split(part, dim=-1):  # a split's gradient is a copy
+        for piece in (
+            (values,) if way.parts == 1 else values.split(part, dim=-1)
+        ):  # a split's gradient is a copy
             width = piece.shape[-1]
-            reads.append(self.attend(q, k, F.pad(piece, (0, part - width)) if part > width else piece, reading)[..., :width])
+            reads.append(
+                self.attend(
+                    q, k, F.pad(piece, (0, part - width)) if part > width else piece, reading
+                )[..., :width]
+            )
         return reads[0] if len(reads) == 1 else torch.cat(reads, dim=-1)
 
 
@@ -132,7 +149,9 @@ def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
         with nullcontext() if backend is None else sdpa_kernel(backend):
             whole = reading.causal and mask is None and tq == tk
             grouped = {"enable_gqa": heads != k.shape[1]}
-            return F.scaled_dot_product_attention(q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale, **grouped)
+            return F.scaled_dot_product_attention(
+                q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale, **grouped
+            )
 
     return attend
 
@@ -145,24 +164,46 @@ _TAKES = {
 
 
 @functools.lru_cache(maxsize=4096)
-def _torch_takes(backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int) -> bool:
+def _torch_takes(
+    backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int
+) -> bool:
     """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1.
 
     deterministic: torch's mode, in which some backends step aside. On paper, of which torch knows nothing: what it says on an H100.
     """
     if call.device == machine.PAPER:
-        return not call.masked and call.dtype == torch.bfloat16 and max(widths) <= 128 and not any(width % 8 for width in widths)
+        return (
+            not call.masked
+            and call.dtype == torch.bfloat16
+            and max(widths) <= 128
+            and not any(width % 8 for width in widths)
+        )
     tk = min(call.tk, 64)
     tq = tk if call.tq == call.tk else min(call.tq, max(1, tk - 1))
     kv_heads = call.kv_heads if groups else call.heads
 
     def given(heads: int, tokens: int, width: int) -> Tensor:
-        return torch.empty(call.batch, heads, tokens, width, dtype=call.dtype, device=call.device, requires_grad=call.trains)
+        return torch.empty(
+            call.batch,
+            heads,
+            tokens,
+            width,
+            dtype=call.dtype,
+            device=call.device,
+            requires_grad=call.trains,
+        )
 
     mask = torch.empty(1, 1, tq, tk, dtype=torch.bool, device=call.device) if call.masked else None
     with torch.set_grad_enabled(call.trains), sdpa_kernel(backend):
-        tensors = (given(call.heads, tq, widths[0]), given(kv_heads, tk, widths[0]), given(kv_heads, tk, widths[1]), mask)
-        params = SDPAParams(*tensors, 0.0, call.causal and mask is None and tq == tk, kv_heads != call.heads)
+        tensors = (
+            given(call.heads, tq, widths[0]),
+            given(kv_heads, tk, widths[0]),
+            given(kv_heads, tk, widths[1]),
+            mask,
+        )
+        params = SDPAParams(
+            *tensors, 0.0, call.causal and mask is None and tq == tk, kv_heads != call.heads
+        )
         return bool(_TAKES[backend](params, debug=False))
 
 
@@ -174,14 +215,23 @@ def _flash_package(package: str) -> Attend:
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         functions = import_module(package)
-        kinds = {"softmax_scale": reading.scale, "causal": reading.causal, "deterministic": torch.are_deterministic_algorithms_enabled()}
+        kinds = {
+            "softmax_scale": reading.scale,
+            "causal": reading.causal,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         q, k, values = (t.transpose(1, 2) for t in (q, k, values))
         if reading.cu_seqlens is None:
             out = functions.flash_attn_func(q, k, values, **kinds)
         else:
             # The longest document is at most all tokens; to know it exactly the host would have to wait.
             starts, longest = reading.cu_seqlens.int(), q.shape[1]
-            lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            lengths = {
+                "cu_seqlens_q": starts,
+                "cu_seqlens_k": starts,
+                "max_seqlen_q": longest,
+                "max_seqlen_k": longest,
+            }
             out = functions.flash_attn_varlen_func(q[0], k[0], values[0], **lengths, **kinds)
             out = (out[0] if isinstance(out, tuple) else out)[None]
         # FlashAttention-4 and early versions of -3 give the log-sum-exp too.
@@ -190,7 +240,9 @@ def _flash_package(package: str) -> Attend:
     return attend
 
 
-def _lacks_package(package: str, distribution: str, oldest: int, newest: int) -> Callable[[torch.device], str | None]:
+def _lacks_package(
+    package: str, distribution: str, oldest: int, newest: int
+) -> Callable[[torch.device], str | None]:
     """Why a machine has it not: the package, or an architecture from ``oldest`` to ``newest``, as 90."""
 
     @functools.cache
@@ -201,7 +253,11 @@ def _lacks_package(package: str, distribution: str, oldest: int, newest: int) ->
             module = import_module(package)
         except Exception as error:  # made for another torch, it fails in ways of its own
             return f"the package {distribution} cannot be imported ({type(error).__name__})"
-        return None if hasattr(module, "flash_attn_func") else f"the package {distribution} has no flash_attn_func"
+        return (
+            None
+            if hasattr(module, "flash_attn_func")
+            else f"the package {distribution} has no flash_attn_func"
+        )
 
     def lacks(device: torch.device) -> str | None:
         if (reason := _lacks_gpu(device) or broken()) is not None:
@@ -225,7 +281,9 @@ def _lacks_gpu(device: torch.device) -> str | None:
 def _refuses_new_shapes(call: Call) -> str | None:
     """What cuDNN is not given: it compiles a plan for every new shape, and several versions return NaN gradients at ragged lengths."""
     if not call.cudnn:
-        return "shapes that change from call to call, or torch.backends.cuda.enable_cudnn_sdp(False)"
+        return (
+            "shapes that change from call to call, or torch.backends.cuda.enable_cudnn_sdp(False)"
+        )
     return "lengths that are no multiples of 128" if call.tq % 128 or call.tk % 128 else None
 
 
@@ -243,7 +301,11 @@ def _refuses_padding(call: Call) -> str | None:
 
 def _refuses_spilling(call: Call) -> str | None:
     """Gradients whose tiles would not fit sm_90's registers."""
-    if call.device.type == "cpu" or not call.trains or (call.dk <= 128 and (call.dk <= 64 or call.dk % 2 == 0)):
+    if (
+        call.device.type == "cpu"
+        or not call.trains
+        or (call.dk <= 128 and (call.dk <= 64 or call.dk % 2 == 0))
+    ):
         return None
     nearest = "128 do" if call.dk > 128 else f"{call.dk - 1} and {call.dk + 1} do"
     return f"gradients of queries {call.dk} wide spill registers on a GPU, of {nearest} not"
@@ -256,16 +318,34 @@ def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     return out
 
 
-def _torch_engine(name: str, what: str, backend: SDPBackend, groups: bool = True, **more: Any) -> Engine:
+def _torch_engine(
+    name: str, what: str, backend: SDPBackend, groups: bool = True, **more: Any
+) -> Engine:
     def fits(call: Call, widths: tuple[int, int]) -> bool:
         return _torch_takes(backend, groups, call, widths, torch.get_deterministic_debug_mode())
 
     return Engine(name, what, _lacks_gpu, _sdpa(backend, groups), fits, **more)
 
 
-def _package_engine(name: str, what: str, package: str, distribution: str, oldest: int, newest: int, widest: int = 256) -> Engine:
+def _package_engine(
+    name: str,
+    what: str,
+    package: str,
+    distribution: str,
+    oldest: int,
+    newest: int,
+    widest: int = 256,
+) -> Engine:
     lacks = _lacks_package(package, distribution, oldest, newest)
-    return Engine(name, what, lacks, _flash_package(package), lambda call, widths: max(widths) <= widest, _refuses_padding, equal=True)
+    return Engine(
+        name,
+        what,
+        lacks,
+        _flash_package(package),
+        lambda call, widths: max(widths) <= widest,
+        _refuses_padding,
+        equal=True,
+    )
 
 
 _LISTED = (

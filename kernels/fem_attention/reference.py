@@ -49,14 +49,21 @@ class Reading:
 
     def masks(self) -> dict[str, Any]:
         """What this room's kernels take."""
-        return {"causal": self.causal, "scale": self.scale, "keys_valid": self.keys_valid, "bounds": self.bounds}
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "keys_valid": self.keys_valid,
+            "bounds": self.bounds,
+        }
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Which keys each query reads, [b or 1, 1, tq, tk] bool; None where causality says it, or nothing."""
         tq, tk = q.shape[2], k.shape[2]
         if self.keys_valid is None and self.bounds is None and not (self.causal and 1 < tq < tk):
             return None
-        made = readable_keys(tq, tk, q.device, causal=self.causal, keys_valid=self.keys_valid, bounds=self.bounds)
+        made = readable_keys(
+            tq, tk, q.device, causal=self.causal, keys_valid=self.keys_valid, bounds=self.bounds
+        )
         return made if made.dim() == 4 else made[None, None]
 
 
@@ -66,10 +73,17 @@ def reference_attention(x: Tensors, reading: Reading) -> Tensor:
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     b, h = q.shape[:2]
     heads = [repeat_heads(t.to(compute), 1, h).flatten(0, 1) for t in (q, k, v)]
-    temperature = None if beta is None else repeat_heads(beta.to(compute), 0, h).expand(b, -1, -1).flatten(0, 1)
+    temperature = (
+        None
+        if beta is None
+        else repeat_heads(beta.to(compute), 0, h).expand(b, -1, -1).flatten(0, 1)
+    )
     valid = None if reading.keys_valid is None else reading.keys_valid.repeat_interleave(h, dim=0)
     mu, free_energy = (
-        t.unflatten(0, (b, h)) for t in _Read.apply(*heads, temperature, valid, reading.bounds, reading.causal, reading.scale)
+        t.unflatten(0, (b, h))
+        for t in _Read.apply(
+            *heads, temperature, valid, reading.bounds, reading.causal, reading.scale
+        )
     )
     return mix(mu, None if beta is None else free_energy, lam, gate).to(q.dtype)
 
@@ -91,10 +105,14 @@ class _Read(torch.autograd.Function):
         mu = q.new_empty(*q.shape[:2], v.shape[2])
         free_energy = torch.empty_like(mu)
         for n, rows, keys in _blocks(q, v, causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, bounds, causal), scale)
+            log_p = _log_prior(
+                q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, bounds, causal), scale
+            )
             mu[n, rows] = log_p.exp() @ v[n, keys]
             if beta is not None:
-                free_energy[n, rows] = _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
+                free_energy[n, rows] = (
+                    _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
+                )
         ctx.save_for_backward(q, k, v, beta, valid, free_energy, *(bounds or ()))
         ctx.causal, ctx.scale = causal, scale
         return mu, free_energy
@@ -108,14 +126,21 @@ class _Read(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         d_beta = torch.zeros_like(v[:, 0])
         for n, rows, keys in _blocks(q, v, ctx.causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, bounds, ctx.causal), ctx.scale)
+            log_p = _log_prior(
+                q[n, rows],
+                k[n, keys],
+                _allowed(q, k, n, rows, keys, valid, bounds, ctx.causal),
+                ctx.scale,
+            )
             p = log_p.exp()
             d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
             dv[n, keys] += p.mT @ d_mu[n, rows]
             if beta is not None:
                 # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
                 w = _joint_logits(log_p, v[n, keys], beta[n]).softmax(-1)
-                d_beta[n] += (((w * v[n, None, keys].mT).sum(-1) - free_energy[n, rows]) * d_free[n, rows]).sum(1)
+                d_beta[n] += (
+                    ((w * v[n, None, keys].mT).sum(-1) - free_energy[n, rows]) * d_free[n, rows]
+                ).sum(1)
                 w *= d_free[n, rows, :, None]
                 dv[n, keys] += w.sum(1).mT
                 d_log_p += (beta[n, None, None].reciprocal() @ w).squeeze(2)
@@ -134,11 +159,22 @@ def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, 
     for head in range(0, n, heads_at_once):
         for row in range(0, tq, rows_at_once):
             end = min(row + rows_at_once, tq)
-            yield slice(head, min(head + heads_at_once, n)), slice(row, end), slice(0, end + tk - tq if causal else tk)
+            yield (
+                slice(head, min(head + heads_at_once, n)),
+                slice(row, end),
+                slice(0, end + tk - tq if causal else tk),
+            )
 
 
 def _allowed(
-    q: Tensor, k: Tensor, n: slice, rows: slice, keys: slice, valid: Tensor | None, bounds: Bounds | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    n: slice,
+    rows: slice,
+    keys: slice,
+    valid: Tensor | None,
+    bounds: Bounds | None,
+    causal: bool,
 ) -> Tensor | None:
     """[n or 1, t, i] bool: the keys that a block's queries may read, None: all. A query that may read no key reads its own."""
     if not causal and valid is None and bounds is None:

@@ -21,11 +21,47 @@ from kernels.fem_attention.engines import Call
 TABLE = Path(__file__).with_name("table.json")
 
 # Before anything is measured: what is known of the engines from Hopper on (sm_90, sm_100), and on what came before.
-HOPPER = ("cudnn", "flash_attn_3", "flash_attn_4", "flash", "flash_attn_2", "triton", "efficient", "sdpa")
-OTHERS = ("flash", "flash_attn_2", "cudnn", "triton", "efficient", "sdpa", "flash_attn_3", "flash_attn_4")
+HOPPER = (
+    "cudnn",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash",
+    "flash_attn_2",
+    "triton",
+    "efficient",
+    "sdpa",
+)
+OTHERS = (
+    "flash",
+    "flash_attn_2",
+    "cudnn",
+    "triton",
+    "efficient",
+    "sdpa",
+    "flash_attn_3",
+    "flash_attn_4",
+)
 # Engines that take documents as they are come before those that are given a mask of all pairs.
-MASKED = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "triton", "efficient", "cudnn", "sdpa", "flash")
-FLOAT32 = ("triton", "efficient", "sdpa", "cudnn", "flash_attn_3", "flash_attn_4", "flash", "flash_attn_2")
+MASKED = (
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash_attn_2",
+    "triton",
+    "efficient",
+    "cudnn",
+    "sdpa",
+    "flash",
+)
+FLOAT32 = (
+    "triton",
+    "efficient",
+    "sdpa",
+    "cudnn",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash",
+    "flash_attn_2",
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +76,13 @@ class Entry:
     microseconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        if not (min(self.dk, self.dv, self.tokens) > 0 and all(time > 0 for time in self.microseconds.values())):
-            raise ValueError(f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, {self.tokens} tokens")
+        if not (
+            min(self.dk, self.dv, self.tokens) > 0
+            and all(time > 0 for time in self.microseconds.values())
+        ):
+            raise ValueError(
+                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, {self.tokens} tokens"
+            )
 
     def far_from(self, call: Call) -> tuple[float, float]:
         """How far a call's shape is, widths first, in powers of two."""
@@ -57,13 +98,23 @@ def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
     elif call.masked:
         usual = MASKED
     else:
-        usual = HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS  # sm_120 has an A100's kernels
-    return usual if call.masked else measured_order(call, read(path).get(machine.name(call.device), ()), usual)
+        usual = (
+            HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS
+        )  # sm_120 has an A100's kernels
+    return (
+        usual
+        if call.masked
+        else measured_order(call, read(path).get(machine.name(call.device), ()), usual)
+    )
 
 
 def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...]) -> tuple[str, ...]:
     """The engines measured at the nearest shape of the call's type and causality, the fastest first; then the others as usual."""
-    alike = [entry for entry in entries if entry.dtype == str(call.dtype).removeprefix("torch.") and entry.causal == call.causal]
+    alike = [
+        entry
+        for entry in entries
+        if entry.dtype == str(call.dtype).removeprefix("torch.") and entry.causal == call.causal
+    ]
     if not alike:
         return usual
     times = min(alike, key=lambda entry: entry.far_from(call)).microseconds
@@ -77,18 +128,27 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
     if not path.exists():  # an exported model's folder has code alone
         return {}
     try:
-        return {device: tuple(Entry(**one) for one in entries) for device, entries in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {
+            device: tuple(Entry(**one) for one in entries)
+            for device, entries in json.loads(path.read_text(encoding="utf-8")).items()
+        }
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}") from error
+        raise ValueError(
+            f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}"
+        ) from error
 
 
 def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
     """Put a device's entries into the table; they replace those of the same shapes."""
     tables = dict(read(path)) if path.exists() else {}
-    kept = {(one.dtype, one.dk, one.dv, one.causal, one.tokens): one for one in (*tables.get(device, ()), *entries)}
+    kept = {
+        (one.dtype, one.dk, one.dv, one.causal, one.tokens): one
+        for one in (*tables.get(device, ()), *entries)
+    }
     tables[device] = tuple(kept[shape] for shape in sorted(kept))
     listed = {
-        name: ",\n".join("    " + json.dumps(asdict(entry), sort_keys=True) for entry in table) for name, table in sorted(tables.items())
+        name: ",\n".join("    " + json.dumps(asdict(entry), sort_keys=True) for entry in table)
+        for name, table in sorted(tables.items())
     }
     body = ",\n".join(f"  {json.dumps(name)}: [\n{lines}\n  ]" for name, lines in listed.items())
     path.write_text("{\n" + body + "\n}\n", encoding="utf-8")

@@ -17,7 +17,10 @@ from kernels.rotary import turned
 
 __all__ = ["OP", "fem_projection", "split_heads"]
 
-WIDEST, LARGEST = 256, 1 << 15  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
+WIDEST, LARGEST = (
+    256,
+    1 << 15,
+)  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
 HARD = 128  # channels and a conditioner's features where a slice is no multiple of 8 channels; in float32 half the features
 
 OP = Op(
@@ -55,40 +58,65 @@ def fem_projection(
     check_first("fem_projection", "z", z, "[s, b, ...]")
     head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
     if z.dim() != 3 or z.shape[2] % head:
-        raise ValueError(f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for slices of {dict(widths)}")
-    pair, gates = ("q", "k") if turn is not None else (), [name for name in ("lam", "gate") if name in widths]
+        raise ValueError(
+            f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for slices of {dict(widths)}"
+        )
+    pair, gates = (
+        ("q", "k") if turn is not None else (),
+        [name for name in ("lam", "gate") if name in widths],
+    )
     plain = {name: width for name, width in widths.items() if name not in (*pair, *gates)}
     if list(widths) != [*pair, *plain, *gates] or len({widths[name] for name in pair}) > 1:
-        raise ValueError(f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, stand first, lam and gate last")
+        raise ValueError(
+            f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, stand first, lam and gate last"
+        )
     expected: dict[str, tuple[Any, ...]] = {}
     for n, (features, weight) in enumerate(conditioners):
         expected |= {f"features {n}": (features, (*z.shape[:2], weight.shape[-1]), z.dtype)}
         expected |= {f"weight {n}": (weight, (z.shape[2], features.shape[-1]), z.dtype)}
     if turn is not None:
         angles = [(z.shape[0], batch, 1, widths["q"] // 2) for batch in (1, z.shape[1])]
-        expected |= {name: (t, angles, compute) for name, t in zip(("cos", "sin"), turn, strict=True)}
+        expected |= {
+            name: (t, angles, compute) for name, t in zip(("cos", "sin"), turn, strict=True)
+        }
     check_others("fem_projection", "z", z, expected)
     if not conditioners and turn is None and not gates:
         return split_heads(z, widths)
     if opaque(z):
         (f, w), (cos, sin) = _joined(conditioners), turn or (None, None)
-        parts = _slices(z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation)
+        parts = _slices(
+            z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation
+        )
         return dict(zip(widths, parts, strict=True))
-    widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])  # of what a program takes at once
-    inner, odd = sum(features.shape[-1] for features, _ in conditioners), any(width % 8 for width in widths.values())
+    widest = max(
+        [64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)]
+    )  # of what a program takes at once
+    inner, odd = (
+        sum(features.shape[-1] for features, _ in conditioners),
+        any(width % 8 for width in widths.values()),
+    )
     hard = odd or z.dtype == torch.float32
     most = HARD // 2 if z.dtype == torch.float32 else HARD if odd else min(256, LARGEST // widest)
     unfit = first_reason(
         {
             "float64": compute == torch.float64,
-            f"slices of {widest} channels are over {HARD if hard else WIDEST}": widest > (HARD if hard else WIDEST),
-            f"slices of {widest} channels take a conditioner of {most}, not of {inner}": inner > most,
+            f"slices of {widest} channels are over {HARD if hard else WIDEST}": widest
+            > (HARD if hard else WIDEST),
+            f"slices of {widest} channels take a conditioner of {most}, not of {inner}": inner
+            > most,
         }
     ) or (uneven("a conditioner's width", inner, z.device) if odd else None)
     if OP.choose(implementation, z.device, {"triton": unfit}.get) == "triton":
         from kernels.fem_projection.triton import fused_projection
 
-        return fused_projection(z, *_joined(conditioners), turn, plain, [widths.get(name, 0) for name in ("lam", "gate")], eps)
+        return fused_projection(
+            z,
+            *_joined(conditioners),
+            turn,
+            plain,
+            [widths.get(name, 0) for name in ("lam", "gate")],
+            eps,
+        )
     return projection(z, conditioners, turn, widths, eps)
 
 
@@ -96,12 +124,17 @@ def _joined(conditioners: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | Non
     """One conditioner's features and weight in place of several."""
     if not conditioners:
         return None, None
-    f, w = (each[0] if len(each) == 1 else torch.cat(each, dim=-1) for each in zip(*conditioners, strict=True))
+    f, w = (
+        each[0] if len(each) == 1 else torch.cat(each, dim=-1)
+        for each in zip(*conditioners, strict=True)
+    )
     return f, w
 
 
 @registered(
-    lambda z, sizes, **_: [z.new_empty(*z.shape[:2], z.shape[2] // sum(sizes), size) for size in sizes],
+    lambda z, sizes, **_: [
+        z.new_empty(*z.shape[:2], z.shape[2] // sum(sizes), size) for size in sizes
+    ],
     name="fem_projection",
 )
 def _slices(
@@ -116,9 +149,14 @@ def _slices(
     implementation: str,
 ) -> list[Tensor]:
     """The slices in their order; names: with commas between."""
-    conditioners, turn = [] if f is None or w is None else [(f, w)], None if cos is None or sin is None else (cos, sin)
+    conditioners, turn = (
+        [] if f is None or w is None else [(f, w)],
+        None if cos is None or sin is None else (cos, sin),
+    )
     widths = dict(zip(names.split(","), sizes, strict=True))
-    return list(fem_projection(z, conditioners, turn, widths, eps, implementation=implementation).values())
+    return list(
+        fem_projection(z, conditioners, turn, widths, eps, implementation=implementation).values()
+    )
 
 
 def projection(
@@ -130,14 +168,18 @@ def projection(
 ) -> dict[str, Tensor]:
     """The definition, with PyTorch's gradients; arguments as in `fem_projection`, which has checked them."""
     if conditioners:
-        z = z * (1 + reduce(torch.add, (linear(features, weight) for features, weight in conditioners)))
+        z = z * (
+            1 + reduce(torch.add, (linear(features, weight) for features, weight in conditioners))
+        )
     parts = split_heads(z, widths)
     if "lam" in parts:
         parts["lam"] = torch.sigmoid(parts["lam"])
     if "gate" in parts:
         parts["gate"] = outer_gate(parts["gate"], eps)
     if turn is not None:
-        parts |= {name: turned(parts[name].to(turn[0].dtype), *turn).to(z.dtype) for name in ("q", "k")}
+        parts |= {
+            name: turned(parts[name].to(turn[0].dtype), *turn).to(z.dtype) for name in ("q", "k")
+        }
     return parts
 
 

@@ -25,11 +25,17 @@ def _made(
 ) -> Inputs:
     """Slices as wide as the values, but q and k, and a decay of one channel. packed: each sequence has documents of its own."""
     draw, tokens, batch = Draw(size["tokens"]), size["tokens"], size["batch"]
-    widths = {name: {"q": size["dk"], "k": size["dk"], "decay": 1}.get(name, size["dv"]) for name in slices}
+    widths = {
+        name: {"q": size["dk"], "k": size["dk"], "decay": 1}.get(name, size["dv"])
+        for name in slices
+    }
     shape = (tokens, batch, size["heads"] * sum(widths.values()))
     made: Inputs = {"z": spread * draw.normal(*shape), "widths": widths, "positions": None}
     for name, n in zip("fh", (size["n"], 3)[:conditioners], strict=False):
-        made |= {name: draw.normal(tokens, batch, n), f"w{name}": draw.normal(shape[2], n) / n**0.5 / 2}
+        made |= {
+            name: draw.normal(tokens, batch, n),
+            f"w{name}": draw.normal(shape[2], n) / n**0.5 / 2,
+        }
     if rope:
         made["positions"] = places(tokens, batch, packed=packed)
     return made
@@ -65,8 +71,12 @@ def _definition(x: Inputs) -> Outputs:
 def _call(x: Inputs, implementation: str) -> Outputs:
     z, pairs = x["z"], [(x[name], x[f"w{name}"]) for name in "fh" if name in x]
     wide = torch.promote_types(z.dtype, torch.float32)
-    turn = None if x["positions"] is None else angles(x["positions"], x["widths"]["q"], wide, z.device)
-    return tuple(fem_projection(z, pairs, turn, x["widths"], EPS, implementation=implementation).values())
+    turn = (
+        None if x["positions"] is None else angles(x["positions"], x["widths"]["q"], wide, z.device)
+    )
+    return tuple(
+        fem_projection(z, pairs, turn, x["widths"], EPS, implementation=implementation).values()
+    )
 
 
 SUITE = Suite(
@@ -82,7 +92,9 @@ SUITE = Suite(
         "conditioner alone": lambda size: _made(size, ("q", "k", "v"), rope=False),
         "no rope": lambda size: _made(size, rope=False),
         "gated linear attention": lambda size: _made(size, ("q", "k", "decay", "v", "lam", "gate")),
-        "selective scan": lambda size: _made(size, ("delta", "b", "c", "v", "lam", "gate"), rope=False),
+        "selective scan": lambda size: _made(
+            size, ("delta", "b", "c", "v", "lam", "gate"), rope=False
+        ),
         "large": lambda size: _made(size, spread=20.0),
         "extreme": _extreme,
         "one token": lambda size: _made({**size, "tokens": 1, "batch": 1, "heads": 16}),

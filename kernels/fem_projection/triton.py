@@ -20,7 +20,11 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, padded, rows_of, strides_of
 from kernels.time_decay_scan.triton import softplus
 
-NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024  # of a tile, about; UNEVEN: where each number has an address of its own
+NUMBERS, UNEVEN, FLOAT32 = (
+    4096,
+    2048,
+    1024,
+)  # of a tile, about; UNEVEN: where each number has an address of its own
 WARPS, FEW_WARPS = 16, 8  # of NUMBERS, and of fewer
 SOME = tl.constexpr(64)  # channels at once of what is scaled alone
 
@@ -42,8 +46,13 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, features, weight, cos, sin, sizes, eps):
         launch = _Launch(z, features, cos, sizes)
-        made = [z.new_empty(*z.shape[:2], launch.heads, width) if width else None for width in (sizes[0], *sizes)]
-        _forward_kernel[launch.grid](z, features, weight, cos, sin, *made, *launch.counts, eps, **launch.constants)
+        made = [
+            z.new_empty(*z.shape[:2], launch.heads, width) if width else None
+            for width in (sizes[0], *sizes)
+        ]
+        _forward_kernel[launch.grid](
+            z, features, weight, cos, sin, *made, *launch.counts, eps, **launch.constants
+        )
         ctx.save_for_backward(z, features, weight, cos, sin)
         ctx.sizes, ctx.eps = sizes, eps
         return tuple(made)
@@ -72,15 +81,26 @@ class _Launch:
         self.constants = _constants(z.dtype, 0 if features is None else features.shape[2], *sizes)
         tokens, sequences = z.shape[0] * z.shape[1], z.shape[1]
         self.heads = z.shape[2] // (sizes[0] + sum(sizes))
-        self.counts = tokens, self.heads, sequences, sequences if cos is not None and cos.shape[1] == 1 else 1
+        self.counts = (
+            tokens,
+            self.heads,
+            sequences,
+            sequences if cos is not None and cos.shape[1] == 1 else 1,
+        )
         self.grid = (triton.cdiv(tokens, self.constants["ROWS"]) * self.heads,)
 
 
 def _constants(dtype, features, turned, plain, lam, gate):
     """Widths, tokens of a program, warps."""
     numbers = UNEVEN if any(width % 8 for width in (turned // 2, plain, lam, gate)) else NUMBERS
-    numbers, widest = FLOAT32 if dtype == torch.float32 else numbers, max(turned // 2, min(plain, SOME.value), lam, gate)
-    rows, warps = min(128, max(16, numbers // padded(widest))), WARPS if numbers == NUMBERS else FEW_WARPS
+    numbers, widest = (
+        FLOAT32 if dtype == torch.float32 else numbers,
+        max(turned // 2, min(plain, SOME.value), lam, gate),
+    )
+    rows, warps = (
+        min(128, max(16, numbers // padded(widest))),
+        WARPS if numbers == NUMBERS else FEW_WARPS,
+    )
     widths = {"FEATURES": features, "TURNED": turned, "PLAIN": plain, "LAM": lam, "GATE": gate}
     return widths | {"ROWS": 16 if interpreted() else rows, "num_warps": warps}
 
@@ -164,7 +184,10 @@ def _forward_kernel(
     if TURNED:
         column, there = _columns(good, HALF)
         angle = token // share * HALF + column
-        c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
+        c, s = (
+            tl.load(cos + angle, mask=there, other=0.0),
+            tl.load(sin + angle, mask=there, other=0.0),
+        )
         for n in tl.static_range(2):
             first = _scaled(z, f, weight, n * TURNED, good, HALF, FEATURES)
             second = _scaled(z, f, weight, n * TURNED + HALF, good, HALF, FEATURES)
@@ -173,7 +196,15 @@ def _forward_kernel(
             _put(out, HALF, second * c + first * s, there)
     for begin in tl.static_range(0, PLAIN, SOME):
         column, there = _columns(good, PLAIN - begin if PLAIN - begin < SOME else SOME)
-        x = _scaled(z, f, weight, 2 * TURNED + begin, good, PLAIN - begin if PLAIN - begin < SOME else SOME, FEATURES)
+        x = _scaled(
+            z,
+            f,
+            weight,
+            2 * TURNED + begin,
+            good,
+            PLAIN - begin if PLAIN - begin < SOME else SOME,
+            FEATURES,
+        )
         _put(plain, row * PLAIN + begin + column, x, there)
     if LAM:
         column, there = _columns(good, LAM)
@@ -182,7 +213,9 @@ def _forward_kernel(
         _put(lam, row * LAM + column, tl.where(x < 0, e, 1.0) / (1.0 + e), there)
     if GATE:
         column, there = _columns(good, GATE)
-        g, _ = _gate(_scaled(z, f, weight, 2 * TURNED + PLAIN + LAM, good, GATE, FEATURES), there, eps, GATE)
+        g, _ = _gate(
+            _scaled(z, f, weight, 2 * TURNED + PLAIN + LAM, good, GATE, FEATURES), there, eps, GATE
+        )
         _put(gate, row * GATE + column, g, there)
 
 
@@ -207,30 +240,63 @@ def _backward_kernel(
     if TURNED:
         column, there = _columns(good, HALF)
         angle = token // share * HALF + column
-        c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
+        c, s = (
+            tl.load(cos + angle, mask=there, other=0.0),
+            tl.load(sin + angle, mask=there, other=0.0),
+        )
         for n in tl.static_range(2):
-            given = (d_q + t * qt + b * qb + head * qh if n == 0 else d_k + t * kt + b * kb + head * kh) + column
+            given = (
+                d_q + t * qt + b * qb + head * qh if n == 0 else d_k + t * kt + b * kb + head * kh
+            ) + column
             first = tl.load(given, mask=there, other=0.0).to(tl.float32)
             second = tl.load(given + HALF, mask=there, other=0.0).to(tl.float32)
             value, scale = _factors(z, f, weight, n * TURNED, good, HALF, FEATURES)
             _back(d_z, d_phi, n * TURNED + column, there, value, scale, first * c + second * s)
             value, scale = _factors(z, f, weight, n * TURNED + HALF, good, HALF, FEATURES)
-            _back(d_z, d_phi, n * TURNED + HALF + column, there, value, scale, second * c - first * s)
+            _back(
+                d_z, d_phi, n * TURNED + HALF + column, there, value, scale, second * c - first * s
+            )
     for begin in tl.static_range(0, PLAIN, SOME):
         column, there = _columns(good, PLAIN - begin if PLAIN - begin < SOME else SOME)
-        dx = tl.load(d_plain + t * pt + b * pb + head * ph + begin + column, mask=there, other=0.0).to(tl.float32)
-        value, scale = _factors(z, f, weight, 2 * TURNED + begin, good, PLAIN - begin if PLAIN - begin < SOME else SOME, FEATURES)
+        dx = tl.load(
+            d_plain + t * pt + b * pb + head * ph + begin + column, mask=there, other=0.0
+        ).to(tl.float32)
+        value, scale = _factors(
+            z,
+            f,
+            weight,
+            2 * TURNED + begin,
+            good,
+            PLAIN - begin if PLAIN - begin < SOME else SOME,
+            FEATURES,
+        )
         _back(d_z, d_phi, 2 * TURNED + begin + column, there, value, scale, dx)
     if LAM:
         column, there = _columns(good, LAM)
         value, scale = _factors(z, f, weight, 2 * TURNED + PLAIN, good, LAM, FEATURES)
         e = tl.exp2(-tl.abs(value * scale) * LOG2_E)
-        dx = tl.load(d_lam + t * lt + b * lb + head * lh + column, mask=there, other=0.0).to(tl.float32)
-        _back(d_z, d_phi, 2 * TURNED + PLAIN + column, there, value, scale, dx * e / ((1.0 + e) * (1.0 + e)))
+        dx = tl.load(d_lam + t * lt + b * lb + head * lh + column, mask=there, other=0.0).to(
+            tl.float32
+        )
+        _back(
+            d_z,
+            d_phi,
+            2 * TURNED + PLAIN + column,
+            there,
+            value,
+            scale,
+            dx * e / ((1.0 + e) * (1.0 + e)),
+        )
     if GATE:
         column, there = _columns(good, GATE)
         value, scale = _factors(z, f, weight, 2 * TURNED + PLAIN + LAM, good, GATE, FEATURES)
         g, r = _gate(value * scale, there, eps, GATE)
-        dx = tl.load(d_gate + t * gt + b * gb + head * gh + column, mask=there, other=0.0).to(tl.float32)
-        dx = r * (dx - g * (tl.sum(dx * g, 1)[:, None] / GATE)) / (1.0 + tl.exp2(-value * scale * LOG2_E))
+        dx = tl.load(d_gate + t * gt + b * gb + head * gh + column, mask=there, other=0.0).to(
+            tl.float32
+        )
+        dx = (
+            r
+            * (dx - g * (tl.sum(dx * g, 1)[:, None] / GATE))
+            / (1.0 + tl.exp2(-value * scale * LOG2_E))
+        )
         _back(d_z, d_phi, 2 * TURNED + PLAIN + LAM + column, there, value, scale, dx)

@@ -37,9 +37,13 @@ from kernels.implementations import Implementation, Op, lacks_triton
 __all__ = ["OP", "ValueWindow", "free_energy_read"]
 
 SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
-CLAMP = MAX_RANGE / 2 + 0.5  # over half of MAX_RANGE, so that nothing within the range meets it; exp(CLAMP)**2 is a float32
+CLAMP = (
+    MAX_RANGE / 2 + 0.5
+)  # over half of MAX_RANGE, so that nothing within the range meets it; exp(CLAMP)**2 is a float32
 FAINT = math.exp(-CLAMP)
-LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
+LOWEST_Y = math.expm1(
+    -SHIFT_BELOW / 2
+)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
 
 OP = Op(
     "free_energy",
@@ -87,10 +91,16 @@ def free_energy_read(
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     check_first("free_energy_read", "v", v)
-    expected = {"beta": (beta, (v.shape[1], v.shape[3])), "lam": (lam, v.shape), "gate": (gate, v.shape)}
+    expected = {
+        "beta": (beta, (v.shape[1], v.shape[3])),
+        "lam": (lam, v.shape),
+        "gate": (gate, v.shape),
+    }
     check_others("free_energy_read", "v", v, expected)
     check_read("free_energy_read", beta, lam)
-    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None}.get)
+    chosen = OP.choose(
+        implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None}.get
+    )
     wide = compute_type(v)
     values = v.to(wide)
     if beta is None:
@@ -101,10 +111,14 @@ def free_energy_read(
         mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
         assert free_energy is not None
         return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
-    window = (_triton_window if chosen == "triton" else value_window)(values if span is None else span.to(wide), temperature)
+    window = (_triton_window if chosen == "triton" else value_window)(
+        values if span is None else span.to(wide), temperature
+    )
     asked = Decision() if decision is None else decision
     heads = 0 if exact is False else asked.heads(window.largest)
-    out, mu = (_triton_read if chosen == "triton" else _read)(values, temperature, lam, gate, read, window)
+    out, mu = (_triton_read if chosen == "triton" else _read)(
+        values, temperature, lam, gate, read, window
+    )
     if heads:
         OP.log.warning(
             "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g the exact form (slower) runs, too",
@@ -138,11 +152,21 @@ def _with_wild_channels(
     def of(t: Tensor) -> Tensor:
         return t.flatten(0, 1).index_select(0, chosen)
 
-    wild, middle, rows, fast = ~(of(spread) <= MAX_RANGE), of(centre), of(beta[:, None].expand_as(centre)), of(mu)
+    wild, middle, rows, fast = (
+        ~(of(spread) <= MAX_RANGE),
+        of(centre),
+        of(beta[:, None].expand_as(centre)),
+        of(mu),
+    )
     # In float64: a logarithm of 70 in float32 gives weights 4e-6 off, and beta's gradient is what is left of values of either sign.
     deviations, slopes = (of(v) - middle).double(), rows.double()
     free_energy = middle + (log_read(chosen, deviations * slopes) / slopes).to(fast.dtype)
-    exact = mix_gap(fast, free_energy - fast, None if lam is None else of(lam), None if gate is None else of(gate))
+    exact = mix_gap(
+        fast,
+        free_energy - fast,
+        None if lam is None else of(lam),
+        None if gate is None else of(gate),
+    )
     return out.flatten(0, 1).index_copy(0, chosen, torch.where(wild, exact, of(out))).view_as(out)
 
 
@@ -169,16 +193,30 @@ def _triton_window(span: Tensor, beta: Tensor) -> Any:
 
 
 def _read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Window
+    v: Tensor,
+    beta: Tensor,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    read: Callable[[Tensor], Tensor],
+    window: Window,
 ) -> tuple[Tensor, Tensor]:
     """o and mu in the type of sums, which v and beta have."""
     rows = beta[:, None].expand_as(window.centre)
-    mu, z = read(torch.cat((v, ValueStream.apply(v, rows, window.centre, window.shifted)), dim=-1)).chunk(2, dim=-1)
-    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate), mu
+    mu, z = read(
+        torch.cat((v, ValueStream.apply(v, rows, window.centre, window.shifted)), dim=-1)
+    ).chunk(2, dim=-1)
+    return mix_gap(
+        mu, FreeEnergyGap.apply(mu, z, rows, window.centre, window.shifted), lam, gate
+    ), mu
 
 
 def _triton_read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], window: Any
+    v: Tensor,
+    beta: Tensor,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    read: Callable[[Tensor], Tensor],
+    window: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same by the kernels that `fem_attention` has around its engines."""
     from kernels.fem_attention.triton.epilogue import GatedRead
@@ -253,7 +291,9 @@ class FreeEnergyGap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor
+    ) -> Tensor:
         """F - mu; beta, centre and shifted as in `ValueStream`."""
         offset = mu - centre
         y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
@@ -261,7 +301,9 @@ class FreeEnergyGap(torch.autograd.Function):
         gap = torch.where(shifted, gap, gap - offset).clamp_(min=0)
         tilt = torch.where(shifted, y / (1 + y), 1)
         mass = torch.where(shifted, 1 + y, z)
-        ctx.save_for_backward(offset, (mass * beta).masked_fill_(mass < FAINT, torch.inf), tilt, gap, beta)
+        ctx.save_for_backward(
+            offset, (mass * beta).masked_fill_(mass < FAINT, torch.inf), tilt, gap, beta
+        )
         return gap
 
     @staticmethod
@@ -280,14 +322,18 @@ ARTANH = [2 / n for n in range(3, 19, 2)]
 
 def _beyond_x(x: Tensor) -> Tensor:
     """exp(x) - 1 - x with all its digits."""
-    return torch.where(x.abs() < 0.5, _polynomial(x, EXPONENTIAL).mul_(x).mul_(x), x.expm1().sub_(x))
+    return torch.where(
+        x.abs() < 0.5, _polynomial(x, EXPONENTIAL).mul_(x).mul_(x), x.expm1().sub_(x)
+    )
 
 
 def _beyond_y(y: Tensor) -> Tensor:
     """log(1 + y) - y with all its digits: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2 s - y = -s y."""
     s = y / (2 + y)
     square = s * s
-    return torch.where(y.abs() < 0.25, _polynomial(square, ARTANH).mul_(square).sub_(y).mul_(s), y.log1p().sub_(y))
+    return torch.where(
+        y.abs() < 0.25, _polynomial(square, ARTANH).mul_(square).sub_(y).mul_(s), y.log1p().sub_(y)
+    )
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -315,7 +361,9 @@ class ValueWindow:
         high = torch.maximum(before[:, :, 1:], new[:, :, 1:])
         self.state = torch.cat((low, high), dim=2)
         self.centre = _centre(low, high, self.beta)
-        self.rescale = torch.exp(self.beta * (_centre(before[:, :, :1], before[:, :, 1:], self.beta) - self.centre))
+        self.rescale = torch.exp(
+            self.beta * (_centre(before[:, :, :1], before[:, :, 1:], self.beta) - self.centre)
+        )
         self.v = v
         if v.device.type == "cpu" and not torch.compiler.is_compiling():
             self._warn(float((self.beta * (high - low)).max()))
@@ -331,11 +379,15 @@ class ValueWindow:
 
     def stream(self) -> Tensor:
         """U [b, h, t, dv], to be read beside v; what a state already sums is to be multiplied by ``rescale`` [b, h, 1, dv] first."""
-        return ValueStream.apply(self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+        return ValueStream.apply(
+            self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
+        )
 
     def gap(self, mu: Tensor, z: Tensor) -> Tensor:
         """F - mu [b, h, t, dv] from the reads of v and U."""
-        return FreeEnergyGap.apply(mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+        return FreeEnergyGap.apply(
+            mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
+        )
 
 
 # [batch, heads, rows, channels, keys] terms of a block: a CPU's cache or so, or enough to fill a device.
@@ -362,7 +414,16 @@ def exact_read(
         return mu, _FreeEnergy.apply(log_p, v, beta)
 
     reads = [
-        checkpoint(rows, start, min(start + size, t), v, beta, use_reentrant=False, preserve_rng_state=False) for start in range(0, t, size)
+        checkpoint(
+            rows,
+            start,
+            min(start + size, t),
+            v,
+            beta,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, t, size)
     ]
     mu = torch.cat([read[0] for read in reads], dim=2)
     return mu, None if beta is None else torch.cat([read[1] for read in reads], dim=2)

@@ -11,7 +11,13 @@ from kernels.free_energy.linear import linear_read
 from kernels.linear_attention.cases import weights_and_decays
 
 
-def _random(size: Mapping[str, int], decay: str = "head", *, beta: float = 1.95, value_range: float | None = None) -> Inputs:
+def _random(
+    size: Mapping[str, int],
+    decay: str = "head",
+    *,
+    beta: float = 1.95,
+    value_range: float | None = None,
+) -> Inputs:
     """Features above 0; value_range: v uniform so that beta * v spans about this much."""
     draw = Draw(size["tokens"])
     shape = size["batch"], size["heads"], size["tokens"]
@@ -67,7 +73,9 @@ def _forgotten(size: Mapping[str, int]) -> Inputs:
     """About exp(30) forgotten at a reset, exp(-30) after it."""
     made = _random(size, "channel")
     tokens = size["tokens"]
-    made["v"] = torch.where(torch.arange(tokens) < tokens // 2, 15.0, -15.0)[:, None] + 4 * made["v"].clamp(-1, 1)
+    made["v"] = torch.where(torch.arange(tokens) < tokens // 2, 15.0, -15.0)[:, None] + 4 * made[
+        "v"
+    ].clamp(-1, 1)
     made["log_decay"][:, :, tokens // 2] = -500.0
     return made
 

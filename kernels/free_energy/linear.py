@@ -37,7 +37,9 @@ def linear_read(
     """
     given = (q, k, v, log_decay, beta, lam, gate)
     if decision is None:
-        return linear_read_at_once(*given, causal=causal, exact=exact, implementation=implementation)
+        return linear_read_at_once(
+            *given, causal=causal, exact=exact, implementation=implementation
+        )
     return _linear_read(*given, causal, exact, implementation, decision)
 
 
@@ -75,7 +77,15 @@ def _linear_read(
     wide = torch.promote_types(v.dtype, torch.float32)
 
     def read(streams: Tensor) -> Tensor:
-        made, _ = linear_attention(q, k, streams.to(q.dtype), log_decay, causal=causal, normalise=True, implementation=implementation)
+        made, _ = linear_attention(
+            q,
+            k,
+            streams.to(q.dtype),
+            log_decay,
+            causal=causal,
+            normalise=True,
+            implementation=implementation,
+        )
         return made.to(streams.dtype)
 
     def weights(start: int, stop: int) -> Tensor:
@@ -88,5 +98,15 @@ def _linear_read(
 
     terms = q.shape[-1] if log_decay is not None and log_decay.dim() == 4 else 1
     return free_energy_read(
-        v, beta, lam, gate, read, weights, log_read=logs, terms=terms, exact=exact, decision=decision, implementation=implementation
+        v,
+        beta,
+        lam,
+        gate,
+        read,
+        weights,
+        log_read=logs,
+        terms=terms,
+        exact=exact,
+        decision=decision,
+        implementation=implementation,
     )

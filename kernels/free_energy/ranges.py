@@ -36,9 +36,13 @@ class Decision:
     told: the range that it went by; form: the heads that the exact one has room for, None: not known before a read waits.
     """
 
-    def __init__(self, ranges: Ranges | None = None, told: float | None = None, form: int | None = None) -> None:
+    def __init__(
+        self, ranges: Ranges | None = None, told: float | None = None, form: int | None = None
+    ) -> None:
         self.ranges, self.told, self.form = ranges, told, form
-        self.numbers: Tensor | None = None  # the largest of its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE
+        self.numbers: Tensor | None = (
+            None  # the largest of its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE
+        )
         self.limit = MAX_RANGE if ranges is None else SWITCH
 
     def heads(self, largest: Tensor) -> int:
@@ -49,10 +53,15 @@ class Decision:
             return 0 if self.told <= MAX_RANGE else int(_over(largest, MAX_RANGE))
         if recomputing():
             return self.ranges.form_of(largest) if self.form is None else self.form
-        numbers, form = torch.stack((largest.max(), _over(largest, SWITCH), _over(largest, MAX_RANGE))), self.form
+        numbers, form = (
+            torch.stack((largest.max(), _over(largest, SWITCH), _over(largest, MAX_RANGE))),
+            self.form,
+        )
         if form is None:
             if capturing():
-                raise RuntimeError("free_energy_read: a layer's first call waits for the device; make one before a CUDA graph is captured")
+                raise RuntimeError(
+                    "free_energy_read: a layer's first call waits for the device; make one before a CUDA graph is captured"
+                )
             self.told = float(numbers[0])
             form = 0 if self.told < SWITCH else _room(float(numbers[1]))
         self.numbers = numbers if self.numbers is None else torch.maximum(self.numbers, numbers)
@@ -136,7 +145,10 @@ class Ranges:
         if len(forms := set(self.forms())) == 1:
             return forms.pop()
         alike = partial(torch.allclose, largest, rtol=0, atol=0, equal_nan=True)
-        found = next((form for known, form in self._forms if known.shape == largest.shape and alike(known)), None)
+        found = next(
+            (form for known, form in self._forms if known.shape == largest.shape and alike(known)),
+            None,
+        )
         return _room(float(_over(largest, SWITCH))) if found is None else found
 
 

@@ -36,7 +36,9 @@ OP = Op(
 
 def _shapes(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:2], q.shape[3], v.shape[3], dtype=wide)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(
+        *q.shape[:2], q.shape[3], v.shape[3], dtype=wide
+    )
 
 
 @operation("q", state=True)
@@ -67,24 +69,45 @@ def gated_delta_rule(
     """
     _check(q, k, v, beta, log_decay, initial, chunk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    unfit = None if q.dtype == torch.bfloat16 else f"it needs bfloat16, not {str(q.dtype).removeprefix('torch.')}"
+    unfit = (
+        None
+        if q.dtype == torch.bfloat16
+        else f"it needs bfloat16, not {str(q.dtype).removeprefix('torch.')}"
+    )
     if unfit is None and implementation == "auto" and q.shape[2] == 1:
         unfit = "one token"
     if OP.choose(implementation, q.device, {"fla": unfit}.get) == "fla":
         return _by_fla(q, k, v, beta, log_decay, initial, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     g = torch.zeros_like(beta, dtype=wide) if log_decay is None else log_decay.to(wide)
-    first = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1], dtype=wide) if initial is None else initial.to(wide)
-    o, state = chunked_delta_rule(q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide), g, first, chunk)
+    first = (
+        q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1], dtype=wide)
+        if initial is None
+        else initial.to(wide)
+    )
+    o, state = chunked_delta_rule(
+        q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide), g, first, chunk
+    )
     return o.to(q.dtype), state
 
 
 def _by_fla(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same by flash-linear-attention, which lays tensors out as [b, t, h, d] and has one kernel with decay and one without."""
     given = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    known = {"beta": beta.transpose(1, 2).contiguous(), "scale": scale, "initial_state": initial, "output_final_state": True}
+    known = {
+        "beta": beta.transpose(1, 2).contiguous(),
+        "scale": scale,
+        "initial_state": initial,
+        "output_final_state": True,
+    }
     if log_decay is None:
         from fla.ops.delta_rule import chunk_delta_rule
 
@@ -92,23 +115,42 @@ def _by_fla(
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        o, state = chunk_gated_delta_rule(*given, g=log_decay.float().transpose(1, 2).contiguous(), **known)
+        o, state = chunk_gated_delta_rule(
+            *given, g=log_decay.float().transpose(1, 2).contiguous(), **known
+        )
     return o.transpose(1, 2), state
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, chunk: int) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    chunk: int,
+) -> None:
     if chunk < 1:
         raise ValueError(f"gated_delta_rule: chunk is {chunk}; it counts tokens, at least 1")
     check_first("gated_delta_rule", "q", q)
     check_first("gated_delta_rule", "v", v)
     (b, h, t, dk), dv = q.shape, v.shape[3]
     types = (q.dtype,) if q.dtype == torch.float64 else (q.dtype, torch.float32)
-    expected: dict[str, Any] = {"k": (k, q.shape, q.dtype), "v": (v, (b, h, t, dv), q.dtype), "beta": (beta, (b, h, t), *types)}
-    expected |= {"log_decay": (log_decay, (b, h, t), *types), "initial": (initial, (b, h, dk, dv), *types)}
+    expected: dict[str, Any] = {
+        "k": (k, q.shape, q.dtype),
+        "v": (v, (b, h, t, dv), q.dtype),
+        "beta": (beta, (b, h, t), *types),
+    }
+    expected |= {
+        "log_decay": (log_decay, (b, h, t), *types),
+        "initial": (initial, (b, h, dk, dv), *types),
+    }
     check_others("gated_delta_rule", "q", q, expected)
 
 
-def chunked_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """Outputs [b, h, t, dv] and the last state [b, h, dk, dv]; all of one type, q already scaled, g the log-decay, ``state`` the first."""
     length, chunk = q.shape[2], min(chunk, q.shape[2])
     missing = -length % chunk
@@ -118,7 +160,9 @@ def chunked_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor,
 
     weighted = beta[..., None] * k
     system = (weighted @ k.mT * decay).tril(-1)
-    fresh, erased = _solve(system, torch.cat((beta[..., None] * v, from_start * weighted), dim=-1)).split([v.shape[-1], k.shape[-1]], -1)
+    fresh, erased = _solve(
+        system, torch.cat((beta[..., None] * v, from_start * weighted), dim=-1)
+    ).split([v.shape[-1], k.shape[-1]], -1)
     scores = (q @ k.mT * decay).tril()
     reads, writes = from_start * q, (decay[..., -1, :, None] * k).mT
     total = from_start[..., -1:, :]

@@ -12,7 +12,9 @@ from kernels.gated_delta_rule import gated_delta_rule
 Size = Mapping[str, int]
 
 
-def inputs(size: Size, *, tokens: int | None = None, decay: float | None = 0.1, state: bool = False) -> Inputs:
+def inputs(
+    size: Size, *, tokens: int | None = None, decay: float | None = 0.1, state: bool = False
+) -> Inputs:
     """Unit q and k, random v, beta in (0, 1); log-decays about -decay."""
     draw = Draw(0)
     normal = draw.normal
@@ -26,20 +28,28 @@ def inputs(size: Size, *, tokens: int | None = None, decay: float | None = 0.1, 
 
 def definition(x: Inputs) -> Outputs:
     """The recurrence, a token at a time."""
-    q, k, v, beta, log_decay, state = (x[name] for name in ("q", "k", "v", "beta", "log_decay", "initial"))
+    q, k, v, beta, log_decay, state = (
+        x[name] for name in ("q", "k", "v", "beta", "log_decay", "initial")
+    )
     state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if state is None else state
     outputs = []
     for t in range(q.shape[2]):
         state = state if log_decay is None else state * log_decay[:, :, t, None, None].exp()
         key = k[:, :, t, :, None]
-        state = state + key * (beta[:, :, t, None] * (v[:, :, t] - (key * state).sum(-2)))[:, :, None]
+        state = (
+            state + key * (beta[:, :, t, None] * (v[:, :, t] - (key * state).sum(-2)))[:, :, None]
+        )
         outputs.append((q[:, :, t, :, None] * state).sum(-2) * q.shape[3] ** -0.5)
     return torch.stack(outputs, dim=2), state
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
     """The public function; a state is float32 beside bfloat16."""
-    initial = None if x["initial"] is None else x["initial"].to(torch.promote_types(x["q"].dtype, torch.float32))
+    initial = (
+        None
+        if x["initial"] is None
+        else x["initial"].to(torch.promote_types(x["q"].dtype, torch.float32))
+    )
     tensors = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], initial)
     return gated_delta_rule(*tensors, chunk=x.get("chunk", 64), implementation=implementation)
 

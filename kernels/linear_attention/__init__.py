@@ -22,27 +22,42 @@ from kernels.registered import registered
 __all__ = ["OP", "end_state", "linear_attention", "log_weights"]
 
 
-CHUNK, CHUNK_PER_CHANNEL = 64, 16  # tokens whose pairs are made at once; with a decay for each channel a pair has dk exponents
+CHUNK, CHUNK_PER_CHANNEL = (
+    64,
+    16,
+)  # tokens whose pairs are made at once; with a decay for each channel a pair has dk exponents
 CHUNKS = 16  # chunks of a segment
 
 OP = Op(
     "linear_attention",
     "y_t = sum of (q_t * exp(c_t - c_i)) . k_i v_i, decays per head or per channel, with a state",
     (
-        Implementation("triton", "chunks in parallel, their states in one pass; normaliser, decays and states exact", lacks_triton),
-        Implementation("fla", "flash-linear-attention's chunked kernels", lacks_fla, automatic=False),
+        Implementation(
+            "triton",
+            "chunks in parallel, their states in one pass; normaliser, decays and states exact",
+            lacks_triton,
+        ),
+        Implementation(
+            "fla", "flash-linear-attention's chunked kernels", lacks_fla, automatic=False
+        ),
         Implementation("reference", "plain PyTorch, chunk by chunk"),
     ),
 )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, normalise: bool, **__: Any) -> tuple[Tensor, Tensor]:
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, *_: Any, normalise: bool, **__: Any
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return v.new_empty(v.shape), v.new_empty(*k.shape[:2], k.shape[3], v.shape[3] + normalise, dtype=wide)
+    return v.new_empty(v.shape), v.new_empty(
+        *k.shape[:2], k.shape[3], v.shape[3] + normalise, dtype=wide
+    )
 
 
 @operation("q", state=True)
-@registered(_shapes, traceable=lambda *_, **__: not torch.is_grad_enabled())  # its backward asks for gradients
+@registered(
+    _shapes, traceable=lambda *_, **__: not torch.is_grad_enabled()
+)  # its backward asks for gradients
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -70,7 +85,10 @@ def linear_attention(
     Equations: Free Energy Mixer, appendix H.2 and H.3; exact where the released code clips the cumulated decay.
     """
     _check(q, k, v, log_decay, initial, causal, normalise)
-    unfit = {"triton": _unfit(q, causal, (torch.float32, torch.bfloat16)), "fla": _unfit(q, causal, (torch.bfloat16,))}
+    unfit = {
+        "triton": _unfit(q, causal, (torch.float32, torch.bfloat16)),
+        "fla": _unfit(q, causal, (torch.bfloat16,)),
+    }
     chosen = OP.choose(implementation, q.device, unfit.get)
     if chosen == "triton":
         from kernels.linear_attention.triton import TritonLinearAttention
@@ -79,9 +97,15 @@ def linear_attention(
     if chosen == "fla":
         return _by_fla(q, k, v, log_decay, initial, normalise)
     wide = torch.promote_types(q.dtype, torch.float32)
-    decay = None if log_decay is None else (log_decay if log_decay.dim() == 4 else log_decay[..., None]).to(wide)
+    decay = (
+        None
+        if log_decay is None
+        else (log_decay if log_decay.dim() == 4 else log_decay[..., None]).to(wide)
+    )
     if causal:
-        y, state = LinearAttention.apply(q.to(wide), k.to(wide), v.to(wide), decay, initial, normalise)
+        y, state = LinearAttention.apply(
+            q.to(wide), k.to(wide), v.to(wide), decay, initial, normalise
+        )
     else:
         y, state = both_ways(q.to(wide), k.to(wide), v.to(wide), decay, normalise)
     return y.to(q.dtype), state
@@ -93,7 +117,14 @@ def _unfit(q: Tensor, causal: bool, types: tuple[torch.dtype, ...]) -> str | Non
     return None if q.dtype in types else str(q.dtype).removeprefix("torch.")
 
 
-def _by_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def _by_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
     """The same by flash-linear-attention, which lays tensors out as [b, t, h, d]; the normaliser is a column of ones beside the values."""
     values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v
     turned = [x.transpose(1, 2).contiguous() for x in (q, k, values)]
@@ -111,15 +142,28 @@ def _by_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: 
     return torch.where(empty, v, y[..., :-1] / mass.masked_fill(empty, 1)), state
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, causal: bool, normalise: bool) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    causal: bool,
+    normalise: bool,
+) -> None:
     check_first("linear_attention", "q", q)
     check_first("linear_attention", "v", v)
     (b, h, t, dk), dv, wide = q.shape, v.shape[3], torch.promote_types(q.dtype, torch.float32)
     expected: dict[str, Any] = {"k": (k, q.shape, q.dtype), "v": (v, (b, h, t, dv), q.dtype)}
-    expected |= {"log_decay": (log_decay, [(b, h, t), q.shape], q.dtype, wide), "initial": (initial, (b, h, dk, dv + normalise), wide)}
+    expected |= {
+        "log_decay": (log_decay, [(b, h, t), q.shape], q.dtype, wide),
+        "initial": (initial, (b, h, dk, dv + normalise), wide),
+    }
     check_others("linear_attention", "q", q, expected)
     if not causal and initial is not None:
-        raise ValueError("linear_attention: initial is the past of a causal scan; leave it out with causal=False")
+        raise ValueError(
+            "linear_attention: initial is the past of a causal scan; leave it out with causal=False"
+        )
 
 
 class LinearAttention(torch.autograd.Function):
@@ -127,15 +171,27 @@ class LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, normalise: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        initial: Tensor | None,
+        normalise: bool,
     ) -> tuple[Tensor, Tensor]:
         """Causal; see `linear_attention`. normalise: the state has one column more, the sums over ones."""
-        state = q.new_zeros(*k.shape[:2], k.shape[3], v.shape[3] + normalise) if initial is None else initial
+        state = (
+            q.new_zeros(*k.shape[:2], k.shape[3], v.shape[3] + normalise)
+            if initial is None
+            else initial
+        )
         starts, outputs = [], []
         for part in _segments(q, log_decay):
             starts.append(state)
             decay = None if log_decay is None else log_decay[:, :, part]
-            output, state = _segment(q[:, :, part], k[:, :, part], v[:, :, part], decay, state, normalise)
+            output, state = _segment(
+                q[:, :, part], k[:, :, part], v[:, :, part], decay, state, normalise
+            )
             outputs.append(output)
         ctx.save_for_backward(q, k, v, log_decay, torch.stack(starts))
         ctx.normalise, ctx.has_initial = normalise, initial is not None
@@ -155,7 +211,9 @@ class LinearAttention(torch.autograd.Function):
                 before = start.detach().requires_grad_()
                 decay = None if log_decay is None else leaves[3]
                 results = _segment(leaves[0], leaves[1], leaves[2], decay, before, ctx.normalise)
-            *pieces, d_state = torch.autograd.grad(results, (*leaves, before), (dy[:, :, part], d_state))
+            *pieces, d_state = torch.autograd.grad(
+                results, (*leaves, before), (dy[:, :, part], d_state)
+            )
             for gradient, piece in zip(whole, pieces, strict=True):
                 gradient[:, :, part] = piece
         return (*whole, *[None] * (4 - len(whole)), d_state if ctx.has_initial else None, None)
@@ -176,10 +234,16 @@ class Damp(torch.autograd.Function):
         """Gradients of x and a."""
         x, factor = ctx.saved_tensors
         damped = grads[0] * factor
-        return damped, (damped * x).sum_to_size(factor.shape) if ctx.needs_input_grad[1] else None, None
+        return (
+            damped,
+            (damped * x).sum_to_size(factor.shape) if ctx.needs_input_grad[1] else None,
+            None,
+        )
 
 
-def both_ways(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def both_ways(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool
+) -> tuple[Tensor, Tensor]:
     """The same over all tokens, a pair weighed by exp(-|c_t - c_i|); the state is the causal one after the last token."""
     if log_decay is None:
         state = k.mT @ (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v)
@@ -199,7 +263,9 @@ def both_ways(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, normali
 def _earlier_and_later(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     earlier, state = LinearAttention.apply(q, k, v, log_decay, None, False)
     # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
-    late_k, late_v, late_decay = (pad(x.flip(2)[:, :, :-1], (0, 0, 1, 0)) for x in (Damp.apply(k, log_decay), v, log_decay))
+    late_k, late_v, late_decay = (
+        pad(x.flip(2)[:, :, :-1], (0, 0, 1, 0)) for x in (Damp.apply(k, log_decay), v, log_decay)
+    )
     later, _ = LinearAttention.apply(q.flip(2), late_k, late_v, late_decay, None, False)
     return earlier + later.flip(2), state
 
@@ -213,7 +279,9 @@ def _chunk(log_decay: Tensor | None) -> int:
     return CHUNK if log_decay is None or log_decay.shape[-1] == 1 else CHUNK_PER_CHANNEL
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, normalise: bool
+) -> tuple[Tensor, Tensor]:
     """y [b, h, t, dv] and the state after it; arguments as in `LinearAttention`."""
     t, dv = v.shape[2:]
     size = min(t, _chunk(a))
@@ -232,7 +300,9 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, n
         starts, state = _carry(k, values, a, state)
     empty = None
     if normalise:
-        mass = _pairs(raw, window, factor).sum(-1, keepdim=True) + _from_start(q, starts[..., dv:], since)
+        mass = _pairs(raw, window, factor).sum(-1, keepdim=True) + _from_start(
+            q, starts[..., dv:], since
+        )
         empty = mass <= 0
         share = mass.masked_fill(empty, 1).reciprocal()
         q, raw = q * share, raw * (share if raw.dim() == 5 else share[..., None])
@@ -250,7 +320,11 @@ def _window_sums(a: Tensor) -> Tensor:
     """a [..., c, w] -> sums of a over (i, t], [..., t, i, w] (no last dimension where w is 1); -inf where t < i."""
     steps = a[..., None, :].expand(*a.shape[:-1], a.shape[-2], a.shape[-1])
     unread = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device)
-    sums = steps.masked_fill(unread.triu()[..., None], 0).cumsum(-3).masked_fill(unread.triu(1)[..., None], -torch.inf)
+    sums = (
+        steps.masked_fill(unread.triu()[..., None], 0)
+        .cumsum(-3)
+        .masked_fill(unread.triu(1)[..., None], -torch.inf)
+    )
     return sums.squeeze(-1) if a.shape[-1] == 1 else sums
 
 
@@ -285,7 +359,9 @@ def _added(k: Tensor, values: Tensor, a: Tensor) -> Tensor:
     return Damp.apply(k, rest).mT @ Damp.apply(values, common)
 
 
-def end_state(k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor | None]:
+def end_state(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool
+) -> tuple[Tensor, Tensor | None]:
     """The state that `linear_attention` returns for these without an initial one, by one product, and the log-decay that one would have.
 
     Shapes and types as there. The log-decay is [b, h, 1 or dk, 1], of the state's type; None where there is none.
@@ -307,24 +383,37 @@ def _parted(a: Tensor) -> tuple[Tensor, Tensor]:
     return common, torch.where(common == -torch.inf, 0, a - common)
 
 
-def log_weights(q: Tensor, k: Tensor, log_decay: Tensor | None, start: int, stop: int, *, causal: bool = True) -> Tensor:
+def log_weights(
+    q: Tensor, k: Tensor, log_decay: Tensor | None, start: int, stop: int, *, causal: bool = True
+) -> Tensor:
     """log (q_t * exp(-|c_t - c_i|)) . k_i [b, h, stop - start, t] of the rows start to stop, -inf where the weight is zero or unread.
 
     Shapes as in `linear_attention`, q and k not negative. A row that reads nothing reads its own token. Float32 or float64.
     """
     t = k.shape[2]
     rows = q[:, :, start:stop]
-    row, column = torch.arange(start, stop, device=q.device)[:, None], torch.arange(t, device=q.device)
+    row, column = (
+        torch.arange(start, stop, device=q.device)[:, None],
+        torch.arange(t, device=q.device),
+    )
     products = rows @ k.mT
     read = products.detach() > 0
     if causal:
         read = read & (column <= row)
     read = read | ((column == row) & ~read.any(-1, keepdim=True))
-    decay = None if log_decay is None else _decay_between(log_decay if log_decay.dim() == 4 else log_decay[..., None], row, column, causal)
+    decay = (
+        None
+        if log_decay is None
+        else _decay_between(
+            log_decay if log_decay.dim() == 4 else log_decay[..., None], row, column, causal
+        )
+    )
     if decay is None or decay.shape[-1] == 1:
         positive = products > 0
         logs = torch.where(positive, products, 1).log()
-        return (logs if decay is None else logs + decay[..., 0].masked_fill(~read, 0)).masked_fill(~read, -torch.inf)
+        return (logs if decay is None else logs + decay[..., 0].masked_fill(~read, 0)).masked_fill(
+            ~read, -torch.inf
+        )
     terms = _log(rows)[:, :, :, None] + _log(k)[:, :, None] + decay
     # A row of padding has no finite term: it is filled before the logarithm, whose gradient there would be NaN.
     finite = read & (terms.detach() > -torch.inf).any(-1)
@@ -336,8 +425,15 @@ def _decay_between(a: Tensor, row: Tensor, column: Tensor, causal: bool) -> Tens
     """a [b, h, t, w] -> its sum over (i, t] (over (t, i] where the key is later) [b, h, rows, i, w]."""
     steps = a[:, :, None]
     earlier = steps.masked_fill(~(column <= row)[..., None], 0)
-    between = torch.cat((earlier[:, :, :, 1:], torch.zeros_like(earlier[:, :, :, :1])), dim=3).flip(3).cumsum(3).flip(3)
-    return between if causal else between + steps.masked_fill(~(column > row)[..., None], 0).cumsum(3)
+    between = (
+        torch.cat((earlier[:, :, :, 1:], torch.zeros_like(earlier[:, :, :, :1])), dim=3)
+        .flip(3)
+        .cumsum(3)
+        .flip(3)
+    )
+    return (
+        between if causal else between + steps.masked_fill(~(column > row)[..., None], 0).cumsum(3)
+    )
 
 
 def _log(x: Tensor) -> Tensor:

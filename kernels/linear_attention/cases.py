@@ -12,7 +12,12 @@ from kernels.linear_attention import linear_attention
 
 
 def _random(
-    size: Mapping[str, int], decay: str = "none", *, strength: float = 0.3, normalise: bool = True, initial: bool = False
+    size: Mapping[str, int],
+    decay: str = "none",
+    *,
+    strength: float = 0.3,
+    normalise: bool = True,
+    initial: bool = False,
 ) -> Inputs:
     """Features in [0, 1], or signed where not normalised; log-decays uniform down to -strength."""
     uniform = Draw(size["tokens"]).uniform
@@ -87,11 +92,17 @@ def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     decay = x.get("log_decay", torch.zeros_like(q[..., 0]))
     decay = decay if decay.dim() == 4 else decay[..., None]
     late = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-    steps = decay[:, :, :, None].expand(-1, -1, -1, tokens, -1).masked_fill(late.triu()[..., None], 0)
+    steps = (
+        decay[:, :, :, None].expand(-1, -1, -1, tokens, -1).masked_fill(late.triu()[..., None], 0)
+    )
     kept = steps.cumsum(2).masked_fill(late.triu(1)[..., None], -torch.inf).exp()
     if not x.get("causal", True):
         kept = torch.where(late.triu(1)[..., None], kept.transpose(2, 3), kept)
-    weights = (q[:, :, :, None] * k[:, :, None] * kept).sum(-1) if decay.shape[-1] > 1 else (q @ k.mT) * kept[..., 0]
+    weights = (
+        (q[:, :, :, None] * k[:, :, None] * kept).sum(-1)
+        if decay.shape[-1] > 1
+        else (q @ k.mT) * kept[..., 0]
+    )
     return weights, kept, decay
 
 
@@ -129,7 +140,9 @@ SUITE = Suite(
         "a decay a channel, with a state": lambda size: _random(size, "channel", initial=True),
         "plain": lambda size: _random(size, normalise=False, initial=True),
         "plain, a decay a head": lambda size: _random(size, "head", normalise=False, initial=True),
-        "plain, a decay a channel": lambda size: _random(size, "channel", normalise=False, initial=True),
+        "plain, a decay a channel": lambda size: _random(
+            size, "channel", normalise=False, initial=True
+        ),
         "strong beside weak, a head": lambda size: _mixed(size, "head"),
         "strong beside weak, a channel": lambda size: _mixed(size, "channel"),
         "resets of single channels": _some_channels,

@@ -18,11 +18,18 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.linear_attention import _chunk, _window_sums
 
-NOTHING = -1e30  # log 0: finite, so that no difference of two is NaN, and so far down that no value reaches it
-BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24  # exponentials of a segment: a CPU's cache or so, or enough to fill a device
+NOTHING = (
+    -1e30
+)  # log 0: finite, so that no difference of two is NaN, and so far down that no value reaches it
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = (
+    1 << 20,
+    1 << 24,
+)  # exponentials of a segment: a CPU's cache or so, or enough to fill a device
 
 
-def log_read(q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *, causal: bool = True) -> Tensor:
+def log_read(
+    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *, causal: bool = True
+) -> Tensor:
     """log sum_i p_t(i) exp(x_i) [n, t, m] under p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i, sum_i p_t(i) = 1.
 
     Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None, at most 0. All float32 or all float64. A row
@@ -30,15 +37,23 @@ def log_read(q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *
     """
     keys, queries = _log(k[:, None]), _log(q[:, None])
     streams = pad(x, (0, 1))[:, None]  # under the zeros stands the normaliser
-    decay = None if log_decay is None else log_decay.view(*log_decay.shape[:2], -1)[:, None].clamp_min(NOTHING)
+    decay = (
+        None
+        if log_decay is None
+        else log_decay.view(*log_decay.shape[:2], -1)[:, None].clamp_min(NOTHING)
+    )
     sums = _scan(queries, keys, streams, decay)
     if not causal:
         # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
         faded = keys if decay is None else keys + decay
         late_keys = pad(faded.flip(2)[:, :, :-1], (0, 0, 1, 0), value=NOTHING)
-        late_streams, late_decay = (None if t is None else pad(t.flip(2)[:, :, :-1], (0, 0, 1, 0)) for t in (streams, decay))
+        late_streams, late_decay = (
+            None if t is None else pad(t.flip(2)[:, :, :-1], (0, 0, 1, 0)) for t in (streams, decay)
+        )
         assert late_streams is not None
-        sums = torch.logaddexp(sums, _scan(queries.flip(2), late_keys, late_streams, late_decay).flip(2))
+        sums = torch.logaddexp(
+            sums, _scan(queries.flip(2), late_keys, late_streams, late_decay).flip(2)
+        )
     made, total = sums[:, 0, :, :-1], sums[:, 0, :, -1:]
     return torch.where(total < NOTHING / 2, x, made - total)
 
@@ -58,13 +73,19 @@ def _scan(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None) -> Tensor:
     step = size * max(1, budget // (n * size * max((size + dk) * m, size * dk)))
     state, made = q.new_full((n, 1, dk, m), NOTHING), []
     for start in range(0, t, step):
-        parts = [None if each is None else each[:, :, start : start + step] for each in (q, k, x, a)]
-        y, state = checkpoint(_segment, *parts, state, size, use_reentrant=False, preserve_rng_state=False)
+        parts = [
+            None if each is None else each[:, :, start : start + step] for each in (q, k, x, a)
+        ]
+        y, state = checkpoint(
+            _segment, *parts, state, size, use_reentrant=False, preserve_rng_state=False
+        )
         made.append(y)
     return torch.cat(made, dim=2)
 
 
-def _segment(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _segment(
+    q: Tensor, k: Tensor, x: Tensor, a: Tensor | None, state: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
     t = x.shape[2]
     q, x, k = _cut(q, size), _cut(x, size), _cut(k, size, NOTHING)
     unread = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
@@ -79,12 +100,18 @@ def _segment(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None, state: Tensor, s
             window = _window_sums(a).masked_fill(unread[..., None], NOTHING)
             pairs = (q[..., None, :] + k[..., None, :, :] + window).logsumexp(-1)
         after = pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1))
-        added, total, read = LogProduct.apply((k + after).mT, x), a.sum(-2)[..., None], q + a.cumsum(-2)
+        added, total, read = (
+            LogProduct.apply((k + after).mT, x),
+            a.sum(-2)[..., None],
+            q + a.cumsum(-2),
+        )
     starts = []
     for fade, new in zip(total.unbind(-3), added.unbind(2), strict=True):
         starts.append(state)
         state = torch.logaddexp(state + fade, new)
-    y = LogProduct.apply(torch.cat((pairs, read), dim=-1), torch.cat((x, torch.stack(starts, dim=2)), dim=-2))
+    y = LogProduct.apply(
+        torch.cat((pairs, read), dim=-1), torch.cat((x, torch.stack(starts, dim=2)), dim=-2)
+    )
     return y.flatten(2, 3)[:, :, :t], state
 
 
@@ -105,5 +132,10 @@ class LogProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         a, b, made = ctx.saved_tensors
-        weights = (a[..., None] + b[..., None, :, :]).sub_(made[..., None, :]).exp_().mul_(grads[0][..., None, :])
+        weights = (
+            (a[..., None] + b[..., None, :, :])
+            .sub_(made[..., None, :])
+            .exp_()
+            .mul_(grads[0][..., None, :])
+        )
         return weights.sum(-1), weights.sum(-3)

@@ -12,7 +12,9 @@ from kernels.registered import opaque, registered
 
 __all__ = ["OP", "residual_norm"]
 
-WIDEST = 4096  # channels that the kernels keep in registers, with all that their gradients are made of
+WIDEST = (
+    4096  # channels that the kernels keep in registers, with all that their gradients are made of
+)
 
 OP = Op(
     "residual_norm",
@@ -26,7 +28,12 @@ OP = Op(
 
 @operation("x")
 def residual_norm(
-    x: Tensor, weight: Tensor, eps: float, second: Tensor | None = None, *, implementation: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    second: Tensor | None = None,
+    *,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None without ``second``; over the last dimension.
 
@@ -38,11 +45,18 @@ def residual_norm(
     """
     check_first("residual_norm", "x", x, "[..., n]")
     size = x.shape[-1]
-    check_others("residual_norm", "x", x, {"weight": (weight, (size,), *FLOATS), "second": (second, (size,), *FLOATS)})
+    check_others(
+        "residual_norm",
+        "x",
+        x,
+        {"weight": (weight, (size,), *FLOATS), "second": (second, (size,), *FLOATS)},
+    )
     if opaque(x):  # what is handed on as it came is no result of an operation
         h, *rest = _norms(x, weight, eps, second, implementation)
         return x, h, rest[0] if rest else None
-    unfit = first_reason({"float64": x.dtype == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST})
+    unfit = first_reason(
+        {"float64": x.dtype == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST}
+    )
     if OP.choose(implementation, x.device, {"triton": unfit}.get) == "triton":
         from kernels.residual_norm.triton import fused_norms
 
@@ -51,7 +65,16 @@ def residual_norm(
     return x, h, None if second is None else layer_norm(h, (size,), second, None, eps)
 
 
-@registered(lambda x, second, **_: [torch.empty_like(x) for _ in range(1 if second is None else 2)], name="residual_norm")
-def _norms(x: Tensor, weight: Tensor, eps: float, second: Tensor | None, implementation: str) -> list[Tensor]:
+@registered(
+    lambda x, second, **_: [torch.empty_like(x) for _ in range(1 if second is None else 2)],
+    name="residual_norm",
+)
+def _norms(
+    x: Tensor, weight: Tensor, eps: float, second: Tensor | None, implementation: str
+) -> list[Tensor]:
     """h, and u where there is a ``second``."""
-    return [t for t in residual_norm(x, weight, eps, second, implementation=implementation)[1:] if t is not None]
+    return [
+        t
+        for t in residual_norm(x, weight, eps, second, implementation=implementation)[1:]
+        if t is not None
+    ]

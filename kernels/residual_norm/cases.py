@@ -12,10 +12,16 @@ from kernels.residual_norm import residual_norm
 EPS = 1e-5
 
 
-def _made(size: Mapping[str, int], *, both: bool = True, mean: float = 0.0, spread: float = 1.0) -> Inputs:
+def _made(
+    size: Mapping[str, int], *, both: bool = True, mean: float = 0.0, spread: float = 1.0
+) -> Inputs:
     draw = Draw(size["channels"])
-    made: Inputs = {"x": spread * (draw.normal(size["tokens"], size["batch"], size["channels"]) + mean)}
-    return made | {name: 1 + draw.normal(size["channels"]) / 4 for name in ("weight", "second")[: 1 + both]}
+    made: Inputs = {
+        "x": spread * (draw.normal(size["tokens"], size["batch"], size["channels"]) + mean)
+    }
+    return made | {
+        name: 1 + draw.normal(size["channels"]) / 4 for name in ("weight", "second")[: 1 + both]
+    }
 
 
 def _uneven(size: Mapping[str, int]) -> Inputs:
@@ -39,7 +45,11 @@ def _definition(x: Inputs) -> Outputs:
     if "second" not in x:
         return value * 1, h
     centred = h - h.mean(-1, keepdim=True)
-    return value * 1, h, centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * x["second"]
+    return (
+        value * 1,
+        h,
+        centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * x["second"],
+    )
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
@@ -63,5 +73,8 @@ SUITE = Suite(
     small={"tokens": 13, "batch": 2, "channels": 37},
     real={"tokens": 4096, "batch": 2, "channels": 2048},
     # A token of one number is one number after RMSNorm, too: LayerNorm divides the rounding of its mean, 2^-24, by the root of eps.
-    loose={("vanishing", "output 2"): 2 * 2**-24 / EPS**0.5, ("vanishing", "d second"): 2 * 2**-24 / EPS**0.5},
+    loose={
+        ("vanishing", "output 2"): 2 * 2**-24 / EPS**0.5,
+        ("vanishing", "d second"): 2 * 2**-24 / EPS**0.5,
+    },
 )

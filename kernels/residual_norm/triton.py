@@ -30,11 +30,17 @@ class _Norms(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, second, eps):
         ctx.set_materialize_grads(False)
-        rows, weight, second = x.contiguous(), weight.contiguous(), None if second is None else second.contiguous()
+        rows, weight, second = (
+            x.contiguous(),
+            weight.contiguous(),
+            None if second is None else second.contiguous(),
+        )
         h, u = torch.empty_like(rows), None if second is None else torch.empty_like(rows)
         tokens, size = rows.numel() // rows.shape[-1], rows.shape[-1]
         constants = _constants(size)
-        _forward_kernel[triton.cdiv(tokens, constants["BT"]),](rows, weight, second, h, u, tokens, size, eps, **constants)
+        _forward_kernel[triton.cdiv(tokens, constants["BT"]),](
+            rows, weight, second, h, u, tokens, size, eps, **constants
+        )
         ctx.save_for_backward(rows, weight, second)
         ctx.eps = eps
         return x.view_as(x), h, u
@@ -50,9 +56,17 @@ class _Norms(torch.autograd.Function):
         each = triton.cdiv(blocks, 2 if interpreted() else PROGRAMS)
         programs = triton.cdiv(blocks, each)
         d_x = torch.empty_like(x)
-        parts = [None if t is None else torch.empty(programs, size, dtype=torch.float32, device=x.device) for t in (weight, second)]
-        _backward_kernel[programs,](x, weight, second, d_on, d_h, d_u, d_x, *parts, tokens, size, ctx.eps, each, **constants)
-        d_weight, d_second = (None if part is None else part.sum(0).to(t.dtype) for part, t in zip(parts, (weight, second), strict=True))
+        parts = [
+            None if t is None else torch.empty(programs, size, dtype=torch.float32, device=x.device)
+            for t in (weight, second)
+        ]
+        _backward_kernel[programs,](
+            x, weight, second, d_on, d_h, d_u, d_x, *parts, tokens, size, ctx.eps, each, **constants
+        )
+        d_weight, d_second = (
+            None if part is None else part.sum(0).to(t.dtype)
+            for part, t in zip(parts, (weight, second), strict=True)
+        )
         return d_x, d_weight, d_second, None
 
 
@@ -66,7 +80,11 @@ def _constants(size):
 def _place(tokens, size, block, BT: tl.constexpr, BN: tl.constexpr):
     """Channels, where a block's numbers lie, and which of them exist."""
     t, n = block * BT + tl.arange(0, BT), tl.arange(0, BN)
-    return n, t.to(tl.int64)[:, None] * size + n[None, :], (t < tokens)[:, None] & (n < size)[None, :]
+    return (
+        n,
+        t.to(tl.int64)[:, None] * size + n[None, :],
+        (t < tokens)[:, None] & (n < size)[None, :],
+    )
 
 
 @triton.jit
@@ -91,7 +109,9 @@ def _centred(h, mask, size, eps):
 def _forward_kernel(x, weight, second, h, u, tokens, size, eps, BT: tl.constexpr, BN: tl.constexpr):
     n, at, mask = _place(tokens, size, tl.program_id(0), BT, BN)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    made = (value * (1.0 / tl.sqrt(_mean(value * value, size) + eps)) * _weight(weight, n, size)).to(h.dtype.element_ty)
+    made = (
+        value * (1.0 / tl.sqrt(_mean(value * value, size) + eps)) * _weight(weight, n, size)
+    ).to(h.dtype.element_ty)
     tl.store(h + at, made, mask=mask)
     if u is not None:
         z, _ = _centred(made.to(tl.float32), mask, size, eps)
@@ -114,7 +134,9 @@ def _backward_kernel(
         if d_h is not None:
             g += tl.load(d_h + at, mask=mask, other=0.0).to(tl.float32)
         if d_u is not None:
-            z, inverse = _centred((value * w).to(x.dtype.element_ty).to(tl.float32), mask, size, eps)
+            z, inverse = _centred(
+                (value * w).to(x.dtype.element_ty).to(tl.float32), mask, size, eps
+            )
             dz = tl.load(d_u + at, mask=mask, other=0.0).to(tl.float32)
             of_second += tl.sum(dz * z, 0)[None, :]
             dz *= _weight(second, n, size)

@@ -17,14 +17,18 @@ OP = Op(
     "rotary",
     "RoPE's rotation of queries and keys",
     (
-        Implementation("triton", "queries and keys in one launch forward, one backward", lacks_triton),
+        Implementation(
+            "triton", "queries and keys in one launch forward, one backward", lacks_triton
+        ),
         Implementation("reference", "the equation in PyTorch"),
     ),
 )
 
 
 @operation("q")
-def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementation: str = "auto") -> list[Tensor]:
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementation: str = "auto"
+) -> list[Tensor]:
     """[q, k], or [q] without k, with each pair (x_i, x_(i + d/2)) of the last dimension rotated by its angle.
 
     Shapes: q [s, b, h, d] and k [s, b, hk, d], with any strides; cos and sin [s, 1 or b, 1, d / 2]. Results have the shapes of q and k.
@@ -36,7 +40,10 @@ def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementat
     check_first("rotary", "q", q, "[s, b, heads, d]")
     (s, b, _, d), types = q.shape, {q.dtype, torch.promote_types(q.dtype, torch.float32)}
     heads = q.shape[2] if k is None or k.dim() != 4 else k.shape[2]
-    angles = {name: (t, [(s, 1, 1, d // 2), (s, b, 1, d // 2)], *types) for name, t in (("cos", cos), ("sin", sin))}
+    angles = {
+        name: (t, [(s, 1, 1, d // 2), (s, b, 1, d // 2)], *types)
+        for name, t in (("cos", cos), ("sin", sin))
+    }
     check_others("rotary", "q", q, {"k": (k, (s, b, heads, d), q.dtype), **angles})
     check_others("rotary", "cos", cos, {"sin": (sin, tuple(cos.shape), cos.dtype)})
     if d % 2:
@@ -44,11 +51,19 @@ def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementat
     return _rotary(q, k, cos, sin, implementation)
 
 
-@registered(lambda q, k, **_: [t.new_empty(t.shape) for t in (q, k) if t is not None], name="rotary", any_size=True)
-def _rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, implementation: str) -> list[Tensor]:
+@registered(
+    lambda q, k, **_: [t.new_empty(t.shape) for t in (q, k) if t is not None],
+    name="rotary",
+    any_size=True,
+)
+def _rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, implementation: str
+) -> list[Tensor]:
     """As `rotary`, which has checked; an operation of torch.library that returns a list has no defaults."""
     d = q.shape[3]
-    unfit = first_reason({"float64": q.dtype == torch.float64, f"{d} channels are over {WIDEST}": d > WIDEST})
+    unfit = first_reason(
+        {"float64": q.dtype == torch.float64, f"{d} channels are over {WIDEST}": d > WIDEST}
+    )
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.rotary.triton import rotated
 

@@ -11,7 +11,9 @@ from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.rotary import rotary
 
 
-def angles(positions: Tensor, width: int, kind: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def angles(
+    positions: Tensor, width: int, kind: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """cos and sin [s, 1 or b, 1, width / 2] of positions [s] or [s, b]."""
     half = width // 2
     speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
@@ -32,11 +34,20 @@ def places(tokens: int, batch: int, *, packed: bool) -> Tensor:
 
 
 def _made(
-    size: Mapping[str, int], heads: tuple[int, ...], *, packed: bool = False, sliced: bool = False, narrow: bool = False, first: int = 0
+    size: Mapping[str, int],
+    heads: tuple[int, ...],
+    *,
+    packed: bool = False,
+    sliced: bool = False,
+    narrow: bool = False,
+    first: int = 0,
 ) -> Inputs:
     """heads: of q, and of k where there is one. sliced: both, and values, lie head by head in one tensor. narrow: angles in q's type."""
     draw, tokens, batch = Draw(size["tokens"]), size["tokens"], size["batch"]
-    parts = {name: draw.normal(tokens, batch, n, size["width"]) for name, n in zip("qk", heads, strict=False)}
+    parts = {
+        name: draw.normal(tokens, batch, n, size["width"])
+        for name, n in zip("qk", heads, strict=False)
+    }
     if sliced:
         parts = {"z": draw.normal(tokens, batch, heads[0], 3 * size["width"])}
     return {**parts, "positions": first + places(tokens, batch, packed=packed), "narrow": narrow}
@@ -67,7 +78,9 @@ SUITE = Suite(
         "keys alone": lambda size: _made(size, (size["heads"],), packed=True),
         "slices": lambda size: _made(size, (size["heads"], size["heads"]), sliced=True),
         "narrow angles": lambda size: _made(size, (size["heads"], 1), sliced=True, narrow=True),
-        "one token behind a past": lambda size: _made({**size, "tokens": 1}, (size["heads"], size["heads"]), first=1000),
+        "one token behind a past": lambda size: _made(
+            {**size, "tokens": 1}, (size["heads"], size["heads"]), first=1000
+        ),
     },
     definition=_definition,
     call=_call,

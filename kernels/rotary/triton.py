@@ -43,7 +43,19 @@ def _launch(cos, sin, q, k, *, back):
     rows = max(1, (64 if interpreted() else PAIRS) // padded(half))
     counts = tokens, q.shape[2], heads, sequences, sequences if cos.shape[1] == 1 else 1
     grid = (triton.cdiv(tokens, rows) * heads,)
-    _rotary_kernel[grid](q, k, cos, sin, *made, *strides_of(q, k), *counts, HALF=half, BACK=back, ROWS=rows, num_warps=WARPS)
+    _rotary_kernel[grid](
+        q,
+        k,
+        cos,
+        sin,
+        *made,
+        *strides_of(q, k),
+        *counts,
+        HALF=half,
+        BACK=back,
+        ROWS=rows,
+        num_warps=WARPS,
+    )
     return tuple(made)
 
 
@@ -73,7 +85,23 @@ def _rotary_kernel(
         s = -s
     t, b = token // batch, token % batch
     if head < q_heads:
-        _rotate(q + t * qt + b * qb + head * qh, q_out + (token * q_heads + head) * (2 * HALF), c, s, column, there, HALF)
+        _rotate(
+            q + t * qt + b * qb + head * qh,
+            q_out + (token * q_heads + head) * (2 * HALF),
+            c,
+            s,
+            column,
+            there,
+            HALF,
+        )
     elif k is not None:
         at = head - q_heads
-        _rotate(k + t * kt + b * kb + at * kh, k_out + (token * (heads - q_heads) + at) * (2 * HALF), c, s, column, there, HALF)
+        _rotate(
+            k + t * kt + b * kb + at * kh,
+            k_out + (token * (heads - q_heads) + at) * (2 * HALF),
+            c,
+            s,
+            column,
+            there,
+            HALF,
+        )

@@ -24,7 +24,9 @@ OP = Op(
     "second_order_attention",
     "a step of MHA2nd1st or MHA2nd",
     (
-        Implementation("triton", "MHA2nd1st's two flash passes, forward and backward", lacks_triton),
+        Implementation(
+            "triton", "MHA2nd1st's two flash passes, forward and backward", lacks_triton
+        ),
         Implementation("reference", "blocks of rows in PyTorch, the exact step too"),
     ),
 )
@@ -68,16 +70,40 @@ def second_order_attention(
     check_first("second_order_attention", "q", q)
     b, h, t, d = q.shape
     tk = max(t, k.shape[2]) if k.dim() == 4 else t
-    expected: dict[str, Any] = {"k": (k, (b, h, tk, d), q.dtype), "gram": (gram, (h, d, d)), "temperature": (temperature, (h,))}
-    expected |= {"newton_temperature": (newton_temperature, (h,)), "valid": (valid, (b, tk), torch.bool)}
-    check_others("second_order_attention", "q", q, expected | {"turn": (turn, [(n, 1, t, d - d % 2) for n in {1, b}])})
+    expected: dict[str, Any] = {
+        "k": (k, (b, h, tk, d), q.dtype),
+        "gram": (gram, (h, d, d)),
+        "temperature": (temperature, (h,)),
+    }
+    expected |= {
+        "newton_temperature": (newton_temperature, (h,)),
+        "valid": (valid, (b, tk), torch.bool),
+    }
+    check_others(
+        "second_order_attention",
+        "q",
+        q,
+        expected | {"turn": (turn, [(n, 1, t, d - d % 2) for n in {1, b}])},
+    )
     compute = torch.promote_types(q.dtype, torch.float32)
-    wide = (gram.to(compute), temperature.to(compute), newton_temperature.to(compute), None if turn is None else turn.to(compute))
-    reasons = {"the exact step solves a system for each token": exact, "float64": q.dtype == torch.float64}
-    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST}) or uneven("head width", d, q.device)
+    wide = (
+        gram.to(compute),
+        temperature.to(compute),
+        newton_temperature.to(compute),
+        None if turn is None else turn.to(compute),
+    )
+    reasons = {
+        "the exact step solves a system for each token": exact,
+        "float64": q.dtype == torch.float64,
+    }
+    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST}) or uneven(
+        "head width", d, q.device
+    )
     if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.second_order_attention.triton import first_order_step
 
         taken: Tensor = first_order_step(q, k, *wide, causal=causal, valid=valid, jitter=jitter)
         return taken
-    return step(q, k.to(compute), *wide, exact=exact, causal=causal, valid=valid, jitter=jitter).to(q.dtype)
+    return step(q, k.to(compute), *wide, exact=exact, causal=causal, valid=valid, jitter=jitter).to(
+        q.dtype
+    )

@@ -15,7 +15,15 @@ from kernels.second_order_attention import second_order_attention
 Size = Mapping[str, int]
 
 
-def _made(size: Size, *, times: float = 1.0, heat: float = 1.0, turned: bool = False, queries: int = 0, **switches: Any) -> Inputs:
+def _made(
+    size: Size,
+    *,
+    times: float = 1.0,
+    heat: float = 1.0,
+    turned: bool = False,
+    queries: int = 0,
+    **switches: Any,
+) -> Inputs:
     """q and k of ``times`` a unit a channel, T about ``heat`` d; G = factor factor^T, of condition 10.
 
     The last ``queries`` tokens have q (0: all).
@@ -58,7 +66,9 @@ def _alike(size: Size) -> Inputs:
 def _far(size: Size) -> Inputs:
     """q and k around a point at three times their spread from zero: the covariance is a tenth of the second moment."""
     made = _made(size)
-    middle = 3 * torch.randn(size["width"], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    middle = 3 * torch.randn(
+        size["width"], generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return {**made, "q": made["q"] + middle, "k": made["k"] + middle}
 
 
@@ -88,20 +98,26 @@ def _definition(x: Inputs) -> Outputs:
     temperature, newton = (x[name][:, None, None] for name in ("temperature", "newton_temperature"))
     t, tk, kind = q.shape[2], k.shape[2], q.dtype
     turn = None if turn is None else turn.to(kind)
-    seen = allowed_pairs(torch.arange(tk - t, tk, device=q.device), tk, x.get("causal", True), x.get("valid"))
+    seen = allowed_pairs(
+        torch.arange(tk - t, tk, device=q.device), tk, x.get("causal", True), x.get("valid")
+    )
     scores = (_turned(q, turn, 1) @ k.mT - k.square().sum(-1)[:, :, None] / 2) / temperature
     p = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
     mean, gram = p @ k, _gram(x)
     r = q - _turned(mean, turn, -1)
     u = _turned(r @ gram, turn, 1)
     if x.get("exact"):
-        covariance = torch.einsum("bhti,bhid,bhie->bhtde", p, k, k) - mean[..., :, None] * mean[..., None, :]
+        covariance = (
+            torch.einsum("bhti,bhid,bhie->bhtde", p, k, k) - mean[..., :, None] * mean[..., None, :]
+        )
         hessian = torch.eye(k.shape[3], dtype=kind) - covariance / newton[..., None]
         r, product = 0.0, newton * torch.linalg.solve(hessian, u[..., None])[..., 0]
     else:
         product = (p * (u @ k.mT)) @ k - mean * (mean * u).sum(-1, keepdim=True)
     wide = torch.promote_types(kind, torch.float32)
-    lifted = gram + torch.diag_embed((x["jitter"] * gram.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)).expand(gram.shape[:2]))
+    lifted = gram + torch.diag_embed(
+        (x["jitter"] * gram.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)).expand(gram.shape[:2])
+    )
     b = torch.linalg.solve(lifted.to(wide), _turned(product / newton, turn, -1).to(wide).mT).mT
     return (r + b.to(kind),)
 

@@ -40,13 +40,30 @@ def step(
     t, tk, d = q.shape[2], k.shape[2], q.shape[3]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     at_once = max(1, terms // (q.shape[0] * q.shape[1] * (max(tk, d * d) if exact else tk)))
-    remade = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, gram, temperature, newton))
+    remade = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, gram, temperature, newton)
+    )
     outputs = []
     for start in range(0, t, at_once):
         stop = min(start + at_once, t)
         turned = None if turn is None else turn[:, :, start:stop]
-        block = (q[:, :, start:stop], k, gram, temperature, newton, turned, start + tk - t, exact, causal, valid)
-        outputs.append(checkpoint(_rows, *block, use_reentrant=False, preserve_rng_state=False) if remade else _rows(*block))
+        block = (
+            q[:, :, start:stop],
+            k,
+            gram,
+            temperature,
+            newton,
+            turned,
+            start + tk - t,
+            exact,
+            causal,
+            valid,
+        )
+        outputs.append(
+            checkpoint(_rows, *block, use_reentrant=False, preserve_rng_state=False)
+            if remade
+            else _rows(*block)
+        )
     r, product = (torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
     solved = solve_gram(gram, product, jitter)
     return solved if exact else r + solved
@@ -106,7 +123,9 @@ def _rows(
     """
     q = q.to(k.dtype)
     end = first + q.shape[2] if causal else k.shape[2]
-    seen = allowed_pairs(torch.arange(first, first + q.shape[2], device=q.device), k.shape[2], causal, valid)
+    seen = allowed_pairs(
+        torch.arange(first, first + q.shape[2], device=q.device), k.shape[2], causal, valid
+    )
     seen, k = None if seen is None else seen[..., :end], k[:, :, :end]
     p = log_weights(rotated(q, turn), k, temperature, seen).softmax(-1)
     mean = p @ k
@@ -118,8 +137,13 @@ def _rows(
         weighted = weighted if seen is None else weighted.masked_fill(~seen, 0.0)
         return r, in_own_frame(weighted @ k, newton, turn)
     squares = (k[..., :, None] * k[..., None, :]).flatten(3)
-    covariance = (p @ squares).unflatten(3, (-1, k.shape[-1])) - mean[..., :, None] * mean[..., None, :]
-    hessian = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - covariance / newton[:, None, None, None]
+    covariance = (p @ squares).unflatten(3, (-1, k.shape[-1])) - mean[..., :, None] * mean[
+        ..., None, :
+    ]
+    hessian = (
+        torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+        - covariance / newton[:, None, None, None]
+    )
     solved, _ = torch.linalg.solve_ex(hessian, u[..., None])
     return r, rotated(solved[..., 0], turn, back=True)
 
@@ -134,7 +158,9 @@ def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None =
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     q, k, temperature = q.to(compute), k.to(compute), temperature.to(compute)
-    return q.square().sum(-1) / 2 - temperature[:, None] * log_weights(q, k, temperature, seen).logsumexp(-1)
+    return q.square().sum(-1) / 2 - temperature[:, None] * log_weights(
+        q, k, temperature, seen
+    ).logsumexp(-1)
 
 
 def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -158,7 +184,12 @@ def _shapes(q: Tensor, k: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 @operation("q", state=True)
 @registered(_shapes, kernels=False)
 def energy_linear_attention(
-    q: Tensor, k: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = True,
+    valid: Tensor | None = None,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out_t = sum_i (q_t.k_i) k_i over i <= t (causal), or over all i: minus the gradient of `energy.quadratic_energy` in q.
 
@@ -170,7 +201,11 @@ def energy_linear_attention(
     check_first("energy_linear_attention", "q", q)
     b, h, t, d = q.shape
     kind, compute = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    expected = {"k": (k, q.shape, kind), "valid": (valid, (b, t), torch.bool), "state": (state, (b, h, d, d), compute)}
+    expected = {
+        "k": (k, q.shape, kind),
+        "valid": (valid, (b, t), torch.bool),
+        "state": (state, (b, h, d, d), compute),
+    }
     check_others("energy_linear_attention", "q", q, expected)
     q, k = q.to(compute), k.to(compute)
     if valid is not None:

@@ -32,7 +32,9 @@ OP = Op(
     "ssm_read",
     "FEM's read under a selective state space with non-negative weights, with a state",
     (
-        Implementation("triton", "chunks by scans, the states made again in the backward", lacks_triton),
+        Implementation(
+            "triton", "chunks by scans, the states made again in the backward", lacks_triton
+        ),
         Implementation("reference", "the same scans in PyTorch, checkpointed chunks"),
     ),
 )
@@ -80,13 +82,41 @@ def ssm_read(
     check_first("ssm_read", "v", v, "[batch, heads, tokens, channels]")
     b, h, t, d = v.shape
     if rate.dim() != 3 or rate.shape[:2] != (h, d) or rate.shape[2] < 1:
-        raise ValueError(f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}")
+        raise ValueError(
+            f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}"
+        )
     per_state = (b, h, t, rate.shape[2])
-    expected: dict[str, Any] = {name: (x, v.shape) for name, x in (("delta", delta), ("lam", lam), ("gate", gate))}
-    expected |= {"b_in": (b_in, per_state), "c_out": (c_out, per_state), "beta": (beta, (h, d)), "valid": (valid, (b, t))}
-    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, _columns(rate, beta, normalise)))})
+    expected: dict[str, Any] = {
+        name: (x, v.shape) for name, x in (("delta", delta), ("lam", lam), ("gate", gate))
+    }
+    expected |= {
+        "b_in": (b_in, per_state),
+        "c_out": (c_out, per_state),
+        "beta": (beta, (h, d)),
+        "valid": (valid, (b, t)),
+    }
+    check_others(
+        "ssm_read",
+        "v",
+        v,
+        expected | {"state": (state, (b, h, d, _columns(rate, beta, normalise)))},
+    )
     check_read("ssm_read", beta, lam, state, causal)
-    o, *after = _checked_read(delta, rate, b_in, c_out, v, beta, lam, gate, normalise, valid, state, causal, implementation)
+    o, *after = _checked_read(
+        delta,
+        rate,
+        b_in,
+        c_out,
+        v,
+        beta,
+        lam,
+        gate,
+        normalise,
+        valid,
+        state,
+        causal,
+        implementation,
+    )
     return o, after[0] if after else None
 
 
@@ -96,13 +126,17 @@ def _columns(rate: Tensor, beta: Tensor | None, normalise: bool) -> int:
     return (1 + normalise) * (n * (1 + free) + free)
 
 
-def _shapes(rate: Tensor, v: Tensor, beta: Tensor | None, normalise: bool, causal: bool, **_: Any) -> list[Tensor]:
+def _shapes(
+    rate: Tensor, v: Tensor, beta: Tensor | None, normalise: bool, causal: bool, **_: Any
+) -> list[Tensor]:
     wide = torch.promote_types(v.dtype, torch.float32)
     state = v.new_empty(*v.shape[:2], v.shape[3], _columns(rate, beta, normalise), dtype=wide)
     return [v.new_empty(v.shape), state] if causal else [v.new_empty(v.shape)]
 
 
-@registered(_shapes, lambda *_, **__: not torch.compiler.is_exporting(), name="ssm_read")  # it calls torch.utils.checkpoint
+@registered(
+    _shapes, lambda *_, **__: not torch.compiler.is_exporting(), name="ssm_read"
+)  # it calls torch.utils.checkpoint
 def _checked_read(
     delta: Tensor,
     rate: Tensor,
@@ -120,13 +154,30 @@ def _checked_read(
 ) -> list[Tensor]:
     """o, and the state where causal; arguments as in `ssm_read`, which has checked them."""
     compute = torch.promote_types(v.dtype, torch.float32)
-    reasons = {"float64": v.dtype == torch.float64, "weights that are not normalised": not normalise, "all tokens read all": not causal}
+    reasons = {
+        "float64": v.dtype == torch.float64,
+        "weights that are not normalised": not normalise,
+        "all tokens read all": not causal,
+    }
     if OP.choose(implementation, v.device, {"triton": first_reason(reasons)}.get) == "triton":
         from kernels.ssm_read.triton import fused_past
 
         delta, rate, b_in, c_out = (t.to(compute) for t in (delta, rate, b_in, c_out))
         past = None if state is None else state.detach().to(compute).contiguous()
-        return list(fused_past(delta, rate, b_in, c_out, v, None if beta is None else beta.to(compute), lam, gate, valid, past))
+        return list(
+            fused_past(
+                delta,
+                rate,
+                b_in,
+                c_out,
+                v,
+                None if beta is None else beta.to(compute),
+                lam,
+                gate,
+                valid,
+                past,
+            )
+        )
     tokens = Tokens.of(delta.to(compute), b_in.to(compute), c_out.to(compute), v.to(compute), valid)
     temperature = None if beta is None else beta.to(compute)
     first = first_value(v.to(compute), None if valid is None else valid[:, None, :, None])
@@ -134,7 +185,10 @@ def _checked_read(
         mu, gap, *after = read_past(tokens, rate.to(compute), temperature, first, state, normalise)
     else:
         mu, gap, *after = read_all(tokens, rate.to(compute), temperature, first, normalise)
-    return [(mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)).to(v.dtype), *after]
+    return [
+        (mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)).to(v.dtype),
+        *after,
+    ]
 
 
 class Tokens(NamedTuple):
@@ -147,7 +201,9 @@ class Tokens(NamedTuple):
     u: Tensor
 
     @classmethod
-    def of(cls, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, valid: Tensor | None) -> Tokens:
+    def of(
+        cls, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, valid: Tensor | None
+    ) -> Tokens:
         """From [b, h, t, d or n], those that nobody reads (valid [b, t] False) made idle."""
         if valid is not None:
             delta, v = (t.masked_fill(~valid[:, None, :, None], 0.0) for t in (delta, v))
@@ -168,21 +224,31 @@ class Tokens(NamedTuple):
 
 
 def read_past(
-    tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, state: Tensor | None, normalise: bool
+    tokens: Tokens,
+    rate: Tensor,
+    beta: Tensor | None,
+    first: Tensor,
+    state: Tensor | None,
+    normalise: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(mu, F - mu, state) over i <= t, [b, h, t, d]; rate, beta and state as `ssm_read` has them, F None without beta.
 
     first [b, h, 1, d]: c, where the state has none.
     """
     streams, centre, far = _streams(beta, normalise), first, None
-    states, top = tokens.v.new_zeros(streams, *tokens.v.shape[1:], rate.shape[-1]), torch.full_like(tokens.v[0], -torch.inf)
+    states, top = (
+        tokens.v.new_zeros(streams, *tokens.v.shape[1:], rate.shape[-1]),
+        torch.full_like(tokens.v[0], -torch.inf),
+    )
     if state is not None:
         states = state[..., : streams * rate.shape[-1]].unflatten(-1, (streams, -1)).movedim(3, 0)
         if beta is not None:
             top = state[..., -1].masked_fill((states[1 + normalise] == 0).all(-1), -torch.inf)
     if streams == 4 and beta is not None:
         if state is not None:
-            centre = torch.where((states[1] == 0).all(-1)[:, :, None], first, state[..., -2][:, :, None])
+            centre = torch.where(
+                (states[1] == 0).all(-1)[:, :, None], first, state[..., -2][:, :, None]
+            )
         tokens, far = tokens.with_excess(beta, centre)
         far = (far.cumsum(2) > 0) | (states[3, :, :, None, :, 0] < 0)
         states = torch.cat((states[:3], states[3:].clamp(min=0)))
@@ -195,7 +261,9 @@ def read_past(
     return *_read(sums, tops, beta, normalise, centre, far), torch.cat(held, dim=-1).detach()
 
 
-def read_all(tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, normalise: bool) -> tuple[Tensor, Tensor | None]:
+def read_all(
+    tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, normalise: bool
+) -> tuple[Tensor, Tensor | None]:
     """(mu, F - mu) over all i: the scan, and that of the reversed sequence without each token's own term."""
     far = None
     if beta is not None and normalise:
@@ -210,7 +278,9 @@ def read_all(tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, n
     highest = torch.maximum(tops, later_tops)
     if beta is not None:
         joint = 1 + normalise
-        both[joint] = sums[:, joint] * (tops - highest).exp() + later[:, joint] * (later_tops - highest).exp()
+        both[joint] = (
+            sums[:, joint] * (tops - highest).exp() + later[:, joint] * (later_tops - highest).exp()
+        )
     return _read(torch.stack(both, dim=1), highest, beta, normalise, first, far)
 
 
@@ -220,7 +290,12 @@ def _streams(beta: Tensor | None, normalise: bool) -> int:
 
 
 def _read(
-    sums: Tensor, top: Tensor, beta: Tensor | None, normalise: bool, centre: Tensor, far: Tensor | None
+    sums: Tensor,
+    top: Tensor,
+    beta: Tensor | None,
+    normalise: bool,
+    centre: Tensor,
+    far: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """mu and F - mu, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the exponentials' maxima [t, b, h, d]."""
     sums, top = sums.movedim(0, 3), top.movedim(0, 2)
@@ -229,11 +304,19 @@ def _read(
     if beta is None:
         return mu, None
     apart = (top + counted(sums[1 + normalise]).log() - total.log()) / beta[:, None] - mu
-    return mu, apart if far is None else torch.where(far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre))
+    return mu, apart if far is None else torch.where(
+        far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre)
+    )
 
 
 def _scan(
-    tokens: Tokens, rate: Tensor, beta: Tensor | None, states: Tensor, top: Tensor, normalise: bool, own: bool
+    tokens: Tokens,
+    rate: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    top: Tensor,
+    normalise: bool,
+    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each stream's sum_n C S [t, s, b, h, d], the maxima [t, b, h, d] (zeros without beta), the states behind the last token.
 
@@ -242,7 +325,16 @@ def _scan(
     made, tops = [], []
     for part in tokens.chunks():
         sums, highest, states, top = checkpoint(
-            _chunk, part, rate, beta, states, top, normalise, own, use_reentrant=False, preserve_rng_state=False
+            _chunk,
+            part,
+            rate,
+            beta,
+            states,
+            top,
+            normalise,
+            own,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         made.append(sums)
         tops.append(highest)
@@ -250,7 +342,13 @@ def _scan(
 
 
 def _chunk(
-    tokens: Tokens, rate: Tensor, beta: Tensor | None, states: Tensor, top: Tensor, normalise: bool, own: bool
+    tokens: Tokens,
+    rate: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    top: Tensor,
+    normalise: bool,
+    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One chunk of `_scan`: sums, finite maxima, last states, last maximum (-inf where nothing was read yet)."""
     delta, b_in, c_out, v, u = tokens

@@ -7,12 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import softplus
 
-from kernels.aft_read.cases import half_equal, leaping, masked, moved, padded, ramped, seen, two_level_read
+from kernels.aft_read.cases import (
+    half_equal,
+    leaping,
+    masked,
+    moved,
+    padded,
+    ramped,
+    seen,
+    two_level_read,
+)
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.ssm_read import ssm_read
 
 
-def _random(size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0) -> Inputs:
+def _random(
+    size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0
+) -> Inputs:
     """value_range: v uniform, so that beta * v spans this much. step: times the steps."""
     draw = Draw(size["tokens"])
     normal = draw.normal
@@ -48,7 +59,11 @@ def _definition(x: Inputs) -> Outputs:
     if not x.get("causal", True):
         later = torch.ones(span.shape[2:4], dtype=torch.bool, device=span.device).triu(1)[..., None]
         span = torch.where(later, before[:, :, None] - before[:, :, :, None], span)
-    modes = x["c_out"][:, :, :, None, None].log() + x["b_in"][:, :, None, :, None].log() - span[..., None] * x["rate"][:, None, None]
+    modes = (
+        x["c_out"][:, :, :, None, None].log()
+        + x["b_in"][:, :, None, :, None].log()
+        - span[..., None] * x["rate"][:, None, None]
+    )
     logs = (modes.logsumexp(-1) + x["delta"][:, :, None].log()).masked_fill(~seen(x), -torch.inf)
     logs = logs.log_softmax(3) if x.get("normalise", True) else logs
     return two_level_read(x, logs, logs)

@@ -19,7 +19,10 @@ from kernels.symmetric_attention.reference import pairwise_attention
 __all__ = ["OP", "symmetric_attention", "symmetric_linear_attention"]
 
 KINDS = ("softmax", "bisoftmax", "sigmoid")
-WIDEST = {"bisoftmax": 256, "sigmoid": 128}  # of a head whose gradients the kernels keep in registers, in bfloat16
+WIDEST = {
+    "bisoftmax": 256,
+    "sigmoid": 128,
+}  # of a head whose gradients the kernels keep in registers, in bfloat16
 FLOAT32_WIDEST = 64  # in float32
 
 OP = Op(
@@ -27,7 +30,11 @@ OP = Op(
     "Hyper-SET's attention, z as query, key and value",
     (
         Implementation("sdpa", "torch's own attention: softmax"),
-        Implementation("triton", "bisoftmax in two passes, sigmoid in one; as many in the backward", lacks_triton),
+        Implementation(
+            "triton",
+            "bisoftmax in two passes, sigmoid in one; as many in the backward",
+            lacks_triton,
+        ),
         Implementation("reference", "any kind, blocks of rows in PyTorch"),
     ),
 )
@@ -71,7 +78,11 @@ def symmetric_attention(
     if chosen == "triton":
         from kernels.symmetric_attention.triton import bisoftmax_attention, sigmoid_attention
 
-        return bisoftmax_attention(z, valid) if kind == "bisoftmax" else sigmoid_attention(z, None if own else keys, valid, causal=causal)
+        return (
+            bisoftmax_attention(z, valid)
+            if kind == "bisoftmax"
+            else sigmoid_attention(z, None if own else keys, valid, causal=causal)
+        )
     keys = z if keys is None else keys
     if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
@@ -106,7 +117,11 @@ def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Ten
     tq, tk = z.shape[2], keys.shape[2]
     whole = causal and tq == tk and valid is None
     alone = causal and tq == 1 and valid is None
-    mask = None if whole or alone else allowed_pairs(torch.arange(tk - tq, tk, device=z.device), tk, causal, valid)
+    mask = (
+        None
+        if whole or alone
+        else allowed_pairs(torch.arange(tk - tq, tk, device=z.device), tk, causal, valid)
+    )
     return scaled_dot_product_attention(z, keys, keys, attn_mask=mask, is_causal=whole)
 
 
@@ -115,6 +130,13 @@ def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tenso
         raise ValueError(f"symmetric_attention: kind {kind!r} is not one of {', '.join(KINDS)}")
     check_first("symmetric_attention", "z", z)
     (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else max(z.shape[2], *keys.shape[2:3])
-    check_others("symmetric_attention", "z", z, {"keys": (keys, (b, h, tk, p), z.dtype), "valid": (valid, (b, tk), torch.bool)})
+    check_others(
+        "symmetric_attention",
+        "z",
+        z,
+        {"keys": (keys, (b, h, tk, p), z.dtype), "valid": (valid, (b, tk), torch.bool)},
+    )
     if kind == "bisoftmax" and (causal or tk != t):
-        raise ValueError("symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax")
+        raise ValueError(
+            "symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax"
+        )

@@ -17,7 +17,9 @@ Size = Mapping[str, int]
 
 def _sphere(size: Size, seed: int = 0, times: float = 1.0) -> Tensor:
     """z of norm sqrt(p) times ``times``."""
-    z = Draw(seed + size["tokens"]).normal(size["batch"], size["heads"], size["tokens"], size["width"])
+    z = Draw(seed + size["tokens"]).normal(
+        size["batch"], size["heads"], size["tokens"], size["width"]
+    )
     return torch.nn.functional.normalize(z, dim=-1) * size["width"] ** 0.5 * times
 
 
@@ -31,7 +33,11 @@ def _one_token(kind: str, causal: bool) -> Callable[[Size], Inputs]:
 
 def _alike(kind: str, causal: bool) -> Callable[[Size], Inputs]:
     """Every token the same z: all weights are equal."""
-    return lambda size: {"z": _sphere(size)[:, :, :1].expand(-1, -1, size["tokens"], -1).clone(), "kind": kind, "causal": causal}
+    return lambda size: {
+        "z": _sphere(size)[:, :, :1].expand(-1, -1, size["tokens"], -1).clone(),
+        "kind": kind,
+        "causal": causal,
+    }
 
 
 def _close(kind: str, causal: bool) -> Callable[[Size], Inputs]:
@@ -64,7 +70,12 @@ def _past(causal: bool) -> Callable[[Size], Inputs]:
 
     def make(size: Size) -> Inputs:
         keys = _sphere(size)
-        return {"z": keys[:, :, 2 * size["tokens"] // 3 :].clone(), "keys": keys, "kind": "sigmoid", "causal": causal}
+        return {
+            "z": keys[:, :, 2 * size["tokens"] // 3 :].clone(),
+            "keys": keys,
+            "kind": "sigmoid",
+            "causal": causal,
+        }
 
     return make
 
@@ -93,7 +104,11 @@ _CASES = {"normal": _made, "one token": _one_token, "alike": _alike, "padding": 
 SUITE = Suite(
     op="symmetric_attention",
     cases={
-        **{f"{kind}{', causal' if causal else ''}: {name}": case(kind, causal) for kind, causal in _KINDS for name, case in _CASES.items()},
+        **{
+            f"{kind}{', causal' if causal else ''}: {name}": case(kind, causal)
+            for kind, causal in _KINDS
+            for name, case in _CASES.items()
+        },
         "bisoftmax: sharp x8": _made("bisoftmax", False, 8**0.5),
         "bisoftmax: sharp pairs": _close("bisoftmax", False),
         "sigmoid, causal: sharp x8": _made("sigmoid", True, 8**0.5),

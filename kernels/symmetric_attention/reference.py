@@ -20,7 +20,9 @@ from kernels.pairs import allowed_pairs, blocks_of_rows
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
-def pairwise_attention(z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
+def pairwise_attention(
+    z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None
+) -> Tensor:
     """As `symmetric_attention`, for every kind; the result in z's type, computed in float32 (float64 for float64)."""
     # torch.compile takes no tensor twice.
     found: Tensor = _Pairs.apply(z, keys.view_as(keys) if keys is z else keys, kind, causal, valid)
@@ -34,7 +36,9 @@ class _Pairs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, keys: Tensor, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, z: Tensor, keys: Tensor, kind: str, causal: bool, valid: Tensor | None
+    ) -> Tensor:
         q, k = _wide(z), _wide(keys)
         out = torch.zeros_like(q)
         for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
@@ -75,12 +79,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _weights(q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _weights(
+    q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(A, s) [b, h, rows, keys] of a block, over the keys that its last row may see; A is zero where a pair is not seen."""
     tq, tk = q.shape[2], k.shape[2]
     end = rows.stop + tk - tq if causal else tk
     scores = q[:, :, rows] @ k[:, :, :end].mT * q.shape[-1] ** -0.5
-    seen = allowed_pairs(torch.arange(rows.start, rows.stop, device=q.device) + tk - tq, tk, causal, valid)
+    seen = allowed_pairs(
+        torch.arange(rows.start, rows.stop, device=q.device) + tk - tq, tk, causal, valid
+    )
     if seen is not None:
         seen = seen[..., :end]
     if kind == "sigmoid":
@@ -92,7 +100,12 @@ def _weights(q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: 
 
 
 def attention_energy(
-    z: Tensor, keys: Tensor | None = None, *, kind: str = "softmax", causal: bool = True, valid: Tensor | None = None
+    z: Tensor,
+    keys: Tensor | None = None,
+    *,
+    kind: str = "softmax",
+    causal: bool = True,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Each token's energy among the tokens it sees, with s_ij = z_i . z_j / sqrt(p), f_ij = Phi(z_i) . Phi(z_j), Phi the sigmoid.
 
@@ -121,8 +134,12 @@ def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, shar
         terms = scores.sigmoid() * (share * p**0.5)
         return (terms if seen is None else terms.masked_fill(~seen, 0.0)).sum(-1)
     if kind not in ("softmax", "bisoftmax"):
-        raise ValueError(f"attention_energy: kind {kind!r} is not one of softmax, bisoftmax, sigmoid, linear")
-    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).logsumexp(-1) * p**0.5
+        raise ValueError(
+            f"attention_energy: kind {kind!r} is not one of softmax, bisoftmax, sigmoid, linear"
+        )
+    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).logsumexp(
+        -1
+    ) * p**0.5
 
 
 def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:

@@ -75,7 +75,20 @@ class _Bisoftmax(torch.autograd.Function):
         scale = z.shape[3] ** -0.5
         given = (LOG2E * scale, *z.shape[1:3], *z.stride()[:3], *d_out.stride()[:3])
         _launch(_terms_kernel, z, valid, z, valid, lse, d_out, terms, *given)
-        _launch(_bisoftmax_gradient_kernel, z, valid, z, valid, lse, d_out, terms, d_z, scale, *given, *d_z.stride()[:3])
+        _launch(
+            _bisoftmax_gradient_kernel,
+            z,
+            valid,
+            z,
+            valid,
+            lse,
+            d_out,
+            terms,
+            d_z,
+            scale,
+            *given,
+            *d_z.stride()[:3],
+        )
         return d_z, None
 
 
@@ -99,11 +112,20 @@ class _Sigmoid(torch.autograd.Function):
         z, keys, valid = ctx.saved_tensors
         d_out = rows_of(d_out)
         if keys is None and not ctx.causal:
-            return _gradient(z, z, d_out, valid, False, z.dtype, as_query=True, as_key=True), None, None, None
+            return (
+                _gradient(z, z, d_out, valid, False, z.dtype, as_query=True, as_key=True),
+                None,
+                None,
+                None,
+            )
         others, kind = (z, torch.float32) if keys is None else (keys, z.dtype)
         d_z = _gradient(z, others, d_out, valid, ctx.causal, kind, as_query=True, as_key=False)
         d_keys = _gradient(others, z, d_out, valid, ctx.causal, kind, as_query=False, as_key=True)
-        return (d_z.add_(d_keys).to(z.dtype), None, None, None) if keys is None else (d_z, d_keys, None, None)
+        return (
+            (d_z.add_(d_keys).to(z.dtype), None, None, None)
+            if keys is None
+            else (d_z, d_keys, None, None)
+        )
 
 
 def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
@@ -112,7 +134,19 @@ def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
     sizes = (width**-0.5, LOG2E * width**-0.5, heads, count, others, max(count, others))
     strides = (n for t in (own, other, d_out, found) for n in t.stride()[:3])
     roles = {"CAUSAL": causal, "AS_QUERY": as_query, "AS_KEY": as_key}
-    _launch(_sigmoid_gradient_kernel, own, valid, own, other, d_out, valid, found, *sizes, *strides, **roles)
+    _launch(
+        _sigmoid_gradient_kernel,
+        own,
+        valid,
+        own,
+        other,
+        d_out,
+        valid,
+        found,
+        *sizes,
+        *strides,
+        **roles,
+    )
     return found
 
 
@@ -122,7 +156,12 @@ def _launch(kernel, own, valid, *arguments, **constants):
     wide = padded(width) > (64 if kernel is _sigmoid_gradient_kernel and valid is not None else 128)
     blocks = fitting(own.dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 8, 1), BLOCKS[kernel][wide])
     kernel[(triton.cdiv(count, blocks.rows) * b * h,)](
-        *arguments, 0 if valid is None else valid.stride(0), **constants, WIDTH=width, PADDED=padded(width), **blocks.given()
+        *arguments,
+        0 if valid is None else valid.stride(0),
+        **constants,
+        WIDTH=width,
+        PADDED=padded(width),
+        **blocks.given(),
     )
 
 
@@ -132,7 +171,11 @@ def _masked(scores, row, key, t, valid, b, valid_b):
     if valid is not None:
         valid += b * valid_b
         row, key = row[:, None], key[None, :]
-        scores = tl.where(seen(row, key, t, good_at(valid, row, t), good_at(valid, key, t), False), scores, float("-inf"))
+        scores = tl.where(
+            seen(row, key, t, good_at(valid, row, t), good_at(valid, key, t), False),
+            scores,
+            float("-inf"),
+        )
     return scores
 
 
@@ -157,7 +200,9 @@ def _log_sum_kernel(
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
         scores = tl.dot(own, tl.trans(other), input_precision="ieee") * factor
         key = n + tl.arange(0, KEYS)
-        scores = tl.where((key < t)[None, :], _masked(scores, row, key, t, valid, b, valid_b), float("-inf"))
+        scores = tl.where(
+            (key < t)[None, :], _masked(scores, row, key, t, valid, b, valid_b), float("-inf")
+        )
         new = tl.maximum(top, tl.max(scores, 1))
         level = new
         if valid is not None:  # a row may have seen nothing yet
@@ -180,10 +225,28 @@ def _bisoftmax_kernel(
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
         key = n + tl.arange(0, KEYS)
         other_level = tl.load(lse + key, mask=key < t, other=0.0)
-        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, valid, b, valid_b)
-        weights = probabilities(scores, level[:, None]) + probabilities(scores, other_level[None, :])
+        scores = _masked(
+            tl.dot(own, tl.trans(other), input_precision="ieee") * factor,
+            row,
+            key,
+            t,
+            valid,
+            b,
+            valid_b,
+        )
+        weights = probabilities(scores, level[:, None]) + probabilities(
+            scores, other_level[None, :]
+        )
         read = tl.dot(weights.to(other.dtype), other, read, input_precision="ieee")
-    store_tile(out + b * out_b + h * out_h + start.to(tl.int64) * out_t, out_t, t - start, read, ROWS, WIDTH, PADDED)
+    store_tile(
+        out + b * out_b + h * out_h + start.to(tl.int64) * out_t,
+        out_t,
+        t - start,
+        read,
+        ROWS,
+        WIDTH,
+        PADDED,
+    )
 
 
 @triton.jit
@@ -199,9 +262,13 @@ def _terms_kernel(
     term = tl.zeros([ROWS], tl.float32)
     for n in range(0, t, KEYS):
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
-        other_d = load_tile(d_out + tl.cast(n, tl.int64) * d_out_t, d_out_t, t - n, KEYS, WIDTH, PADDED)
+        other_d = load_tile(
+            d_out + tl.cast(n, tl.int64) * d_out_t, d_out_t, t - n, KEYS, WIDTH, PADDED
+        )
         scores = tl.dot(own, tl.trans(other), input_precision="ieee") * factor
-        weights = probabilities(_masked(scores, row, n + tl.arange(0, KEYS), t, valid, b, valid_b), level[:, None])
+        weights = probabilities(
+            _masked(scores, row, n + tl.arange(0, KEYS), t, valid, b, valid_b), level[:, None]
+        )
         d_weights = tl.dot(own_d, tl.trans(other), input_precision="ieee")
         d_weights = tl.dot(own, tl.trans(other_d), d_weights, input_precision="ieee")
         term += tl.sum(tl.where(weights > 0, weights * d_weights, 0.0), 1)
@@ -223,21 +290,41 @@ def _bisoftmax_gradient_kernel(
     found = tl.zeros([ROWS, PADDED], tl.float32)
     for n in range(0, t, KEYS):
         other = load_tile(z + tl.cast(n, tl.int64) * z_t, z_t, t - n, KEYS, WIDTH, PADDED)
-        other_d = load_tile(d_out + tl.cast(n, tl.int64) * d_out_t, d_out_t, t - n, KEYS, WIDTH, PADDED)
+        other_d = load_tile(
+            d_out + tl.cast(n, tl.int64) * d_out_t, d_out_t, t - n, KEYS, WIDTH, PADDED
+        )
         key = n + tl.arange(0, KEYS)
         other_level = tl.load(lse + key, mask=key < t, other=0.0)
         other_term = tl.load(terms + key, mask=key < t, other=0.0)
-        scores = _masked(tl.dot(own, tl.trans(other), input_precision="ieee") * factor, row, key, t, valid, b, valid_b)
+        scores = _masked(
+            tl.dot(own, tl.trans(other), input_precision="ieee") * factor,
+            row,
+            key,
+            t,
+            valid,
+            b,
+            valid_b,
+        )
         by_row = probabilities(scores, level[:, None])
         by_column = probabilities(scores, other_level[None, :])
         d_weights = tl.dot(own_d, tl.trans(other), input_precision="ieee")
         d_weights = tl.dot(own, tl.trans(other_d), d_weights, input_precision="ieee")
         weights = by_row + by_column
-        d_scores = by_row * (d_weights - term[:, None]) + by_column * (d_weights - other_term[None, :])
+        d_scores = by_row * (d_weights - term[:, None]) + by_column * (
+            d_weights - other_term[None, :]
+        )
         d_scores = tl.where(weights > 0, d_scores * scale, 0.0)
         found = tl.dot(weights.to(other.dtype), other_d, found, input_precision="ieee")
         found = tl.dot(d_scores.to(other.dtype), other, found, input_precision="ieee")
-    store_tile(d_z + b * d_z_b + h * d_z_h + start.to(tl.int64) * d_z_t, d_z_t, t - start, found, ROWS, WIDTH, PADDED)
+    store_tile(
+        d_z + b * d_z_b + h * d_z_h + start.to(tl.int64) * d_z_t,
+        d_z_t,
+        t - start,
+        found,
+        ROWS,
+        WIDTH,
+        PADDED,
+    )
 
 
 @triton.jit
@@ -259,7 +346,9 @@ def _sigmoid_kernel(
     valid = of_head(valid, b, 0, valid_b, 0)
     position = (tk - t + start + tl.arange(0, ROWS))[:, None]
     good = good_at(valid, position, tk)
-    own = load_tile(z + b * z_b + h * z_h + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
+    own = load_tile(
+        z + b * z_b + h * z_h + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED
+    )
     read = tl.zeros([ROWS, PADDED], tl.float32)
     end = tk
     if CAUSAL:
@@ -269,9 +358,19 @@ def _sigmoid_kernel(
         weights, _slope = _weights(tl.dot(own, tl.trans(other), input_precision="ieee") * factor)
         if CAUSAL or valid is not None:
             key = (n + tl.arange(0, KEYS))[None, :]
-            weights = tl.where(seen(position, key, tk, good, good_at(valid, key, tk), CAUSAL), weights, 0.0)
+            weights = tl.where(
+                seen(position, key, tk, good, good_at(valid, key, tk), CAUSAL), weights, 0.0
+            )
         read = tl.dot(weights.to(other.dtype), other, read, input_precision="ieee")
-    store_tile(out + b * out_b + h * out_h + start.to(tl.int64) * out_t, out_t, t - start, read, ROWS, WIDTH, PADDED)
+    store_tile(
+        out + b * out_b + h * out_h + start.to(tl.int64) * out_t,
+        out_t,
+        t - start,
+        read,
+        ROWS,
+        WIDTH,
+        PADDED,
+    )
 
 
 @triton.jit
@@ -289,10 +388,19 @@ def _sigmoid_gradient_kernel(
     d_out += b * d_out_b + h * d_out_h
     valid = of_head(valid, b, 0, valid_b, 0)
     good = good_at(valid, position, positions)
-    mine = load_tile(own + b * own_b + h * own_h + start.to(tl.int64) * own_t, own_t, count - start, ROWS, WIDTH, PADDED)
+    mine = load_tile(
+        own + b * own_b + h * own_h + start.to(tl.int64) * own_t,
+        own_t,
+        count - start,
+        ROWS,
+        WIDTH,
+        PADDED,
+    )
     mine_d = mine
     if AS_QUERY:
-        mine_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, count - start, ROWS, WIDTH, PADDED)
+        mine_d = load_tile(
+            d_out + start.to(tl.int64) * d_out_t, d_out_t, count - start, ROWS, WIDTH, PADDED
+        )
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     first = positions - count + start - past
     begin = 0
@@ -311,7 +419,9 @@ def _sigmoid_gradient_kernel(
         if AS_QUERY:
             d_weights = tl.dot(mine_d, tl.trans(tile), input_precision="ieee")
             if CAUSAL or valid is not None:
-                d_weights = tl.where(seen(position, theirs, positions, good, their_good, CAUSAL), d_weights, 0.0)
+                d_weights = tl.where(
+                    seen(position, theirs, positions, good, their_good, CAUSAL), d_weights, 0.0
+                )
             d_scores = d_weights
         if AS_KEY:
             tile_d = load_tile(d_out + here * d_out_t, d_out_t, others - n, KEYS, WIDTH, PADDED)
@@ -325,7 +435,15 @@ def _sigmoid_gradient_kernel(
         if AS_KEY:
             sums = tl.dot(weights.to(tile.dtype), tile_d, sums, input_precision="ieee")
         sums = tl.dot(d_scores.to(tile.dtype), tile, sums, input_precision="ieee")
-    store_tile(found + b * found_b + h * found_h + start.to(tl.int64) * found_t, found_t, count - start, sums, ROWS, WIDTH, PADDED)
+    store_tile(
+        found + b * found_b + h * found_h + start.to(tl.int64) * found_t,
+        found_t,
+        count - start,
+        sums,
+        ROWS,
+        WIDTH,
+        PADDED,
+    )
 
 
 # Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones. Sigmoid has none of these; its gradient's are those over 64 with

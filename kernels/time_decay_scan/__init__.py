@@ -22,19 +22,30 @@ OP = Op(
     "time_decay_scan",
     "s_t = exp(a_t) s_{t-1} + x_t, the scan of FEM's conditioner",
     (
-        Implementation("triton", "segments and chunks by associative scans, forward and backward", lacks_triton),
+        Implementation(
+            "triton", "segments and chunks by associative scans, forward and backward", lacks_triton
+        ),
         Implementation("reference", "pairs of steps joined, log2(t) rounds"),
     ),
 )
 
 
 def _shape(x: Tensor, softplus: bool, **_: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32) if softplus else x.dtype)
+    return x.new_empty(
+        x.shape, dtype=torch.promote_types(x.dtype, torch.float32) if softplus else x.dtype
+    )
 
 
 @operation("x", wide="softplus")
 @registered(_shape)
-def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, softplus: bool = False, implementation: str = "auto") -> Tensor:
+def time_decay_scan(
+    a: Tensor,
+    x: Tensor,
+    initial: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    implementation: str = "auto",
+) -> Tensor:
     """First-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with s_{-1} = initial (zero when None).
 
     Shapes: a and x [t, ...] alike, with any strides, initial [...] (the state before step 0; in decoding, the last state so far).
@@ -49,9 +60,21 @@ def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, soft
     check_first("time_decay_scan", "x", x, "[t, ...]")
     compute = torch.promote_types(x.dtype, torch.float32)
     made = compute if softplus else x.dtype
-    check_others("time_decay_scan", "x", x, {"a": (a, x.shape, x.dtype), "initial": (initial, x.shape[1:], made)})
+    check_others(
+        "time_decay_scan",
+        "x",
+        x,
+        {"a": (a, x.shape, x.dtype), "initial": (initial, x.shape[1:], made)},
+    )
     start = None if initial is None else initial.to(compute)
-    if OP.choose(implementation, x.device, {"triton": "float64" if compute == torch.float64 else None}.get) == "triton":
+    if (
+        OP.choose(
+            implementation,
+            x.device,
+            {"triton": "float64" if compute == torch.float64 else None}.get,
+        )
+        == "triton"
+    ):
         from kernels.time_decay_scan.triton import scan
 
         return scan(a, x, start, softplus).to(made)

@@ -19,7 +19,9 @@ def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:
 
 
 def _with_state(size: Mapping[str, int]) -> Inputs:
-    initial = torch.linspace(-2, 2, size["batch"] * size["channels"], dtype=torch.float64).view(size["batch"], -1)
+    initial = torch.linspace(-2, 2, size["batch"] * size["channels"], dtype=torch.float64).view(
+        size["batch"], -1
+    )
     return {**_random(size), "initial": initial}
 
 
@@ -66,7 +68,15 @@ def _call(given: Inputs, implementation: str) -> Outputs:
     initial = x.get("initial")
     if initial is not None and x.get("softplus"):
         initial = initial.to(torch.promote_types(initial.dtype, torch.float32))
-    return (time_decay_scan(x["a"], x["x"], initial, softplus=x.get("softplus", False), implementation=implementation),)
+    return (
+        time_decay_scan(
+            x["a"],
+            x["x"],
+            initial,
+            softplus=x.get("softplus", False),
+            implementation=implementation,
+        ),
+    )
 
 
 def _one(size: Mapping[str, int]) -> Inputs:
@@ -79,8 +89,14 @@ SUITE = Suite(
         "normal": _random,
         "slow": lambda size: _random(size, 8.0),
         "fast": lambda size: _random(size, -4.0),
-        "strong": lambda size: {"a": torch.full_like(_random(size)["a"], -50.0), "x": _random(size)["x"] * 1e30},
-        "no decay": lambda size: {"a": torch.zeros_like(_random(size)["a"]), "x": _random(size)["x"]},
+        "strong": lambda size: {
+            "a": torch.full_like(_random(size)["a"], -50.0),
+            "x": _random(size)["x"] * 1e30,
+        },
+        "no decay": lambda size: {
+            "a": torch.zeros_like(_random(size)["a"]),
+            "x": _random(size)["x"],
+        },
         "a state before": _with_state,
         "resets": _resets,
         "logits": _logits,

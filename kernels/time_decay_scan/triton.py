@@ -73,7 +73,13 @@ class _Launch:
         self.padded = triton.next_power_of_2(self.segments)
         self.grid = (columns, self.segments)
         self.sizes = (steps, channels, each)
-        self.constants = {"SOFTPLUS": softplus, "BT": block_t, "BC": block_c, "num_warps": WARPS, "num_stages": STAGES}
+        self.constants = {
+            "SOFTPLUS": softplus,
+            "BT": block_t,
+            "BC": block_c,
+            "num_warps": WARPS,
+            "num_stages": STAGES,
+        }
 
     def summary(self, a, x, reverse):
         """[segments, 2, channels]: each segment's sum of log-decays (powers of two) and last state; None where there is one segment."""
@@ -96,7 +102,9 @@ def softplus(x):
     """log(1 + exp(x)) of float32, to rounding: the logarithm of 1 + e by Kahan's quotient, which small e do not spoil."""
     small = tl.exp2(-tl.abs(x) * LOG2_E)
     one = 1.0 + small
-    log1p = tl.where(one == 1.0, small, tl.log2(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)) / LOG2_E)
+    log1p = tl.where(
+        one == 1.0, small, tl.log2(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)) / LOG2_E
+    )
     return tl.maximum(x, 0.0) + log1p
 
 
@@ -109,15 +117,21 @@ def _log2_decay(a, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def _chunk(a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr):
+def _chunk(
+    a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr
+):
     """Log-decays and inputs of the steps t, and where they exist; (0, 0) elsewhere. REVERSE: decays of the step after each."""
     inside = (t >= 0) & (t < steps)
     mask = inside[:, None] & (c < channels)[None, :]
     at = t + 1 if REVERSE else t
     there = ((at < steps) & inside)[:, None] & (c < channels)[None, :]
-    decay = tl.load(a + at.to(tl.int64)[:, None] * sat + c.to(tl.int64)[None, :] * sac, mask=there, other=0.0).to(tl.float32)
+    decay = tl.load(
+        a + at.to(tl.int64)[:, None] * sat + c.to(tl.int64)[None, :] * sac, mask=there, other=0.0
+    ).to(tl.float32)
     decay = tl.where(there, _log2_decay(decay, SOFTPLUS), 0.0)
-    value = tl.load(x + t.to(tl.int64)[:, None] * sxt + c.to(tl.int64)[None, :] * sxc, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(
+        x + t.to(tl.int64)[:, None] * sxt + c.to(tl.int64)[None, :] * sxc, mask=mask, other=0.0
+    ).to(tl.float32)
     return decay, value, mask
 
 
@@ -133,7 +147,11 @@ def _carried(summary, start, c, channels, segment, BC: tl.constexpr, SEGMENTS: t
         row = tl.arange(0, SEGMENTS)
         mask = (row < segment)[:, None] & (c < channels)[None, :]
         at = summary + row[:, None] * 2 * channels + c[None, :]
-        decay, state = tl.associative_scan((tl.load(at, mask=mask, other=0.0), tl.load(at + channels, mask=mask, other=0.0)), 0, _join)
+        decay, state = tl.associative_scan(
+            (tl.load(at, mask=mask, other=0.0), tl.load(at + channels, mask=mask, other=0.0)),
+            0,
+            _join,
+        )
         start = tl.exp2(_last(decay, SEGMENTS)) * start + _last(state, SEGMENTS)
     return start
 
@@ -152,7 +170,9 @@ def _forward_kernel(
     for chunk in range(segment * each, segment * each + each):
         t = chunk * BT + tl.arange(0, BT)
         t = steps - 1 - t if REVERSE else t
-        decay, value, mask = _chunk(a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS, REVERSE)
+        decay, value, mask = _chunk(
+            a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS, REVERSE
+        )
         decay, value = tl.associative_scan((decay, value), 0, _join)
         value += tl.exp2(decay) * carry[None, :]
         if states is not None:
@@ -177,17 +197,23 @@ def _backward_kernel(
     carry = _carried(summary, tl.zeros((BC,), tl.float32), c, channels, segment, BC, SEGMENTS)
     for chunk in range(segment * each, segment * each + each):
         t = steps - 1 - (chunk * BT + tl.arange(0, BT))
-        decay, value, mask = _chunk(a, d_states, sat, sac, sgt, sgc, t, c, steps, channels, SOFTPLUS, True)
+        decay, value, mask = _chunk(
+            a, d_states, sat, sac, sgt, sgc, t, c, steps, channels, SOFTPLUS, True
+        )
         decay, value = tl.associative_scan((decay, value), 0, _join)
         value += tl.exp2(decay) * carry[None, :]
         carry = _last(value, BT)
-        own = tl.load(a + t.to(tl.int64)[:, None] * sat + c.to(tl.int64)[None, :] * sac, mask=mask, other=0.0).to(tl.float32)
+        own = tl.load(
+            a + t.to(tl.int64)[:, None] * sat + c.to(tl.int64)[None, :] * sac, mask=mask, other=0.0
+        ).to(tl.float32)
         at = t.to(tl.int64)[:, None] * channels + c[None, :]
         before = tl.load(states + at - channels, mask=mask & (t > 0)[:, None], other=0.0)
         before = tl.where((t == 0)[:, None], first[None, :], before)
         through = value * tl.exp2(_log2_decay(own, SOFTPLUS))
         if d_initial is not None:
-            tl.store(d_initial + c[None, :] + t[:, None] * 0, through, mask=mask & (t == 0)[:, None])
+            tl.store(
+                d_initial + c[None, :] + t[:, None] * 0, through, mask=mask & (t == 0)[:, None]
+            )
         d_own = through * before
         if SOFTPLUS:
             d_own = -d_own / (1.0 + tl.exp2(-own * LOG2_E))

@@ -23,7 +23,9 @@ from launch.supervise.policy import Limits
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cluster"
-SIGNAL_EARLY_SECONDS = 60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
+SIGNAL_EARLY_SECONDS = (
+    60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
+)
 SMI_SECONDS = 20.0  # for nvidia-smi to answer
 
 
@@ -60,9 +62,17 @@ class NodesProfile:
 class SlurmProfile:
     """Options of sbatch and srun."""
 
-    partition: str | None = setting(None, "Partition, or several with commas; null: the cluster's default.", check=profile_values.word)
-    account: str | None = setting(None, "Account; null: the user's default.", check=profile_values.word)
-    qos: str | None = setting(None, "Quality of service; null: the default.", check=profile_values.word)
+    partition: str | None = setting(
+        None,
+        "Partition, or several with commas; null: the cluster's default.",
+        check=profile_values.word,
+    )
+    account: str | None = setting(
+        None, "Account; null: the user's default.", check=profile_values.word
+    )
+    qos: str | None = setting(
+        None, "Quality of service; null: the default.", check=profile_values.word
+    )
     time: str | None = setting(
         None,
         "Time limit of one submission, which a run outlives; null: the partition's.",
@@ -71,16 +81,26 @@ class SlurmProfile:
     constraint: str | None = setting(
         None,
         "Features that nodes must have.",
-        check=profile_values.matches(r"[A-Za-z0-9_][\w&|*\[\]().,:+@=-]*", "features such as h100&ib"),
+        check=profile_values.matches(
+            r"[A-Za-z0-9_][\w&|*\[\]().,:+@=-]*", "features such as h100&ib"
+        ),
     )
     exclude: tuple[str, ...] = setting((), "Nodes never to use.", check=profile_values.hosts)
     reservation: str | None = setting(None, "Reservation.", check=profile_values.word)
     signal_seconds: int = setting(
-        300, "How long before the time limit the run is told to save: longer than a step and a checkpoint.", least=1
+        300,
+        "How long before the time limit the run is told to save: longer than a step and a checkpoint.",
+        least=1,
     )
-    options: tuple[str, ...] = setting((), "More options of sbatch, one word each: --mail-type=FAIL.", check=profile_values.sbatch_option)
+    options: tuple[str, ...] = setting(
+        (),
+        "More options of sbatch, one word each: --mail-type=FAIL.",
+        check=profile_values.sbatch_option,
+    )
     srun_options: tuple[str, ...] = setting(
-        (), "More options of the srun that starts the ranks, one word each.", check=profile_values.option
+        (),
+        "More options of the srun that starts the ranks, one word each.",
+        check=profile_values.option,
     )
 
 
@@ -89,14 +109,24 @@ class ContainerProfile:
     """A container that the ranks run in; the supervisor runs outside."""
 
     runtime: str = setting(
-        "none", "pyxis: srun's --container-image (enroot); apptainer: apptainer exec.", choices=("none", "pyxis", "apptainer")
+        "none",
+        "pyxis: srun's --container-image (enroot); apptainer: apptainer exec.",
+        choices=("none", "pyxis", "apptainer"),
     )
-    image: str | None = setting(None, "Image: a .sqsh or .sif file, or an address that the runtime knows.", check=profile_values.image)
+    image: str | None = setting(
+        None,
+        "Image: a .sqsh or .sif file, or an address that the runtime knows.",
+        check=profile_values.image,
+    )
     mounts: tuple[str, ...] = setting(
-        (), "Folders of the node seen inside, as /a:/b or /a:/b:ro; paths.shared are mounted anyway.", check=profile_values.mount
+        (),
+        "Folders of the node seen inside, as /a:/b or /a:/b:ro; paths.shared are mounted anyway.",
+        check=profile_values.mount,
     )
     options: tuple[str, ...] = setting(
-        (), "More options of the runtime, one word each: --container-writable (pyxis), --nv (apptainer).", check=profile_values.option
+        (),
+        "More options of the runtime, one word each: --container-writable (pyxis), --nv (apptainer).",
+        check=profile_values.option,
     )
 
 
@@ -104,9 +134,13 @@ class ContainerProfile:
 class SetupProfile:
     """What the batch script does before the supervisor starts."""
 
-    modules: tuple[str, ...] = setting((), "Environment modules to load, in order.", check=profile_values.word)
+    modules: tuple[str, ...] = setting(
+        (), "Environment modules to load, in order.", check=profile_values.word
+    )
     lines: tuple[str, ...] = setting(
-        (), "Lines of bash, inserted as they are: the one place where text of a profile runs.", check=profile_values.bash
+        (),
+        "Lines of bash, inserted as they are: the one place where text of a profile runs.",
+        check=profile_values.bash,
     )
 
 
@@ -115,7 +149,9 @@ class PathsProfile:
     """Folders."""
 
     shared: tuple[str, ...] = setting(
-        (), "Folders that every node must see and write: where runs, data and the interpreter are.", check=profile_values.path
+        (),
+        "Folders that every node must see and write: where runs, data and the interpreter are.",
+        check=profile_values.path,
     )
     cordon: str | None = setting(
         None,
@@ -129,8 +165,12 @@ class WatchdogProfile:
     """How long without progress a run is taken for hung; then every rank's stacks are written and the run restarts."""
 
     start_minutes: float = setting(60.0, "Until the first step; 0: for ever.", least=0)
-    step_minutes: float = setting(20.0, "Between steps, validations and checkpoints included; 0: for ever.", least=0)
-    save_minutes: float = setting(10.0, "Between a signal to save and the end of the ranks; 0: for ever.", least=0)
+    step_minutes: float = setting(
+        20.0, "Between steps, validations and checkpoints included; 0: for ever.", least=0
+    )
+    save_minutes: float = setting(
+        10.0, "Between a signal to save and the end of the ranks; 0: for ever.", least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -138,10 +178,16 @@ class HealthProfile:
     """What a node must pass before ranks start on it."""
 
     check: bool = setting(True, "Check the nodes before every attempt; false: never.")
-    matmul: bool = setting(True, "Multiply matrices on every GPU and compare with the known product.")
+    matmul: bool = setting(
+        True, "Multiply matrices on every GPU and compare with the known product."
+    )
     free_memory_gb: float = setting(0.0, "Memory that must be free, in GB.", least=0)
-    free_disk_gb: float = setting(1.0, "Room that /tmp and the shared folders must have, in GB.", least=0)
-    timeout_seconds: float = setting(180.0, "A node that has not answered by then is taken for bad.", least=1)
+    free_disk_gb: float = setting(
+        1.0, "Room that /tmp and the shared folders must have, in GB.", least=0
+    )
+    timeout_seconds: float = setting(
+        180.0, "A node that has not answered by then is taken for bad.", least=1
+    )
     all_reduce_gb_per_second: float | None = setting(
         None, "doctor: the least bus bandwidth of an all-reduce over the nodes, in GB/s.", least=0
     )
@@ -153,7 +199,9 @@ class NotifyProfile:
     """Who is told what."""
 
     command: str | None = setting(
-        None, "Program, or line of sh, that gets each event as JSON on its standard input; no address.", check=profile_values.hook
+        None,
+        "Program, or line of sh, that gets each event as JSON on its standard input; no address.",
+        check=profile_values.hook,
     )
     events: tuple[str, ...] = setting(EVENTS, "Events worth telling.", choices=EVENTS)
 
@@ -162,9 +210,15 @@ class NotifyProfile:
 class Profile:
     """A cluster, as far as a job needs to know it."""
 
-    scheduler: str = setting("slurm", "Who starts jobs; local: this machine, by `launch local`.", choices=("slurm", "local"))
+    scheduler: str = setting(
+        "slurm",
+        "Who starts jobs; local: this machine, by `launch local`.",
+        choices=("slurm", "local"),
+    )
     python: str | None = setting(
-        None, "The ranks' interpreter, inside the container where there is one; null: the one that submits.", check=profile_values.program
+        None,
+        "The ranks' interpreter, inside the container where there is one; null: the one that submits.",
+        check=profile_values.program,
     )
     host_python: str | None = setting(
         None,
@@ -174,17 +228,27 @@ class Profile:
     nodes: NodesProfile = setting(NodesProfile, "A node, and what of it a job takes.")
     slurm: SlurmProfile = setting(SlurmProfile, "Options of sbatch and srun.")
     container: ContainerProfile = setting(ContainerProfile, "A container that the ranks run in.")
-    setup: SetupProfile = setting(SetupProfile, "What the batch script does before the supervisor starts.")
+    setup: SetupProfile = setting(
+        SetupProfile, "What the batch script does before the supervisor starts."
+    )
     environment: dict[str, str] = setting(
-        dict, "Variables of the ranks and of the supervisor; null takes a base's away.", check=profile_values.variable
+        dict,
+        "Variables of the ranks and of the supervisor; null takes a base's away.",
+        check=profile_values.variable,
     )
     paths: PathsProfile = setting(PathsProfile, "Folders.")
     logs: str | None = setting(
-        None, "Folder of what Slurm and the supervisor say; null: the run's launch folder.", check=profile_values.path
+        None,
+        "Folder of what Slurm and the supervisor say; null: the run's launch folder.",
+        check=profile_values.path,
     )
     restarts: Limits = setting(Limits, "When a run that failed starts again.")
-    watchdog: WatchdogProfile = setting(WatchdogProfile, "How long without progress a run is taken for hung.")
-    health: HealthProfile = setting(HealthProfile, "What a node must pass before ranks start on it.")
+    watchdog: WatchdogProfile = setting(
+        WatchdogProfile, "How long without progress a run is taken for hung."
+    )
+    health: HealthProfile = setting(
+        HealthProfile, "What a node must pass before ranks start on it."
+    )
     notify: NotifyProfile = setting(NotifyProfile, "Who is told what.")
 
     @property
@@ -195,7 +259,9 @@ class Profile:
     def interpreters(self, submitting: str) -> tuple[str, str]:
         """(the ranks', the supervisor's) interpreter, where ``submitting`` is the one that runs now."""
         ranks = self.python or submitting
-        return ranks, self.host_python or (submitting if self.container.runtime != "none" else ranks)
+        return ranks, self.host_python or (
+            submitting if self.container.runtime != "none" else ranks
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The profile as JSON's plain values, whole; `from_json` gives it back."""
@@ -217,7 +283,10 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
     if profile.nodes.gpus is None and profile.scheduler == "local":
         # As many as nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
+        gpus = (
+            min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])])
+            or 1
+        )
         profile = replace(profile, nodes=replace(profile.nodes, gpus=gpus))
     fault = next(_contradictions(profile), None)
     if fault:
@@ -238,7 +307,10 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     if nodes.gpus is None:
         yield "nodes.gpus = null: say how many GPUs a node has; only this machine's (scheduler: local) can be counted"
     slurm = profile.slurm
-    if slurm.time is not None and profile_values.seconds(slurm.time) <= slurm.signal_seconds + SIGNAL_EARLY_SECONDS:
+    if (
+        slurm.time is not None
+        and profile_values.seconds(slurm.time) <= slurm.signal_seconds + SIGNAL_EARLY_SECONDS
+    ):
         yield (
             f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = {slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
             " seconds that Slurm may be early: the run would be told to save as it starts, each time"
@@ -251,10 +323,18 @@ def _contradictions(profile: Profile) -> Iterator[str]:
         yield f"container.runtime = {container.runtime} and container.image = {container.image or 'null'}: give both or neither"
     if container.runtime != "none" and profile.scheduler == "local":
         yield f"container.runtime = {container.runtime}: containers are for Slurm; locally, start the launcher inside one"
-    unmountable = [path for path in profile.paths.shared if container.runtime != "none" and re.search("[:,]", path)]
+    unmountable = [
+        path
+        for path in profile.paths.shared
+        if container.runtime != "none" and re.search("[:,]", path)
+    ]
     if unmountable:
         yield f"paths.shared: {unmountable[0]!r}: a folder with a colon or comma in its name cannot be mounted into a container"
-    odd = [option for option in container.options if container.runtime == "pyxis" and not re.match(r"--(no-)?container-", option)]
+    odd = [
+        option
+        for option in container.options
+        if container.runtime == "pyxis" and not re.match(r"--(no-)?container-", option)
+    ]
     if odd:
         yield f"container.options: {odd[0]!r}: pyxis has --container-... and --no-container-...; others go into slurm.srun_options"
     for name, value in profile.environment.items():
@@ -273,7 +353,13 @@ def _bash_fault(lines: tuple[str, ...]) -> str | None:
     bash = shutil.which("bash")
     if not lines or bash is None:
         return None
-    said = subprocess.run(["bash", "-n"], executable=bash, input="\n".join(lines).encode(), capture_output=True, check=False).stderr
+    said = subprocess.run(
+        ["bash", "-n"],
+        executable=bash,
+        input="\n".join(lines).encode(),
+        capture_output=True,
+        check=False,
+    ).stderr
     return " ".join(said.decode("utf-8", "replace").split()) or None
 
 

@@ -17,7 +17,10 @@ _TAKEN = {
     "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
     "PYTHONPATH": "the launcher sets it to the code snapshot; install what is needed into the interpreter",
     "PYTHONSAFEPATH": "the launcher sets it",
-    **dict.fromkeys("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split(), "torchrun sets it"),
+    **dict.fromkeys(
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split(),
+        "torchrun sets it",
+    ),
     **dict.fromkeys(
         "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS"
         " HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL SRANDOM UID".split(),
@@ -26,8 +29,13 @@ _TAKEN = {
 }
 # Options of sbatch that the launcher decides, and where to say what they would.
 _DECIDED = {
-    **{name: f"slurm.{name}" for name in "partition account qos time constraint exclude reservation".split()},
-    **dict.fromkeys("ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap parsable wait test-only".split()),
+    **{
+        name: f"slurm.{name}"
+        for name in "partition account qos time constraint exclude reservation".split()
+    },
+    **dict.fromkeys(
+        "ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap parsable wait test-only".split()
+    ),
     "array": "--tasks of submit",
     "cpus-per-task": "nodes.cpus",
     "dependency": "--dependency of submit",
@@ -63,7 +71,9 @@ def matches(pattern: str, what: str) -> Callable[[str], str | None]:
     return lambda text: None if compiled.fullmatch(text) else f"expected {what}"
 
 
-word = matches(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/=-]*", "a name of letters, digits and _ . , : + @ / = -")
+word = matches(
+    r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/=-]*", "a name of letters, digits and _ . , : + @ / = -"
+)
 hosts = matches(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*", "a node's name, or node[01-04,07]")
 
 
@@ -127,7 +137,9 @@ def fill(check: object, text: str) -> str:
     if check is mount:
         return text
     text = os.path.expanduser(text)
-    is_path = check is path or (check is program and "/" in text) or text.startswith(("/", "./", "../"))
+    is_path = (
+        check is path or (check is program and "/" in text) or text.startswith(("/", "./", "../"))
+    )
     return os.path.abspath(text) if is_path else text
 
 
@@ -139,12 +151,20 @@ def _variables_fault(text: str) -> str | None:
             return f"${name} looks like a secret, which may not become part of a path"
         if not os.environ.get(name):
             return f"${name} is not set here"
-    return "only $NAME and ${NAME} are filled in, and a path has no other $" if "$" in _VARIABLE.sub("", text) else None
+    return (
+        "only $NAME and ${NAME} are filled in, and a path has no other $"
+        if "$" in _VARIABLE.sub("", text)
+        else None
+    )
 
 
 def option(text: str) -> str | None:
     """A long option as one word."""
-    return argument(text) if re.match(r"--[a-z][a-z0-9-]*(=|\Z)", text) else "expected one option as --name or --name=value"
+    return (
+        argument(text)
+        if re.match(r"--[a-z][a-z0-9-]*(=|\Z)", text)
+        else "expected one option as --name or --name=value"
+    )
 
 
 def sbatch_option(text: str) -> str | None:
@@ -153,7 +173,11 @@ def sbatch_option(text: str) -> str | None:
     if name in _DECIDED:
         where = _DECIDED[name]
         return f"write it as {where}" if where else "the launcher decides it"
-    return "line breaks and control characters cannot stand in an option of sbatch" if CONTROL.search(text) else option(text)
+    return (
+        "line breaks and control characters cannot stand in an option of sbatch"
+        if CONTROL.search(text)
+        else option(text)
+    )
 
 
 def variable_fault(name: str, value: str) -> str | None:

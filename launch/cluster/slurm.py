@@ -19,7 +19,12 @@ from fem_common.errors import UserError
 
 TIMEOUT = 60.0  # seconds for an answer: slurmctld's own message time-out is 10
 ANSWER_SECONDS = 20.0  # ... to a question that is asked while ranks run
-KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # which Slurm, and who asks
+KEPT = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+)  # which Slurm, and who asks
 # Partitions that are hidden, or closed to this user's groups, are left out of every answer otherwise, and the jobs and nodes in them.
 ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
@@ -31,7 +36,17 @@ OTHERS_RANK = re.compile(
     r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num|num_nodes|(jobfam|top)_session))"
 )
 # Not over: the job holds, or will hold, nodes.
-ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING"}
+ACTIVE = {
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "SUSPENDED",
+    "STOPPED",
+    "COMPLETING",
+    "SIGNALING",
+    "STAGE_OUT",
+    "RESIZING",
+}
 ACTIVE |= {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 CHUNK = 200  # job ids a question: a command line has an end
 
@@ -45,7 +60,9 @@ class QueueState:
     """How a job, or a task of a job array, stands in Slurm's eyes."""
 
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
-    reason: str = ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
+    reason: str = (
+        ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
+    )
     nodes: str = ""  # as Slurm writes them: node[1-4]
     command: str = ""  # the batch script, or the sbatch command line that ends with it; "": unknown
 
@@ -56,13 +73,21 @@ class QueueState:
 
     def runs(self, script: Path) -> bool:
         """Whether it may be a job of this batch script: Slurm uses a job id again, for any job, after MaxJobId of them."""
-        return not self.command or self.command == str(script) or self.command.endswith((f" {script}", f" {shlex.quote(str(script))}"))
+        return (
+            not self.command
+            or self.command == str(script)
+            or self.command.endswith((f" {script}", f" {shlex.quote(str(script))}"))
+        )
 
 
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment without what a surrounding job or the user's shell says to Slurm's commands, and so to a job that inherits it."""
     environ = os.environ if environ is None else environ
-    return {name: value for name, value in environ.items() if name in KEPT or not (OURS.match(name) or OTHERS_RANK.match(name))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in KEPT or not (OURS.match(name) or OTHERS_RANK.match(name))
+    }
 
 
 def call(*command: str, timeout: float = TIMEOUT) -> str:
@@ -82,9 +107,13 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
             f"{command[0]}: not installed here; submit on a login node of the cluster, or start it with: python -m launch local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? (scontrol ping)") from None
+        raise SlurmError(
+            f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? (scontrol ping)"
+        ) from None
     if done.returncode:
-        raise SlurmError(f"{command[0]}: {_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}")
+        raise SlurmError(
+            f"{command[0]}: {_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}"
+        )
     return done.stdout
 
 
@@ -92,7 +121,10 @@ def _words(text: str) -> str:
     """Slurm's message as one line, without its prefixes."""
     lines = [re.sub(r"^(\w+: )?(fatal|error): ", "", line.strip()) for line in text.splitlines()]
     words = "; ".join(dict.fromkeys(line for line in lines if line))
-    if re.search(r"Unable to contact slurm controller|Connection refused|Zero Bytes|Connection timed out", words):
+    if re.search(
+        r"Unable to contact slurm controller|Connection refused|Zero Bytes|Connection timed out",
+        words,
+    ):
         words += " (is this a login node, and slurmctld up? scontrol ping)"
     if "Invalid job array" in words:
         words += " (more tasks than the cluster's MaxArraySize? scontrol show config)"
@@ -122,7 +154,11 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
         arrays = {name.partition("_")[0] for name in found}
         found |= _sacct([job for job in wanted if job not in found and job not in arrays])
     # An array as one job.
-    ways = (lambda task: task.active and task.state != "PENDING", lambda task: task.active, lambda task: task.state != "COMPLETED")
+    ways = (
+        lambda task: task.active and task.state != "PENDING",
+        lambda task: task.active,
+        lambda task: task.state != "COMPLETED",
+    )
     for job in wanted:
         tasks = [state for name, state in found.items() if name.startswith(f"{job}_")]
         if tasks and job not in found:
@@ -133,7 +169,14 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that the controller still knows, over or not."""
     try:
-        answer = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", f"--format={_FORMAT}")
+        answer = call(
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            f"--jobs={','.join(job_ids)}",
+            f"--format={_FORMAT}",
+        )
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
@@ -151,7 +194,12 @@ def _parse(answer: str) -> dict[str, QueueState]:
         if line.count("|") < _FORMAT.count("|"):
             continue
         name, state, reason, nodes, command = (field.strip() for field in line.split("|", 4))
-        found[name] = QueueState(state, "" if reason in ("None", "(null)") else reason, nodes, "" if command == "(null)" else command)
+        found[name] = QueueState(
+            state,
+            "" if reason in ("None", "(null)") else reason,
+            nodes,
+            "" if command == "(null)" else command,
+        )
     return found
 
 
@@ -159,7 +207,10 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that accounting knows, where there is accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
-    columns, question = "JobID,State,NodeList", ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}")
+    columns, question = (
+        "JobID,State,NodeList",
+        ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}"),
+    )
     try:
         answer = call(*question, f"--format={columns},SubmitLine")
     except SlurmError as error:
@@ -174,7 +225,9 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
         if line.count("|") < columns.count(","):
             continue
         name, state, nodes, command = [*line.split("|", 3), ""][:4]
-        found[name] = QueueState(state.partition(" ")[0], "", "" if nodes == "None assigned" else nodes, command.strip())
+        found[name] = QueueState(
+            state.partition(" ")[0], "", "" if nodes == "None assigned" else nodes, command.strip()
+        )
     return found
 
 
@@ -199,7 +252,9 @@ def cancel(job_ids: Sequence[str]) -> None:
         try:
             call("scancel", *job_ids[start : start + CHUNK])
         except SlurmError as error:
-            if not re.search(r"Invalid job id|already completing|already completed|already finished", str(error)):
+            if not re.search(
+                r"Invalid job id|already completing|already completed|already finished", str(error)
+            ):
                 raise
 
 
@@ -238,7 +293,9 @@ class Node:
     @property
     def in_service(self) -> bool:
         """Whether it takes jobs, now or after those that it has."""
-        return not re.search(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state)
+        return not re.search(
+            r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state
+        )
 
     def fits(self, job: Mapping[str, str]) -> bool:
         """Whether it is of a job's partitions and has the job's features, GRES, CPUs and memory. ``job``: scontrol's fields.
@@ -249,26 +306,45 @@ class Node:
         if partitions != ["(null)"] and not set(partitions) & set(self.partitions):
             return False
         features, cpus = job.get("Features", "(null)"), number(job.get("MinCPUsNode")) or 1
-        if re.fullmatch(r"[\w.-]+(?:[&,][\w.-]+)*", features) and not set(re.split("[&,]", features)) <= {*self.features}:
+        if re.fullmatch(r"[\w.-]+(?:[&,][\w.-]+)*", features) and not set(
+            re.split("[&,]", features)
+        ) <= {*self.features}:
             return False
         memory = max(mebibytes(job.get("MinMemoryNode")), mebibytes(job.get("MinMemoryCPU")) * cpus)
         if self.cpus < cpus or self.memory < memory:
             return False
         mine = amounts(self.gres)
         return all(
-            sum(has for name, kind, has in mine if name == wanted and of_kind in ("", kind)) >= count
+            sum(has for name, kind, has in mine if name == wanted and of_kind in ("", kind))
+            >= count
             for wanted, of_kind, count in amounts(job.get("TresPerNode", ""))
         )
 
 
-_GRES = re.compile(r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?")
-_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
+_GRES = re.compile(
+    r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
+)
+_UNITS = {
+    "K": 1 / 1024,
+    "M": 1.0,
+    "G": 1024.0,
+    "T": 1024.0**2,
+    "": 1.0,
+}  # of Slurm's memory sizes, in MiB
 
 
 def amounts(gres: str) -> list[tuple[str, str, int]]:
     """(name, type or "", count) of each part of ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8``; parts in another form are left out."""
-    found = (_GRES.fullmatch(part) for part in re.split(r",(?![^(]*\))", gres) if part not in ("", "(null)"))
-    return [(part["name"], part["kind"] or "", int(part["count"] or 1)) for part in found if part and part["name"] != "none"]
+    found = (
+        _GRES.fullmatch(part)
+        for part in re.split(r",(?![^(]*\))", gres)
+        if part not in ("", "(null)")
+    )
+    return [
+        (part["name"], part["kind"] or "", int(part["count"] or 1))
+        for part in found
+        if part and part["name"] != "none"
+    ]
 
 
 def number(text: str | None) -> int:
@@ -318,11 +394,20 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
     reserved = set[str]()
     for name in listed(job, "Reservation"):
         with suppress(SlurmError):  # what cannot be read counts as met
-            for record in records(call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)):
+            for record in records(
+                call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)
+            ):
                 reserved.update(hosts(listed(record, "Nodes")))
-    left = [node for node in nodes if node.name not in exclude and (not reserved or node.name in reserved)]
+    left = [
+        node
+        for node in nodes
+        if node.name not in exclude and (not reserved or node.name in reserved)
+    ]
     wanted, partitions = number(job.get("NumNodes")) or 1, job.get("Partition", "(null)").split(",")
-    return any(sum(node.fits({**job, "Partition": partition}) for node in left) >= wanted for partition in partitions)
+    return any(
+        sum(node.fits({**job, "Partition": partition}) for node in left) >= wanted
+        for partition in partitions
+    )
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:
@@ -333,7 +418,11 @@ def listed(record: Mapping[str, str], field: str) -> list[str]:
 
 def hosts(lists: Sequence[str]) -> list[str]:
     """The nodes in lists such as node[01-04],node07, in their order. Raises SlurmError."""
-    return call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split() if lists else []
+    return (
+        call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split()
+        if lists
+        else []
+    )
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -354,4 +443,6 @@ def fields(text: str, separator: str = " ") -> dict[str, str]:
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
     # The first of a name counts: people's own words (Comment, Reason), which may look like fields, come after the fields that are read.
-    return dict(reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)]))
+    return dict(
+        reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)])
+    )

@@ -16,7 +16,17 @@ from typing import Any
 
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
-from launch.job import Item, Job, attempts, last_lines, launch_folder, rank_log, read_json, snapshot, write_json
+from launch.job import (
+    Item,
+    Job,
+    attempts,
+    last_lines,
+    launch_folder,
+    rank_log,
+    read_json,
+    snapshot,
+    write_json,
+)
 
 RUN_SECONDS = 300.0  # of the ranks: their start on a cold file system, and the measurements
 POLL_SECONDS = 0.5
@@ -47,7 +57,9 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
     mine = replace(
         profile,
         logs=None,
-        slurm=replace(profile.slurm, time=str(MINUTES) if profile.slurm.time else None, signal_seconds=signal),
+        slurm=replace(
+            profile.slurm, time=str(MINUTES) if profile.slurm.time else None, signal_seconds=signal
+        ),
         restarts=replace(profile.restarts, max_failures=0, max_attempts=1),
         health=replace(profile.health, check=True),
         notify=replace(profile.notify, command=None),
@@ -57,7 +69,9 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
     floor = profile.health.all_reduce_gb_per_second
     arguments = ["-m", "launch.node.measure", "all-reduce", str(directory), f"--backend={backend}"]
     arguments += [] if floor is None else [f"--floor={floor:g}"]
-    arguments += [f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])]
+    arguments += [
+        f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])
+    ]
     job = Job(
         name="launch-doctor",
         kind="command",
@@ -78,15 +92,25 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
 
 def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
     """Submit the trial and see it through; it is cancelled where it waits in the queue, or runs, too long. Raises SlurmError."""
-    outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
+    outcome, limit = (
+        Outcome(Path(job.directory)),
+        RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
+    )
     job_id = slurm.submit(script)
     submitted, started, over = time.monotonic(), None, None
     try:
-        while over is None or time.monotonic() - over < (MORE_SECONDS if logs(outcome) else END_SECONDS):
+        while over is None or time.monotonic() - over < (
+            MORE_SECONDS if logs(outcome) else END_SECONDS
+        ):
             look(outcome)
             state = slurm.queue([job_id]).get(job_id)
             # COMPLETING can last: a node that hangs is waited for by Slurm, and not here.
-            if state is None or not state.active or state.state == "COMPLETING" or (last_attempt(outcome) or {}).get("decision"):
+            if (
+                state is None
+                or not state.active
+                or state.state == "COMPLETING"
+                or (last_attempt(outcome) or {}).get("decision")
+            ):
                 over = over or time.monotonic()
                 told = last_attempt(outcome) or {}
                 if outcome.result or (told.get("decision") and told.get("outcome") != "finished"):
@@ -101,8 +125,14 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
                 outcome.nodes = outcome.nodes or tuple(slurm.hosts([state.nodes]))
                 say(f"job {job_id} runs on {state.nodes}")
                 if time.monotonic() - started > limit:
-                    silent = "" if last_attempt(outcome) or not outcome.nodes else f"; {outcome.nodes[0]} did not start it"
-                    outcome.trouble = f"job {job_id} had not ended after {limit:.0f} s and was cancelled{silent}"
+                    silent = (
+                        ""
+                        if last_attempt(outcome) or not outcome.nodes
+                        else f"; {outcome.nodes[0]} did not start it"
+                    )
+                    outcome.trouble = (
+                        f"job {job_id} had not ended after {limit:.0f} s and was cancelled{silent}"
+                    )
                     break
             time.sleep(POLL_SECONDS)
     finally:
@@ -112,13 +142,24 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
 
 def here(job: Job, say: Callable[[str], None]) -> Outcome:
     """Start the trial on this machine and see it through."""
-    outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
+    outcome, limit = (
+        Outcome(Path(job.directory)),
+        RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
+    )
     environment = {**slurm.clean_environment(), "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
     say("the trial runs on this machine")
     command = [sys.executable, "-m", "launch.supervise", job.directory]
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
         try:  # its ranks die with it
-            subprocess.run(command, cwd=job.directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=limit)
+            subprocess.run(
+                command,
+                cwd=job.directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=limit,
+            )
         except subprocess.TimeoutExpired:
             outcome.trouble = f"the trial had not ended after {limit:.0f} s and was stopped"
     look(outcome)
@@ -131,7 +172,10 @@ def look(outcome: Outcome) -> None:
     if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
         outcome.result, outcome.received = result, time.time()
     if attempt := last_attempt(outcome):
-        outcome.nodes, outcome.began = tuple(attempt["nodes"]) or outcome.nodes, float(attempt["started"])
+        outcome.nodes, outcome.began = (
+            tuple(attempt["nodes"]) or outcome.nodes,
+            float(attempt["started"]),
+        )
 
 
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
@@ -160,6 +204,9 @@ def explained(outcome: Outcome, name: str) -> Outcome:
         outcome.trouble = f"{name} ended without a word in {outcome.directory}: the nodes{where} do not see that folder"
     elif not outcome.trouble:
         outcome.trouble = f"{name} ended before its ranks were started"
-    for log in [*logs(outcome)[-1:], *(rank_log(folder, 0) for folder in attempts(outcome.directory)[-1:])]:
+    for log in [
+        *logs(outcome)[-1:],
+        *(rank_log(folder, 0) for folder in attempts(outcome.directory)[-1:]),
+    ]:
         outcome.tail += last_lines(log, 5)
     return outcome

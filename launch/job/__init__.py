@@ -42,9 +42,13 @@ class Item:
     """One run of a job: the whole of it, or one task of an array."""
 
     directory: str  # absolute; attempts, state and the run's own files
-    arguments: tuple[str, ...]  # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    arguments: tuple[
+        str, ...
+    ]  # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
     name: str
-    environment: dict[str, str] = field(default_factory=dict)  # for this item alone: an array command's SLURM_ARRAY_TASK_*
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # for this item alone: an array command's SLURM_ARRAY_TASK_*
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ class Job:
 
     def save(self) -> None:
         """Write DIR/launch/job.json."""
-        write_json(launch_folder(Path(self.directory)) / "job.json", {"format": FORMAT, **asdict(self)})
+        write_json(
+            launch_folder(Path(self.directory)) / "job.json", {"format": FORMAT, **asdict(self)}
+        )
 
 
 def load_job(directory: Path) -> Job | None:
@@ -85,7 +91,9 @@ def load_job(directory: Path) -> Job | None:
     raw = read_json(launch_folder(directory) / "job.json")
     if raw is None or raw.pop("format", None) != FORMAT:
         return None
-    items = tuple(Item(**{**item, "arguments": tuple(item["arguments"])}) for item in raw.pop("items"))
+    items = tuple(
+        Item(**{**item, "arguments": tuple(item["arguments"])}) for item in raw.pop("items")
+    )
     return Job(items=items, **raw)
 
 
@@ -96,7 +104,9 @@ def launch_folder(directory: Path) -> Path:
 
 def attempts(directory: Path) -> list[Path]:
     """An item's attempt folders, oldest first."""
-    return sorted(path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+    return sorted(
+        path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir()
+    )
 
 
 def rank_log(attempt: Path, rank: int) -> Path:

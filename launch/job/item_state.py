@@ -25,10 +25,18 @@ def process_of(state: Mapping[str, Any] | None) -> int | None:
 
     A process that got the number later started after the state was written.
     """
-    if not state or state.get("host") != socket.gethostname() or not isinstance(state.get("pid"), int):
+    if (
+        not state
+        or state.get("host") != socket.gethostname()
+        or not isinstance(state.get("pid"), int)
+    ):
         return None
     started = start_time(state["pid"])
-    return state["pid"] if started is not None and started <= float(state.get("time") or 0.0) + SLACK else None
+    return (
+        state["pid"]
+        if started is not None and started <= float(state.get("time") or 0.0) + SLACK
+        else None
+    )
 
 
 def start_time(pid: int) -> float | None:
@@ -43,7 +51,12 @@ def start_time(pid: int) -> float | None:
     return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-AT_WORK = ("checking", "running", "saving", "waiting")  # a supervisor's states with a process behind them
+AT_WORK = (
+    "checking",
+    "running",
+    "saving",
+    "waiting",
+)  # a supervisor's states with a process behind them
 OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of its own will
 
 
@@ -61,7 +74,13 @@ class Standing:
     @property
     def where(self) -> str:
         """The job or the process that it is, in words."""
-        return f"job {self.job_id} ({self.state})" if self.job_id else f"process {self.pid}" if self.pid else self.message
+        return (
+            f"job {self.job_id} ({self.state})"
+            if self.job_id
+            else f"process {self.pid}"
+            if self.pid
+            else self.message
+        )
 
 
 def standings(job: Job, *, ask: bool = True) -> list[Standing]:
@@ -71,7 +90,10 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
-    launch, state = launch_folder(Path(job.items[index].directory)), state_of(job.items[index].directory)
+    launch, state = (
+        launch_folder(Path(job.items[index].directory)),
+        state_of(job.items[index].directory),
+    )
     if state.get("state") == "finished":
         return Standing(index, "finished")
     if index in rows:
@@ -80,13 +102,25 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
     pid = process_of(state)
     if pid is not None and state.get("state") in AT_WORK:
         return Standing(index, "active", state="local", pid=pid)
-    if state.get("state") in AT_WORK and not state.get("job_id") and state.get("host") not in (None, "", socket.gethostname()):
+    if (
+        state.get("state") in AT_WORK
+        and not state.get("job_id")
+        and state.get("host") not in (None, "", socket.gethostname())
+    ):
         told = f"process {state.get('pid')} of host {state.get('host')} (if that is gone, remove {launch / 'state.json'})"
         return Standing(index, "active", state="local", message=told)
     stop = read_json(launch / "stop.json")
     if stop is not None:
-        return Standing(index, "stopped", message=f"{stop.get('why', 'stopped')}: {stop.get('message') or 'no reason given'}")
-    return Standing(index, "idle", message=str(state.get("message") or "") if state.get("state") == "stopped" else "")
+        return Standing(
+            index,
+            "stopped",
+            message=f"{stop.get('why', 'stopped')}: {stop.get('message') or 'no reason given'}",
+        )
+    return Standing(
+        index,
+        "idle",
+        message=str(state.get("message") or "") if state.get("state") == "stopped" else "",
+    )
 
 
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
@@ -112,14 +146,21 @@ def state_of(directory: str) -> dict[str, Any]:
 
 def submissions(job: Job) -> list[dict[str, Any]]:
     """The lines of submissions.jsonl that have a job's id, oldest first."""
-    return [line for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl") if line.get("job_id")]
+    return [
+        line
+        for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
+        if line.get("job_id")
+    ]
 
 
 def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
     """Whether an unfinished item went to Slurm after its state was written: as another job than that, or, where that names none, later."""
     if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
         return False
-    last = next((line for line in reversed(submissions(job)) if index in (line.get("items") or (index,))), None)
+    last = next(
+        (line for line in reversed(submissions(job)) if index in (line.get("items") or (index,))),
+        None,
+    )
     if last is None:
         return False
     if state.get("job_id"):
@@ -138,7 +179,9 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
         for index, item in enumerate(job.items if job else ()):
             if job and Path(item.directory).resolve() == given.resolve():
                 return job, [index]
-    raise UserError(f"{path}: {'no launch/job.json here' if given.is_dir() else 'no such directory'}; give the directory of a run or a job")
+    raise UserError(
+        f"{path}: {'no launch/job.json here' if given.is_dir() else 'no such directory'}; give the directory of a run or a job"
+    )
 
 
 def counted(standing: Sequence[Standing]) -> str:

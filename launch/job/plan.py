@@ -35,7 +35,9 @@ class Draft:
     code: snapshot.Code | None  # the snapshot that stays; None: a new one is to be taken
     asked: tuple[int, ...]  # the items asked for this time
     standings: tuple[Standing, ...]  # of all items
-    reopened: tuple[int, ...] = ()  # items that `--update` starts again: what is said of their end is removed
+    reopened: tuple[
+        int, ...
+    ] = ()  # items that `--update` starts again: what is said of their end is removed
     notes: tuple[str, ...] = ()  # what to tell
 
     @property
@@ -67,10 +69,15 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     )
     if before is None or not begun:
         every = tuple(range(len(job.items)))
-        return Draft(job, wanted.configs, None, every, tuple(Standing(index, "idle") for index in every))
+        return Draft(
+            job, wanted.configs, None, every, tuple(Standing(index, "idle") for index in every)
+        )
     merged = replace(job, items=_merged_items(before, job))
     was = {item.directory: standing for item, standing in zip(before.items, known, strict=True)}
-    now = [replace(was.get(item.directory, Standing(0, "idle")), index=index) for index, item in enumerate(merged.items)]
+    now = [
+        replace(was.get(item.directory, Standing(0, "idle")), index=index)
+        for index, item in enumerate(merged.items)
+    ]
     place = {item.directory: index for index, item in enumerate(merged.items)}
     asked = tuple(place[item.directory] for item in job.items)
     notes = []  # of the cluster, which is no setting of a run
@@ -82,7 +89,11 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     if not update:
         code = snapshot.read_code(directory)
         configs = _same(before, merged, wanted, code)
-        notes.append(f"goes on with the code of its snapshot ({code.label})" if code else "its snapshot is gone: takes a new one")
+        notes.append(
+            f"goes on with the code of its snapshot ({code.label})"
+            if code
+            else "its snapshot is gone: takes a new one"
+        )
         return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
     busy = next((standing for standing in known if standing.kind == "active"), None)
     if busy is not None:
@@ -90,7 +101,9 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
             f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {shlex.quote(str(directory))}"
         )
     sweep = job.array and job.kind == "run"
-    reopened = _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
+    reopened = (
+        _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
+    )
     now = [Standing(item.index, "idle") if item.index in reopened else item for item in now]
     return Draft(merged, wanted.configs, None, asked, tuple(now), tuple(reopened), tuple(notes))
 
@@ -104,26 +117,37 @@ def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
     return (*kept, *new.values())
 
 
-def _same(before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None) -> Mapping[str, str]:
+def _same(
+    before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None
+) -> Mapping[str, str]:
     """The configurations of the wanted items, as the snapshot reads them. Raises UserError where the directory's are others."""
-    where, how = before.directory, "--update takes the new settings and the code as it is now; or give it another directory"
+    where, how = (
+        before.directory,
+        "--update takes the new settings and the code as it is now; or give it another directory",
+    )
     for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
         old, new = getattr(before, key), getattr(merged, key)
         if old != new:
             raise UserError(f"{where} has a job whose {key} is {old}, not {new}; {how}")
     if merged.kind == "command":
         if len(before.items) != len(merged.items):
-            raise UserError(f"{where} has a job of {len(before.items)} tasks, not {len(merged.items)}; {how}")
+            raise UserError(
+                f"{where} has a job of {len(before.items)} tasks, not {len(merged.items)}; {how}"
+            )
         old_words, words = (" ".join(job.items[0].arguments[1:]) for job in (before, merged))
         if old_words != words:
             raise UserError(f"{where} has the job `{old_words}`, not `{words}`; {how}")
         return {}
     configs = wanted.configs
-    if code is not None and any(written(place) not in (text, None) for place, text in configs.items()):
+    if code is not None and any(
+        written(place) not in (text, None) for place, text in configs.items()
+    ):
         try:
             configs = wanted.again(snapshot.code_folder(Path(where)))
         except UserError as error:
-            raise UserError(f"{where} has a job with the code of {code.label}, which says: {error}; {how}") from None
+            raise UserError(
+                f"{where} has a job with the code of {code.label}, which says: {error}; {how}"
+            ) from None
     for place, text in configs.items():
         old_text = written(place)
         if old_text is not None and old_text != text:
@@ -135,7 +159,11 @@ def _same(before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None) 
 def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list[int]:
     """The items that are new or whose settings differ from what their directories say."""
     places = {place for place, text in configs.items() if written(place) != text}
-    return [index for index, item in enumerate(merged.items) if item not in before.items or item.directory in places]
+    return [
+        index
+        for index, item in enumerate(merged.items)
+        if item not in before.items or item.directory in places
+    ]
 
 
 def written(directory: str) -> str | None:
@@ -149,7 +177,10 @@ def written(directory: str) -> str | None:
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
     """(dotted key, old value, new value) of the first setting that differs, in the order of the new one."""
     if isinstance(old, dict) and isinstance(new, dict):
-        pairs = [(str(name), old.get(name, ABSENT), new.get(name, ABSENT)) for name in [*new, *(name for name in old if name not in new)]]
+        pairs = [
+            (str(name), old.get(name, ABSENT), new.get(name, ABSENT))
+            for name in [*new, *(name for name in old if name not in new)]
+        ]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = [(str(number), *pair) for number, pair in enumerate(zip(old, new, strict=True))]
     else:
@@ -164,7 +195,10 @@ def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
 def locked(directory: Path) -> Iterator[None]:
     """Nobody else submits, cancels or requeues this job meanwhile. Raises InUse where someone does."""
     launch_folder(directory).mkdir(parents=True, exist_ok=True)
-    with files.locked(launch_folder(directory) / "submit.lock", f"{directory}: another launch command is at it; wait for its end"):
+    with files.locked(
+        launch_folder(directory) / "submit.lock",
+        f"{directory}: another launch command is at it; wait for its end",
+    ):
         yield
 
 
@@ -191,15 +225,27 @@ def shape(job: Job) -> str:
     return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{whole}"
 
 
-def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequence[str], after: str | None, at_once: int | None) -> str:
+def describe(
+    draft: Draft,
+    profile: Profile,
+    words: Sequence[str],
+    exclude: Sequence[str],
+    after: str | None,
+    at_once: int | None,
+) -> str:
     """The plan as text: what, where, how much, and the command. ``words``: CONFIG.yaml and overrides of a run, else empty."""
     job, code = draft.job, draft.code
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
-    fresh = f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
+    fresh = (
+        f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
+    )
     rows = [
         ("job", f"{job.name}, {what(draft, at_once)}"),
         ("directory", job.directory + (", which has this job already" if code else "")),
-        ("resources", f"{shape(job)}, {profile.nodes.gpus or 0} GPUs and {profile.nodes.cpus} CPUs a node"),
+        (
+            "resources",
+            f"{shape(job)}, {profile.nodes.gpus or 0} GPUs and {profile.nodes.cpus} CPUs a node",
+        ),
         ("partition", profile.slurm.partition or "the cluster's default"),
         ("time", _time(draft, profile)),
         ("code", f"the snapshot of its first submission ({code.label})" if code else fresh),
@@ -214,7 +260,13 @@ def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequ
     lines = [f"{name:<11}{text}" for name, text in rows]
     lines += [f"{'note':<11}{note}" for note in draft.notes]
     if job.array:
-        lines += ["", *(f"{draft.standings[index].kind:<9}{job.items[index].directory}" for index in draft.asked)]
+        lines += [
+            "",
+            *(
+                f"{draft.standings[index].kind:<9}{job.items[index].directory}"
+                for index in draft.asked
+            ),
+        ]
     elif words:
         try:
             told = pretrain(words, job.world_size, "--plan").rstrip()

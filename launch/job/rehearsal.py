@@ -70,13 +70,18 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
             except UserError as error:
                 say(_by_the_plan(text, draft, device, code, str(error), data=data))
                 continue
-            append_json(_record(draft), {"layout": layout, "what": what, "time": round(time.time(), 3), **found})
+            append_json(
+                _record(draft),
+                {"layout": layout, "what": what, "time": round(time.time(), 3), **found},
+            )
         else:
             found = before
         if found["excess"]:
             raise UserError(f"{config['name']}: {found['excess']}; {SKIP}")
         took = "rehearsed before" if before else f"rehearsed in {duration(found['seconds'])}"
-        say(f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the fullest")
+        say(
+            f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the fullest"
+        )
 
 
 def _record(draft: Draft) -> Path:
@@ -87,21 +92,33 @@ def device_of(config: Mapping[str, Any], profile: Profile, path: str) -> str | N
     """The GPU that pretrain can rehearse, h100 or h200: as log.device names it, else the profile by what it asks for or its own name."""
     named = (config.get("log") or {}).get("device")
     slurm = profile.slurm
-    words = [named] if named else [profile.nodes.gres, slurm.constraint, slurm.partition, Path(path).stem, _base(path)]
+    words = (
+        [named]
+        if named
+        else [profile.nodes.gres, slurm.constraint, slurm.partition, Path(path).stem, _base(path)]
+    )
     found = re.search(r"(?<![a-z])h[12]00(?!\d)", " ".join(filter(None, words)).lower())
     return found[0] if found else None
 
 
 def _base(path: str) -> str:
     """What a profile's file is written over: slurm_h100_ib."""
-    return str(yaml.safe_load(Path(path).read_text(encoding="utf-8")).get("base") or "") if Path(path).is_file() else ""
+    return (
+        str(yaml.safe_load(Path(path).read_text(encoding="utf-8")).get("base") or "")
+        if Path(path).is_file()
+        else ""
+    )
 
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved configuration without `INERT`."""
     shape = {section: value for section, value in config.items() if section not in INERT[""]}
     for section in ("train", "optimizer"):
-        shape[section] = {key: value for key, value in (config.get(section) or {}).items() if key not in INERT[section]}
+        shape[section] = {
+            key: value
+            for key, value in (config.get(section) or {}).items()
+            if key not in INERT[section]
+        }
     return shape
 
 
@@ -111,7 +128,9 @@ def _hash(value: Any) -> str:
 
 def _environment(code: Path) -> str:
     """A hash of the code that rehearses and of the packages that are installed."""
-    digest = hashlib.sha256("\n".join(sorted(f"{each.name} {each.version}" for each in distributions())).encode())
+    digest = hashlib.sha256(
+        "\n".join(sorted(f"{each.name} {each.version}" for each in distributions())).encode()
+    )
     for name in source_files(code)[0]:
         if name.partition("/")[0] in ROOMS:
             digest.update(f"{name}\0".encode() + (code / name).read_bytes())
@@ -133,14 +152,23 @@ def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"rank": most["rank"], "bytes": most["peak"]["bytes"], "excess": told["excess"]}
 
 
-def _by_the_plan(text: str, draft: Draft, device: str | None, code: Path, why: str, *, data: bool) -> str:
+def _by_the_plan(
+    text: str, draft: Draft, device: str | None, code: Path, why: str, *, data: bool
+) -> str:
     """What is known of a run that cannot be rehearsed. Raises UserError where its plan does not fit."""
     config, not_rehearsed = read_config(text), f"not rehearsed: {why}"
     device = (config.get("log") or {}).get("device") or device
     if device is None or not data:
         return f"{not_rehearsed}; nor is its memory compared"
     try:
-        pretrain_text(text, draft.job.world_size, "--check", "--plan", f"log.device={json.dumps(device)}", code=code)
+        pretrain_text(
+            text,
+            draft.job.world_size,
+            "--check",
+            "--plan",
+            f"log.device={json.dumps(device)}",
+            code=code,
+        )
     except UserError as error:
         raise UserError(f"{config['name']}: {error}; {SKIP}") from None
     return f"{not_rehearsed}; by its plan {config['name']} fits {device}"

@@ -37,7 +37,14 @@ def shell(text: str) -> Quoted:
     if not CONTROL.search(text):
         return Quoted(shlex.quote(text))
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return Quoted("$'" + CONTROL.sub(lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")), escaped) + "'")
+    return Quoted(
+        "$'"
+        + CONTROL.sub(
+            lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")),
+            escaped,
+        )
+        + "'"
+    )
 
 
 def directive(option: str, value: str) -> Quoted:
@@ -47,7 +54,9 @@ def directive(option: str, value: str) -> Quoted:
     """
     check(value, option)
     if CONTROL.search(value):
-        raise UserError(f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch")
+        raise UserError(
+            f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch"
+        )
     if _PLAIN_DIRECTIVE.fullmatch(value):
         return Quoted(f"{option}={value}")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -57,7 +66,9 @@ def directive(option: str, value: str) -> Quoted:
 def file_pattern(path: str) -> str:
     """A folder's path for --output, where % begins a replacement. Raises UserError for a backslash, which turns all of them off."""
     if "\\" in path:
-        raise UserError(f"{path!r}: Slurm cannot write into a folder with a backslash in its name; name another by logs of the profile")
+        raise UserError(
+            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; name another by logs of the profile"
+        )
     return path.replace("%", "%%")
 
 
@@ -70,10 +81,19 @@ def check(text: str, what: str) -> None:
 # How long a run waits in the queue, at least, before its next start where its supervisor could not be started, for each time in a row.
 START_DELAYS = (0, 300, 1200)
 _DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
-_ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[1-9][0-9]*)?", re.ASCII)
+_ARRAY = re.compile(
+    r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[1-9][0-9]*)?", re.ASCII
+)
 
 
-def render(job: Job, profile: Profile, *, dependency: str | None = None, array: str | None = None, exclude: Sequence[str] = ()) -> str:
+def render(
+    job: Job,
+    profile: Profile,
+    *,
+    dependency: str | None = None,
+    array: str | None = None,
+    exclude: Sequence[str] = (),
+) -> str:
     """The batch script: #SBATCH lines, the user's setup, and the supervisor in place of the shell.
 
     ``dependency`` is what sbatch takes (``afterok:12``), ``array`` the items to start (``0,2,5%2``), ``exclude`` nodes besides the
@@ -89,26 +109,38 @@ def render(job: Job, profile: Profile, *, dependency: str | None = None, array: 
     values: dict[str, Any] = {
         "directives": list(_directives(job, profile, dependency, array, exclude)),
         "modules": [shell(name) for name in profile.setup.modules],
-        "environment": [(Quoted(name), shell(value)) for name, value in profile.environment.items()],
+        "environment": [
+            (Quoted(name), shell(value)) for name, value in profile.environment.items()
+        ],
         "lines": [Quoted(line) for line in profile.setup.lines],
         "working_directory": shell(job.working_directory),
         "code": shell(job.code),
-        "python": shell(profile.interpreters(sys.executable if profile.container.runtime != "none" else job.python)[1]),
+        "python": shell(
+            profile.interpreters(
+                sys.executable if profile.container.runtime != "none" else job.python
+            )[1]
+        ),
         "directory": shell(job.directory),
         "start_delays": Quoted(" ".join(map(str, START_DELAYS))) if job.kind == "run" else None,
         "starts": Quoted(str(len(START_DELAYS))),
         "notice": shell(_notice(job)),
-        "notify": shell(profile.notify.command) if profile.notify.command and "stopped" in profile.notify.events else None,
+        "notify": shell(profile.notify.command)
+        if profile.notify.command and "stopped" in profile.notify.events
+        else None,
     }
     return _template().render(values)
 
 
-def _directives(job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]) -> Iterator[Quoted]:
+def _directives(
+    job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]
+) -> Iterator[Quoted]:
     """The options of sbatch in the order they are read by people: what, how much, where, how long, how."""
     nodes, slurm = profile.nodes, profile.slurm
     logs = profile.logs or str(launch_folder(Path(job.directory)))
     yield directive("--job-name", job.name)
-    yield directive("--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out"))
+    yield directive(
+        "--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out")
+    )
     if array is not None:
         yield directive("--array", _of_pattern(array, _ARRAY, "array"))
     yield directive("--nodes", str(job.nodes))
@@ -140,7 +172,13 @@ def _directives(job: Job, profile: Profile, dependency: str | None, array: str |
 def _notice(job: Job) -> str:
     """The event "stopped" of a job whose supervisor could not be started, as the beginning of a JSON object without its end."""
     message = "the supervisor could not be started on this node, and the job does not go back to the queue"
-    facts = {"event": "stopped", "name": job.name, "directory": job.directory, "attempt": 0, "message": message}
+    facts = {
+        "event": "stopped",
+        "name": job.name,
+        "directory": job.directory,
+        "attempt": 0,
+        "message": message,
+    }
     return json.dumps(facts).removesuffix("}")
 
 

@@ -51,8 +51,12 @@ class Wanted:
     """A job as asked for, before what is already in its directory is looked at."""
 
     job: Job
-    configs: Mapping[str, str]  # an item's directory -> its run's whole configuration as YAML; empty for commands
-    again: Callable[[Path], Mapping[str, str]]  # `configs` as the code in another folder resolves them
+    configs: Mapping[
+        str, str
+    ]  # an item's directory -> its run's whole configuration as YAML; empty for commands
+    again: Callable[
+        [Path], Mapping[str, str]
+    ]  # `configs` as the code in another folder resolves them
 
 
 def wanted(request: Request) -> Wanted:
@@ -60,16 +64,26 @@ def wanted(request: Request) -> Wanted:
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
     for name, value in os.environ.items():  # words are written into the job's files
-        found = secrets.values({name: value}) if secrets.is_secret(name) and not os.path.exists(value) else ()
+        found = (
+            secrets.values({name: value})
+            if secrets.is_secret(name) and not os.path.exists(value)
+            else ()
+        )
         if any(secret in word for word in request.words for secret in found):
-            raise UserError(f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway")
+            raise UserError(
+                f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway"
+            )
     return _command(request) if request.is_command else _run(request)
 
 
 def work_directory() -> str:
     """The working directory as the user names it: the way through links may be the one that other hosts know."""
     named = os.environ.get("PWD", "")
-    return named if os.path.isabs(named) and os.path.isdir(named) and os.path.samefile(named, ".") else os.getcwd()
+    return (
+        named
+        if os.path.isabs(named) and os.path.isdir(named) and os.path.samefile(named, ".")
+        else os.getcwd()
+    )
 
 
 def absolute(path: str | Path) -> str:
@@ -77,23 +91,50 @@ def absolute(path: str | Path) -> str:
     return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
 
 
-def pretrain(words: Sequence[str], world_size: int, stop: str, code: Path = ROOT, directory: str | None = None) -> str:
+def pretrain(
+    words: Sequence[str],
+    world_size: int,
+    stop: str,
+    code: Path = ROOT,
+    directory: str | None = None,
+) -> str:
     """What ``pretrain CONFIG overrides --resolve`` (or another option of its that stops) prints. Raises UserError with its words."""
     ours = [f"parallel.world_size={world_size}"]
     if directory is not None:
         ours.append(f"run_dir={json.dumps(directory, ensure_ascii=False)}")
     command = [sys.executable, "-m", "pretrain", *words, *ours, stop]
-    environment = {name: value for name, value in clean_environment().items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment = {
+        name: value
+        for name, value in clean_environment().items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     environment |= {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=SECONDS)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
-        raise UserError(f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?") from None
+        raise UserError(
+            f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?"
+        ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no word"]
-        told = [line.removeprefix("pretrain: error: ") for line in lines if line.startswith("pretrain: error: ")]
+        told = [
+            line.removeprefix("pretrain: error: ")
+            for line in lines
+            if line.startswith("pretrain: error: ")
+        ]
         last = "; ".join(told) or lines[-1]
-        raise UserError(last if done.returncode == 2 else f"python -m pretrain {words[0]} {stop} failed with {done.returncode}: {last}")
+        raise UserError(
+            last
+            if done.returncode == 2
+            else f"python -m pretrain {words[0]} {stop} failed with {done.returncode}: {last}"
+        )
     return done.stdout
 
 
@@ -107,7 +148,9 @@ def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path
 
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
     """What pretrain finds wrong with the data that resolved configurations name, in one line; None where all is there and fits."""
-    different = {json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs}
+    different = {
+        json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs
+    }
     for text in different.values():
         try:
             pretrain_text(text, world_size, "--check")
@@ -121,13 +164,17 @@ def read_config(text: str) -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     values = yaml.load(text, Loader=loader)
     if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
-        raise UserError("pretrain --resolve printed no configuration with name and run_dir; is the code of one version?")
+        raise UserError(
+            "pretrain --resolve printed no configuration with name and run_dir; is the code of one version?"
+        )
     return values
 
 
 def run_item(directory: str, name: str) -> Item:
     """The item that trains a run in a directory."""
-    return Item(directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name)
+    return Item(
+        directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name
+    )
 
 
 def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
@@ -153,9 +200,13 @@ def new_job(request: Request, name: str, directory: str, items: Sequence[Item], 
 
 def _run(request: Request) -> Wanted:
     if request.tasks is not None:
-        raise UserError("--tasks is for a command after --; many runs of one configuration: python -m launch sweep")
+        raise UserError(
+            "--tasks is for a command after --; many runs of one configuration: python -m launch sweep"
+        )
     if not request.words:
-        raise UserError("nothing to do: give CONFIG.yaml, or a command after --, as: -- data_prep run --out DIR")
+        raise UserError(
+            "nothing to do: give CONFIG.yaml, or a command after --, as: -- data_prep run --out DIR"
+        )
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
     asked = None if request.directory is None else absolute(request.directory)
 
@@ -183,9 +234,14 @@ def _command(request: Request) -> Wanted:
         raise UserError(f"--tasks is {tasks}; it must be at least 1")
     else:
         # What a command of an array reads, whatever part of the array is submitted.
-        every = {f"SLURM_ARRAY_TASK_{key}": str(value) for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))}
+        every = {
+            f"SLURM_ARRAY_TASK_{key}": str(value)
+            for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))
+        }
         told = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
-        items = [Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)]
+        items = [
+            Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)
+        ]
     job = new_job(request, name, directory, items, tasks is not None)
     return Wanted(job, {}, lambda code: {})
 
@@ -203,6 +259,8 @@ def _check_module(module: str) -> None:
     allowed = module in ("pretrain", "data_prep") or (parts[0] == "tools" and len(parts) > 1)
     path = ROOT.joinpath(*parts)
     if not allowed or not all(part.isidentifier() for part in parts):
-        raise UserError(f"{module}: not a command of ours; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT")
+        raise UserError(
+            f"{module}: not a command of ours; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT"
+        )
     if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
         raise UserError(f"{module}: there is no such command in {ROOT}")

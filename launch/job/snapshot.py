@@ -20,7 +20,20 @@ from launch.job import launch_folder, read_json, write_json
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
 BESIDE = "configs"  # of a checkout: what some commands read
-SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".j2", ".sh", ".cu", ".cuh", ".cpp", ".h")
+SUFFIXES = (
+    ".py",
+    ".pyi",
+    ".yaml",
+    ".yml",
+    ".json",
+    ".toml",
+    ".j2",
+    ".sh",
+    ".cu",
+    ".cuh",
+    ".cpp",
+    ".h",
+)
 LARGEST = 1 << 20  # bytes of a file; a source file has less
 LARGEST_DIFF = 16 << 20  # bytes of changes.diff
 REVISION = "REVISION.json"
@@ -34,13 +47,19 @@ class Code:
     dirty: bool | None  # whether the files differ from the revision
     files: int
     bytes: int
-    left_out: int  # files that are no source of ours: too large, of another kind, a link to elsewhere
+    left_out: (
+        int  # files that are no source of ours: too large, of another kind, a link to elsewhere
+    )
     sha256: str  # over names and contents of all files
 
     @property
     def label(self) -> str:
         """The revision as people name it, else the content's."""
-        return f"{self.revision[:12]}{' with changes' if self.dirty else ''}" if self.revision else f"sha256 {self.sha256[:12]}"
+        return (
+            f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
+            if self.revision
+            else f"sha256 {self.sha256[:12]}"
+        )
 
 
 def code_folder(directory: Path) -> Path:
@@ -68,7 +87,9 @@ def take(directory: Path, root: Path = ROOT) -> Code:
     launch, target = launch_folder(directory), code_folder(directory)
     names, left_out = source_files(root)
     if not names:
-        raise UserError(f"{root}: none of the packages {', '.join(ROOMS)} is here; run launch from the checkout or install it")
+        raise UserError(
+            f"{root}: none of the packages {', '.join(ROOMS)} is here; run launch from the checkout or install it"
+        )
     launch.mkdir(parents=True, exist_ok=True)
     fresh, old = launch / f".code.{os.getpid()}", launch / f".code.old.{os.getpid()}"
     digest, size = hashlib.sha256(), 0
@@ -81,9 +102,22 @@ def take(directory: Path, root: Path = ROOT) -> Code:
             (fresh / name).write_bytes(content)
             (fresh / name).chmod(0o444)
         revision, changes = _revision(root, names)
-        code = Code(revision, bool(changes) if revision else None, len(names), size, left_out, digest.hexdigest())
+        code = Code(
+            revision,
+            bool(changes) if revision else None,
+            len(names),
+            size,
+            left_out,
+            digest.hexdigest(),
+        )
         if revision is None and (installed := read_json(root / REVISION)):  # from a snapshot
-            code = Code(**{**asdict(code), "revision": installed.get("revision"), "dirty": installed.get("dirty")})
+            code = Code(
+                **{
+                    **asdict(code),
+                    "revision": installed.get("revision"),
+                    "dirty": installed.get("dirty"),
+                }
+            )
         (fresh / REVISION).write_text(json.dumps(asdict(code), indent=1) + "\n", encoding="utf-8")
         (launch / "code.json").unlink(missing_ok=True)
         if target.exists():
@@ -116,11 +150,21 @@ def _is_source(root: Path, path: Path) -> bool:
 
 
 def _walk(root: Path) -> Iterable[str]:
-    beside = [BESIDE] if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir() else []  # not another's of that name
+    beside = (
+        [BESIDE]
+        if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
+        else []
+    )  # not another's of that name
     for room in (*ROOMS, *beside):
         for folder, folders, files in os.walk(root / room):
-            folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-            yield from (os.path.relpath(os.path.join(folder, file), root) for file in files if not file.endswith(".pyc"))
+            folders[:] = sorted(
+                name for name in folders if name != "__pycache__" and not name.startswith(".")
+            )
+            yield from (
+                os.path.relpath(os.path.join(folder, file), root)
+                for file in files
+                if not file.endswith(".pyc")
+            )
 
 
 def _listed(root: Path, *options: str) -> list[str]:
@@ -137,7 +181,11 @@ def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
         return None, b""
     diff, tracked = ("diff", "--no-ext-diff", "--no-textconv"), set(_listed(root))
     changes = [_git(root, *diff, "--binary", "HEAD", "--", *ROOMS, BESIDE)]
-    changes += [_git(root, *diff, "--no-index", "--", os.devnull, name) for name in names if name not in tracked]
+    changes += [
+        _git(root, *diff, "--no-index", "--", os.devnull, name)
+        for name in names
+        if name not in tracked
+    ]
     return revision.decode().strip(), b"".join(filter(None, changes))
 
 
@@ -146,7 +194,9 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "-c", "core.quotePath=false", *arguments]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=120)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=120
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     compares = "--no-index" in arguments  # 1: they differ

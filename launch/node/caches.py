@@ -26,19 +26,32 @@ from pathlib import Path
 
 UNUSED_DAYS = 30
 # A variable, other variables that place the same cache, the name of its folder.
-_CACHES = (("TRITON_CACHE_DIR", ("TRITON_HOME",), "triton"), ("TORCHINDUCTOR_CACHE_DIR", (), "inductor"))
+_CACHES = (
+    ("TRITON_CACHE_DIR", ("TRITON_HOME",), "triton"),
+    ("TORCHINDUCTOR_CACHE_DIR", (), "inductor"),
+)
 
 
-def variables(environ: Mapping[str, str], node: str, code: Path) -> tuple[dict[str, str], str | None]:
+def variables(
+    environ: Mapping[str, str], node: str, code: Path
+) -> tuple[dict[str, str], str | None]:
     """Variables of the caches that the environment does not place; the reason, where this node has no safe folder. Never raises OSError."""
-    wanted = {name: folder for name, others, folder in _CACHES if not any(other in environ for other in (name, *others))}
+    wanted = {
+        name: folder
+        for name, others, folder in _CACHES
+        if not any(other in environ for other in (name, *others))
+    }
     if not wanted:
         return {}, None
     try:
         parent = _parent()
         if fault := _fault(parent):
             return {}, fault
-        job = hashlib.sha256(os.fsencode(code)).hexdigest()[:16] if environ.get("SLURM_JOB_ID") else "local"
+        job = (
+            hashlib.sha256(os.fsencode(code)).hexdigest()[:16]
+            if environ.get("SLURM_JOB_ID")
+            else "local"
+        )
         place = parent / f"{node}_{job}"
         with contextlib.suppress(FileNotFoundError):  # nothing was compiled yet
             os.utime(place)
@@ -52,7 +65,9 @@ def variables(environ: Mapping[str, str], node: str, code: Path) -> tuple[dict[s
 def _parent() -> Path:
     """This user's folder for caches, made if it is missing. Raises OSError."""
     temporary = tempfile.gettempdir()
-    if temporary == os.getcwd() and temporary != "/tmp":  # Python's last resort, usually not a local file system
+    if (
+        temporary == os.getcwd() and temporary != "/tmp"
+    ):  # Python's last resort, usually not a local file system
         raise OSError(f"only the working directory can be written: {temporary}")
     parent = Path(temporary) / f"launch_caches_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):

@@ -98,7 +98,9 @@ def check_command(
     folders: more folders that the node must be able to write, beside the profile's paths.shared. PYTHONPATH must lead to `launch`.
     It takes health.timeout_seconds at most; whoever runs it ends it then, and calls `read_reports`.
     """
-    health, nodes, paths, container = (profile.get(section) or {} for section in ("health", "nodes", "paths", "container"))
+    health, nodes, paths, container = (
+        profile.get(section) or {} for section in ("health", "nodes", "paths", "container")
+    )
     wanted = {
         "seconds": SHARE * float(health.get("timeout_seconds") or 180),
         "free_memory_gb": health.get("free_memory_gb") or 0,
@@ -122,7 +124,9 @@ def read_report(path: Path) -> Report | None:
         return None
 
 
-def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0) -> dict[str, Report]:
+def read_reports(
+    folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
+) -> dict[str, Report]:
     """The reports of these nodes, in their order; a node that left none has that as its fault, with NODE.log's last line.
 
     began: unix time, here, at which the check was started. With skew_seconds > 0 a node whose clock says that it answered before that,
@@ -131,12 +135,16 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
     reports: dict[str, Report] = {}
     for node in nodes:
         why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
-        report = reports[node] = read_report(folder / f"{node}.json") or Report([f"{NO_ANSWER}: {why[0]}"], node=node)
+        report = reports[node] = read_report(folder / f"{node}.json") or Report(
+            [f"{NO_ANSWER}: {why[0]}"], node=node
+        )
         if began is not None and skew_seconds > 0 and report.time:
             off = min(report.time - began, 0) or max(report.time - time.time(), 0)
             if abs(off) > skew_seconds:
                 way = "ahead" if off > 0 else "behind"
-                report.faults.append(f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, NTP)?")
+                report.faults.append(
+                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, NTP)?"
+                )
     return reports
 
 
@@ -151,14 +159,21 @@ def look(wanted: Mapping[str, Any]) -> Report:
     deadline = time.monotonic() + seconds
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
     if python:
-        checks["the interpreter"] = partial(program, python, "there is no such program here (is its file system mounted?)")
+        checks["the interpreter"] = partial(
+            program, python, "there is no such program here (is its file system mounted?)"
+        )
     if numa != "none":
         fault = f"nodes.numa = {numa} needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"
         checks["numactl"] = partial(program, "numactl", fault)
     if wanted["gpus"]:
-        gpu = partial(graphics, wanted["gpus"], wanted["matmul"], deadline - (1 - OF_GPUS) * seconds)
+        gpu = partial(
+            graphics, wanted["gpus"], wanted["matmul"], deadline - (1 - OF_GPUS) * seconds
+        )
         checks |= {"links": links, "kernel log": kernel_log, "the GPUs": gpu}
-    checks |= {f"folder {name}": partial(folder, name, wanted["free_disk_gb"]) for name in wanted["folders"]}
+    checks |= {
+        f"folder {name}": partial(folder, name, wanted["free_disk_gb"])
+        for name in wanted["folders"]
+    }
     found: dict[str, Report] = {}
 
     def run(name: str, check: Callable[[], Report]) -> None:
@@ -167,7 +182,10 @@ def look(wanted: Mapping[str, Any]) -> Report:
         except Exception as error:
             found[name] = Report([f"the check of {name} failed: {type(error).__name__}: {error}"])
 
-    threads = {name: threading.Thread(target=run, args=(name, check), daemon=True) for name, check in checks.items()}
+    threads = {
+        name: threading.Thread(target=run, args=(name, check), daemon=True)
+        for name, check in checks.items()
+    }
     for thread in threads.values():
         thread.start()
     whole = Report()
@@ -180,11 +198,22 @@ def look(wanted: Mapping[str, Any]) -> Report:
 def memory(least_gb: float) -> Report:
     """Free memory against the least that is wanted, in GB; /dev/shm, through which NCCL and data workers talk."""
     free, total, shm = hardware.memory_gb()
-    found = Report(facts={"free_memory_gb": free, "memory_gb": total, "cpus": len(os.sched_getaffinity(0)), "shm_gb": shm})
+    found = Report(
+        facts={
+            "free_memory_gb": free,
+            "memory_gb": total,
+            "cpus": len(os.sched_getaffinity(0)),
+            "shm_gb": shm,
+        }
+    )
     if free < least_gb:
-        found.faults.append(f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are wanted: what else runs there?")
+        found.faults.append(
+            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are wanted: what else runs there?"
+        )
     if shm is not None and shm < 1:
-        found.warnings.append(f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option --shm-size, or clean it)")
+        found.warnings.append(
+            f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option --shm-size, or clean it)"
+        )
     return found
 
 
@@ -193,7 +222,9 @@ def folder(name: str, least_gb: float) -> Report:
     try:
         free = hardware.probe_folder(Path(name))
     except OSError as error:
-        return Report([f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"])
+        return Report(
+            [f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"]
+        )
     found = Report(facts={f"free_gb {name}": free})
     if free < least_gb:
         found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are wanted")
@@ -235,14 +266,23 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
             return Report([str(error)])
         mine = hardware.chosen(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         busy = [fault for gpu in mine for fault in gpu.busy()]
-        patience = patience or time.monotonic() + min(RELEASE_SECONDS, (deadline - time.monotonic()) / 4)
+        patience = patience or time.monotonic() + min(
+            RELEASE_SECONDS, (deadline - time.monotonic()) / 4
+        )
         if not busy or time.monotonic() >= patience:
             break
         time.sleep(1)
-    few = [f"{len(mine)} GPUs are visible, the profile says {expected}"] if len(mine) < expected else []
+    few = (
+        [f"{len(mine)} GPUs are visible, the profile says {expected}"]
+        if len(mine) < expected
+        else []
+    )
     found = Report([*(f"nvidia-smi: {line}" for line in complaints), *few])
     found.faults += [*(fault for gpu in mine for fault in gpu.faults()), *busy]
-    found.facts = {"gpus": [f"{gpu.name} {gpu.bus}" for gpu in mine], "driver": mine[0].driver if mine else None}
+    found.facts = {
+        "gpus": [f"{gpu.name} {gpu.bus}" for gpu in mine],
+        "driver": mine[0].driver if mine else None,
+    }
     if matmul and mine and startable(matmul):
         found.add(products(mine, matmul, deadline - time.monotonic()))
         if (left := deadline - time.monotonic()) > 1:
@@ -260,11 +300,16 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
     def run(place: int, gpu: hardware.Gpu) -> None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}
         try:
-            answers[place] = hardware.ask([python, "-m", "launch.node.measure", "product", "cuda:0"], seconds, environment)
+            answers[place] = hardware.ask(
+                [python, "-m", "launch.node.measure", "product", "cuda:0"], seconds, environment
+            )
         except OSError as error:
             answers[place] = hardware.Answer(127, "", f"{python}: {error.strerror}")
 
-    threads = [threading.Thread(target=run, args=(place, gpu), daemon=True) for place, gpu in enumerate(mine)]
+    threads = [
+        threading.Thread(target=run, args=(place, gpu), daemon=True)
+        for place, gpu in enumerate(mine)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -272,7 +317,9 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
     found, speeds = Report(), {}
     for place, gpu in enumerate(mine):
         result = _result(answers[place])
-        if fault := result.get("error") or (f"{result['wrong']} entries of a product are wrong" if result.get("wrong") else None):
+        if fault := result.get("error") or (
+            f"{result['wrong']} entries of a product are wrong" if result.get("wrong") else None
+        ):
             found.faults.append(f"GPU {gpu.index} ({gpu.bus}): {fault}")
         else:
             speeds[place] = float(result.get("tflops") or 0)
@@ -297,14 +344,19 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
         result = None
     if isinstance(result, dict):
         return result
-    return {"error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"}
+    return {
+        "error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"
+    }
 
 
 def main() -> int:
     """Look, and write the report: 0."""
     out, wanted = sys.argv[1:]
     found, name = look(json.loads(wanted)), node_name()
-    write_json(Path(out) / f"{name}.json", {**asdict(found), "node": name, "ok": found.ok, "time": round(time.time(), 3)})
+    write_json(
+        Path(out) / f"{name}.json",
+        {**asdict(found), "node": name, "ok": found.ok, "time": round(time.time(), 3)},
+    )
     sys.stdout.flush()
     return 0
 

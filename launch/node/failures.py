@@ -21,12 +21,22 @@ _LINE_CHARACTERS = 2000  # of a line are looked at
 _RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
 _ABORT_LINES = 20  # an error and the words that follow from it
 
-_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")  # a rank that fails after one of these was ended by others
+_ENDING = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+)  # a rank that fails after one of these was ended by others
 _STAMP = re.compile(rb"(\d+\.\d+) ")
-_PREFIX = re.compile(r"^\[rank\d+\]:? ?")  # torch's, on each line of an exception in a distributed program
+_PREFIX = re.compile(
+    r"^\[rank\d+\]:? ?"
+)  # torch's, on each line of an exception in a distributed program
 _TRACEBACK = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\):")
-_CHAIN = re.compile(r"^(During handling of the above exception|The above exception was the direct cause)")
-_WEAK = re.compile(r"^(Exception ignored in|Exception ignored on|Error in atexit|Error in sys\.excepthook)")
+_CHAIN = re.compile(
+    r"^(During handling of the above exception|The above exception was the direct cause)"
+)
+_WEAK = re.compile(
+    r"^(Exception ignored in|Exception ignored on|Error in atexit|Error in sys\.excepthook)"
+)
 _FATAL = re.compile(
     r"^(?P<fault>Fatal Python error: .*)"
     r"|^\s*(?P<what>what\(\):  .*)"
@@ -118,7 +128,11 @@ class Findings:
 
     def cause(self, signal: str | None) -> Cause | None:
         """The reported error of a rank that ended with an error, or by a signal: of SIGKILL nobody reports anything."""
-        if self._cause is None or signal == "SIGKILL" or (signal and not self._is_recent(_RECENT_LINES)):
+        if (
+            self._cause is None
+            or signal == "SIGKILL"
+            or (signal and not self._is_recent(_RECENT_LINES))
+        ):
             return None
         return self._cause
 
@@ -146,8 +160,12 @@ class Findings:
         fatal = _FATAL.search(line)
         if self._names_peer and line and self._cause:
             self._found(replace(self._cause, message=f"{self._cause.message} ({line.strip()})"))
-        elif fatal and not (fatal["fault"] and self._is_recent(_ABORT_LINES)):  # a crash's own words are the least: "Aborted"
-            traceback = self._cause.traceback if self._cause and self._is_recent(_ABORT_LINES) else None
+        elif fatal and not (
+            fatal["fault"] and self._is_recent(_ABORT_LINES)
+        ):  # a crash's own words are the least: "Aborted"
+            traceback = (
+                self._cause.traceback if self._cause and self._is_recent(_ABORT_LINES) else None
+            )
             message = line if fatal["ecc"] else next(part for part in fatal.groups() if part)
             self._found(Cause(message.strip(), now, traceback))
         self._names_peer = line.strip() == "Last error:" and self._is_recent(_ABORT_LINES)
@@ -158,7 +176,11 @@ class Findings:
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
     """What kind of failure it is: config | diverged | busy | memory | node | place | nccl | signal | exit."""
-    named: dict[int | None, str] = {Exit.WRONG_INPUT: "config", Exit.DIVERGED: "diverged", Exit.IN_USE: "busy"}
+    named: dict[int | None, str] = {
+        Exit.WRONG_INPUT: "config",
+        Exit.DIVERGED: "diverged",
+        Exit.IN_USE: "busy",
+    }
     if code in named:
         return named[code]
     for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("place", _PLACE), ("nccl", _NCCL)):
@@ -174,7 +196,9 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
     """The message of a rank, if its end may be an out-of-memory kill: SIGKILL, or an error about a killed process. Else None."""
     if code == Exit.KILLED:
         return f"killed by SIGKILL{OUT_OF_MEMORY}"
-    return f"{error.rstrip('. ')}{OUT_OF_MEMORY}" if error and _KILLED_PROCESS.search(error) else None
+    return (
+        f"{error.rstrip('. ')}{OUT_OF_MEMORY}" if error and _KILLED_PROCESS.search(error) else None
+    )
 
 
 def told_to_end(told: Mapping[str, float], at: float) -> bool:
@@ -236,28 +260,54 @@ def last_stamp(log: Path) -> float | None:
             lines = file.read().splitlines()
     except OSError:
         return None
-    return next((float(found[1]) for line in reversed(lines) if (found := _STAMP.match(line))), None)
+    return next(
+        (float(found[1]) for line in reversed(lines) if (found := _STAMP.match(line))), None
+    )
 
 
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     """The failure that a record tells of."""
-    rank, error, by, code = record["rank"], record.get("error"), record.get("signal"), record.get("exit")
+    rank, error, by, code = (
+        record["rank"],
+        record.get("error"),
+        record.get("signal"),
+        record.get("exit"),
+    )
     if error and blameless_signal(by, record.get("traceback")):
         by = None
-    said = {"rank": rank, "host": str(record.get("host")), "exit": code, "signal": by, "traceback": record.get("traceback")}
+    said = {
+        "rank": rank,
+        "host": str(record.get("host")),
+        "exit": code,
+        "signal": by,
+        "traceback": record.get("traceback"),
+    }
     if record.get("ended") is None:
         seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0
         message = "its process vanished without a word: killed from outside, or its node went down"
-        return Failure(**said, message=message, kind="lost", time=seen, lost_peer=False, reported=False)
+        return Failure(
+            **said, message=message, kind="lost", time=seen, lost_peer=False, reported=False
+        )
     if error:
         message = f"{error} ({by})" if by and by not in error else error
     elif by:
-        message = f"killed by {by}" + (": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else "")
+        message = f"killed by {by}" + (
+            ": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else ""
+        )
     else:
-        message = f"exited with {code}" + (f"; its last line: {record['last_line']}" if record.get("last_line") else "")
+        message = f"exited with {code}" + (
+            f"; its last line: {record['last_line']}" if record.get("last_line") else ""
+        )
     kind = kind_of(error or "", code, by)
     at = float(record.get("error_time") or record["ended"])
-    return Failure(**said, message=message, kind=kind, time=at, lost_peer=bool(_LOST_PEER.search(error or "")), reported=bool(error))
+    return Failure(
+        **said,
+        message=message,
+        kind=kind,
+        time=at,
+        lost_peer=bool(_LOST_PEER.search(error or "")),
+        reported=bool(error),
+    )
 
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
@@ -273,4 +323,6 @@ def _order(failure: Failure, record: dict[str, Any]) -> int:
 
 def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
     """Whether a rank was told to end before it failed."""
-    return told_to_end(record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf)
+    return told_to_end(
+        record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf
+    )

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY_MIB = 2048  # memory in use on a GPU that should be idle; the driver's own share is well below
-NOTHING = frozenset({"", "n/a", "[n/a]", "not supported", "[not supported]", "[not found]", "[insufficient permissions]"})
+NOTHING = frozenset(
+    {
+        "",
+        "n/a",
+        "[n/a]",
+        "not supported",
+        "[not supported]",
+        "[not found]",
+        "[insufficient permissions]",
+    }
+)
 
 CORE = "index uuid name pci.bus_id driver_version memory.total memory.used ecc.errors.uncorrected.volatile.total temperature.gpu".split()
 ROWS = ["gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"]
@@ -65,7 +75,9 @@ class Gpu:
         """What makes it unfit for a run, a line each. `throttled` is `throttling`'s."""
         found = list(self.odd)
         if self.ecc_uncorrected:
-            found.append(f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset it")
+            found.append(
+                f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset it"
+            )
         if self.row_pending:
             found.append("a row of its memory waits to be remapped: reset it")
         if self.row_failure:
@@ -73,7 +85,9 @@ class Gpu:
         if self.recovery not in (None, "None"):
             found.append(f"its driver asks for: {self.recovery}")
         if self.fabric not in (None, "Completed"):
-            found.append(f"its NVLink fabric is not up ({self.fabric}): is the fabric manager running?")
+            found.append(
+                f"its NVLink fabric is not up ({self.fabric}): is the fabric manager running?"
+            )
         return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
 
     def busy(self) -> list[str]:
@@ -85,18 +99,30 @@ class Gpu:
 
     def throttling(self) -> tuple[list[str], list[str]]:
         """(faults, warnings) of clocks held down now: by the hardware, by the driver."""
-        lines = {reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)" for reason in self.throttled}
-        return [lines[r] for r in self.throttled if r.startswith("hw")], [lines[r] for r in self.throttled if r.startswith("sw")]
+        lines = {
+            reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)"
+            for reason in self.throttled
+        }
+        return [lines[r] for r in self.throttled if r.startswith("hw")], [
+            lines[r] for r in self.throttled if r.startswith("sw")
+        ]
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
+def ask(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> Answer:
     """Run a command with a time limit. One that cannot be killed (a driver that hangs) is left behind, not waited for.
 
     Raises:
         OSError: it cannot be started.
     """
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=max(seconds, 0.1))
@@ -118,7 +144,9 @@ def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
         return gpus, complaints
     for gpu, (pending, failure) in _of_each(gpus, "remapped-rows", ROWS, end - time.monotonic()):
         gpu.row_pending, gpu.row_failure = _yes(pending), _yes(failure)
-    for gpu, (action,) in _of_each(gpus, "gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()):
+    for gpu, (action,) in _of_each(
+        gpus, "gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()
+    ):
         gpu.recovery = _word(action)
     for gpu, (state,) in _of_each(gpus, "gpu", ["uuid", "fabric.state"], end - time.monotonic()):
         gpu.fabric = _word(state)
@@ -131,49 +159,75 @@ def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
 def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
     """Set what holds down the GPUs' clocks at this moment, under the drivers' older names of it too."""
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        rows = _of_each(gpus, "gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds)
+        rows = _of_each(
+            gpus, "gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds
+        )
         for gpu, states in rows:
-            gpu.throttled = tuple(name for name, state in zip(THROTTLING, states, strict=True) if state == "Active")
+            gpu.throttled = tuple(
+                name for name, state in zip(THROTTLING, states, strict=True) if state == "Active"
+            )
         if rows:
             return
 
 
-def _of_each(gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float) -> list[tuple[Gpu, list[str]]]:
+def _of_each(
+    gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float
+) -> list[tuple[Gpu, list[str]]]:
     """What nvidia-smi says of some fields, the first of which is the GPU's UUID, for each row that is one of these GPUs."""
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    return [(by_uuid[uuid], cells) for uuid, *cells in _optional(what, fields, seconds) if uuid in by_uuid]
+    return [
+        (by_uuid[uuid], cells)
+        for uuid, *cells in _optional(what, fields, seconds)
+        if uuid in by_uuid
+    ]
 
 
 def listed(seconds: float) -> int:
     """GPUs that nvidia-smi lists for this process; 0 where there is none, or no nvidia-smi."""
     try:
-        return len(re.findall(r"^GPU \d+:", ask(["nvidia-smi", "-L"], seconds).output, re.MULTILINE))
+        return len(
+            re.findall(r"^GPU \d+:", ask(["nvidia-smi", "-L"], seconds).output, re.MULTILINE)
+        )
     except OSError:
         return 0
 
 
 def named_gpus(seconds: float) -> list[str]:
     """The driver's GPUs in words, alike ones counted: ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``; none where it does not say."""
-    rows = [f"{name}, compute capability {capability}" for name, capability in _optional("gpu", ["name", "compute_cap"], seconds)]
+    rows = [
+        f"{name}, compute capability {capability}"
+        for name, capability in _optional("gpu", ["name", "compute_cap"], seconds)
+    ]
     return [f"{rows.count(row)} x {row}" for row in dict.fromkeys(rows)]
 
 
 def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this job, by number or UUID; all where it says nothing that nvidia-smi knows."""
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
-    found = [gpu for word in words for gpu in gpus if word == str(gpu.index) or (len(word) > 4 and gpu.uuid.startswith(word))]
+    found = [
+        gpu
+        for word in words
+        for gpu in gpus
+        if word == str(gpu.index) or (len(word) > 4 and gpu.uuid.startswith(word))
+    ]
     return found if words and len(found) == len(words) else list(gpus)
 
 
-def _query(what: str, fields: Sequence[str], seconds: float, complaints: list[str]) -> list[list[str]]:
+def _query(
+    what: str, fields: Sequence[str], seconds: float, complaints: list[str]
+) -> list[list[str]]:
     """nvidia-smi's rows for some fields; its other lines are added to the complaints."""
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         answer = ask(command, seconds)
     except OSError as error:
-        raise SmiError(f"nvidia-smi cannot be started ({error.strerror}): is the NVIDIA driver installed here?") from None
+        raise SmiError(
+            f"nvidia-smi cannot be started ({error.strerror}): is the NVIDIA driver installed here?"
+        ) from None
     if answer.code is None:
-        raise SmiError(f"nvidia-smi did not answer in {seconds:.1f} s: the driver hangs, or a GPU is lost")
+        raise SmiError(
+            f"nvidia-smi did not answer in {seconds:.1f} s: the driver hangs, or a GPU is lost"
+        )
     rows = []
     for line in answer.output.splitlines():
         row = [cell.strip() for cell in next(csv.reader([line]), [])]
@@ -201,10 +255,23 @@ def _gpu(row: Sequence[str]) -> Gpu:
     index, uuid, name, bus, driver, *numbers = row
     values = [int(cell) if cell.isdigit() else None for cell in numbers]
     odd = [
-        f"{title} {cell}" for title, cell in zip(CORE, row, strict=True) if cell.startswith(("[", "ERR")) and cell.lower() not in NOTHING
+        f"{title} {cell}"
+        for title, cell in zip(CORE, row, strict=True)
+        if cell.startswith(("[", "ERR")) and cell.lower() not in NOTHING
     ]
     total, used, ecc, temperature = values
-    return Gpu(int(index) if index.isdigit() else -1, uuid, name, bus, driver, total, used, ecc, temperature, odd=tuple(odd))
+    return Gpu(
+        int(index) if index.isdigit() else -1,
+        uuid,
+        name,
+        bus,
+        driver,
+        total,
+        used,
+        ecc,
+        temperature,
+        odd=tuple(odd),
+    )
 
 
 def _word(cell: str) -> str | None:
@@ -228,7 +295,9 @@ def last_line(text: str) -> str:
 
 
 GB = 1e9
-XID = re.compile(r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$")
+XID = re.compile(
+    r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$"
+)
 RECENT_SECONDS = 3600.0  # an older error has been lived with, or its GPU was reset since
 # By NVIDIA's list of Xid errors. Of the hardware, the driver or the links: the GPU needs a reset, a reboot or a technician.
 # The others (13, 31, 43, 45, 63, 94 ...) are a program's own, or dealt with already.
@@ -237,7 +306,9 @@ BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 def memory_gb() -> tuple[float, float, float | None]:
     """(free, whole) memory and the free part of /dev/shm (None: there is none), in GB."""
-    pairs = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    pairs = (
+        line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
     known = {words[0].rstrip(":"): int(words[1]) * 1024 / GB for words in pairs if len(words) > 1}
     try:
         shm = round(shutil.disk_usage("/dev/shm").free / GB, 3)
@@ -284,7 +355,11 @@ def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
     """
     try:
         answer = ask(["dmesg"], 10)
-        now = now if now is not None else float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        now = (
+            now
+            if now is not None
+            else float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        )
     except OSError:
         return []
     found: dict[tuple[str, str], str] = {}

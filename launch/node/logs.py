@@ -42,7 +42,9 @@ class Scribe:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
         self._room = 0  # bytes that may be written before the log's size is looked at
-        self._head = self._left_out = 0  # the size of the first quarter, to its last line's end; bytes that are no longer in the log
+        self._head = self._left_out = (
+            0  # the size of the first quarter, to its last line's end; bytes that are no longer in the log
+        )
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -82,7 +84,11 @@ class Scribe:
 
     def hide(self, text: str) -> str:
         """The text with every secret's value as ***."""
-        return self._hidden.sub(b"***", text.encode(errors="surrogateescape")).decode(errors="replace") if self._hidden else text
+        return (
+            self._hidden.sub(b"***", text.encode(errors="surrogateescape")).decode(errors="replace")
+            if self._hidden
+            else text
+        )
 
     def _write(self, lines: Sequence[bytes], now: float) -> None:
         stamped = bytearray()
@@ -114,10 +120,15 @@ class Scribe:
             self._room = LOG_BYTES // 2
             head = os.pread(self._file, self._head or quarter, 0)
             head = head[: head.rfind(b"\n") + 1]
-            tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1).partition(b"\n")[2]
+            tail = os.pread(self._file, quarter + 1, status.st_size - quarter - 1).partition(b"\n")[
+                2
+            ]
             left_out = self._left_out + status.st_size - len(head) - len(tail)
             stamp = tail.partition(b" ")[0]  # times must not decrease
-            marker = b"%b [launch] %d bytes left out: a log keeps its first and its last %d MiB\n" % (stamp, left_out, quarter >> 20)
+            marker = (
+                b"%b [launch] %d bytes left out: a log keeps its first and its last %d MiB\n"
+                % (stamp, left_out, quarter >> 20)
+            )
             new = os.open(temporary, _LOG_FLAGS | os.O_TRUNC, stat.S_IMODE(status.st_mode))
             try:
                 for part in (head, marker, tail):
@@ -125,7 +136,10 @@ class Scribe:
                 os.fsync(new)
                 os.replace(temporary, self._path)
                 self._file, new = new, self._file
-                self._head, self._left_out = len(head), left_out - len(marker)  # the next time, the marker is left out, too
+                self._head, self._left_out = (
+                    len(head),
+                    left_out - len(marker),
+                )  # the next time, the marker is left out, too
                 self._room = LOG_BYTES - sum(map(len, (head, marker, tail)))
             finally:
                 os.close(new)
@@ -149,7 +163,10 @@ def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
     forms: set[str] = set()
     for value in hidden:
         forms |= {value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}
-    ordered = sorted((form.encode(errors="surrogateescape") for form in forms), key=lambda form: (-len(form), form))
+    ordered = sorted(
+        (form.encode(errors="surrogateescape") for form in forms),
+        key=lambda form: (-len(form), form),
+    )
     return re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
 
 
@@ -181,7 +198,9 @@ class Source:
     label: str
     since: float = 0.0  # lines outside these two unix times are another attempt's
     until: float = float("inf")
-    of_slurm: bool = False  # its time is that of the supervisor's lines in it, which supervisor.log has as well
+    of_slurm: bool = (
+        False  # its time is that of the supervisor's lines in it, which supervisor.log has as well
+    )
 
     def lines(self) -> Iterator[Line]:
         """Its lines, as they are now; nothing where there is no such file."""
@@ -203,10 +222,14 @@ class Source:
         """The time of a raw line, ``otherwise`` where it tells none, and the line, unless it is none of this source's."""
         raw = raw.rstrip(b"\r\n")
         if self.of_slurm and (told := _SUPERVISOR.match(raw)):
-            return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None  # its fraction is not told
+            return time.mktime(
+                time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")
+            ) + 1.0, None  # its fraction is not told
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
-        return at, Line(at, self.label, text.decode(errors="replace")) if self.since <= at < self.until else None
+        return at, Line(
+            at, self.label, text.decode(errors="replace")
+        ) if self.since <= at < self.until else None
 
 
 class Tail:
@@ -223,7 +246,9 @@ class Tail:
             with self.source.path.open("rb") as file:
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
-                while position > 0 and data.count(b"\n") <= count + 1:  # with the line before, which `last` is to be whole
+                while (
+                    position > 0 and data.count(b"\n") <= count + 1
+                ):  # with the line before, which `last` is to be whole
                     position = max(0, position - _BLOCK)
                     file.seek(position)
                     data = file.read(end - position)
@@ -254,7 +279,9 @@ class Tail:
         self.last = whole[-1] + b"\n" if whole else self.last
         now, lines = time.time(), []
         for raw in whole:
-            self._at, line = self.source.parse(raw, self._at if self.source.of_slurm and not self._began else now)
+            self._at, line = self.source.parse(
+                raw, self._at if self.source.of_slurm and not self._began else now
+            )
             if line:
                 lines.append(line)
         self._began = True
@@ -267,7 +294,10 @@ class Tail:
             return
         data = file.read() if _STAMP.match(self.last) else b""
         at, marker = data.rfind(self.last), _MARKER.search(data)
-        self.offset, self._rest = at + len(self.last) if data and at >= 0 else marker.start() if marker else 0, b""
+        self.offset, self._rest = (
+            at + len(self.last) if data and at >= 0 else marker.start() if marker else 0,
+            b"",
+        )
 
 
 class Follower:
@@ -300,13 +330,20 @@ def merged(sources: Iterable[Source]) -> Iterator[Line]:
 
 def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[Source]:
     """The logs of an attempt's ranks, or of some of them."""
-    found = ((int(path.stem.rpartition("_")[2]), path) for path in sorted((attempt / "logs").glob("rank_[0-9]*.log")))
+    found = (
+        (int(path.stem.rpartition("_")[2]), path)
+        for path in sorted((attempt / "logs").glob("rank_[0-9]*.log"))
+    )
     return [Source(path, f"rank {rank}") for rank, path in found if ranks is None or rank in ranks]
 
 
 def agent_sources(attempt: Path) -> list[Source]:
     """The logs of what starts the ranks, and of the pre-flight check."""
-    others = (path for path in sorted((attempt / "logs").glob("*.log")) if not path.name.startswith("rank_"))
+    others = (
+        path
+        for path in sorted((attempt / "logs").glob("*.log"))
+        if not path.name.startswith("rank_")
+    )
     return [Source(path, path.stem.replace("_", " ")) for path in others]
 
 

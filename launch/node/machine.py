@@ -30,8 +30,15 @@ from launch.node.checks import Check
 
 PYTHON = ((3, 11), (3, 13))
 LOOK_SECONDS = 300.0  # for an import from a cold network file system
-LITTLE_SHM, LITTLE_DISK = 1.0, 10.0  # GB: containers get 0.064 of shared memory unless told; a small checkpoint, a few of compiled code
-GPU_PACKAGES = {"flash_attn": "flash-attn", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+LITTLE_SHM, LITTLE_DISK = (
+    1.0,
+    10.0,
+)  # GB: containers get 0.064 of shared memory unless told; a small checkpoint, a few of compiled code
+GPU_PACKAGES = {
+    "flash_attn": "flash-attn",
+    "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm",
+}
 GPU_EXTRA = "python -m pip install --no-build-isolation -c constraints.txt -e .[gpu]"
 SOURCE = "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + std::string().size(); }\n"
 Progress = Callable[[str, float], None]  # (op, seconds so far)
@@ -45,7 +52,12 @@ def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
     if any(check.level == "FAILED" for check in torch):
         yield Check("warning", "the rest", "was not looked at: it needs torch and Megatron-core")
         return
-    for name, checks in {"gpu": gpus, "triton": triton, "deepspeed": deepspeed, "compiler": compiling}.items():
+    for name, checks in {
+        "gpu": gpus,
+        "triton": triton,
+        "deepspeed": deepspeed,
+        "compiler": compiling,
+    }.items():
         yield from _guarded(name, checks)
     if find_spec("deepspeed") is not None:
         yield from _guarded("ops", lambda: ops(build, fix, progress))
@@ -61,14 +73,26 @@ def _guarded(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check
 
 
 def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def python() -> Iterator[Check]:
     """The interpreter's version."""
     right = PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]
     remedy = "" if right else "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python"
-    yield Check("ok" if right else "FAILED", "python", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}", remedy)
+    yield Check(
+        "ok" if right else "FAILED",
+        "python",
+        f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}",
+        remedy,
+    )
 
 
 def torch_and_megatron() -> Iterator[Check]:
@@ -77,16 +101,28 @@ def torch_and_megatron() -> Iterator[Check]:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
     except (ImportError, OSError) as error:
-        yield Check("FAILED", "torch", f"cannot be imported ({hardware.last_line(str(error))})", "make setup")
+        yield Check(
+            "FAILED",
+            "torch",
+            f"cannot be imported ({hardware.last_line(str(error))})",
+            "make setup",
+        )
         return
     yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
     remedy = f"pip install megatron-core=={platform.MEGATRON_VERSION}"
     try:
         with warnings.catch_warnings():
             platform.import_megatron()
-            importlib.import_module("pretrain.engines")  # imports of Megatron-core what training does
+            importlib.import_module(
+                "pretrain.engines"
+            )  # imports of Megatron-core what training does
     except (ImportError, OSError) as error:
-        yield Check("FAILED", "megatron-core", f"cannot be imported ({hardware.last_line(str(error))})", remedy)
+        yield Check(
+            "FAILED",
+            "megatron-core",
+            f"cannot be imported ({hardware.last_line(str(error))})",
+            remedy,
+        )
         return
     yield _pinned("megatron-core", version("megatron-core"), platform.MEGATRON_VERSION, remedy)
 
@@ -108,7 +144,11 @@ def gpus() -> Iterator[Check]:
         if not seen:
             yield Check("ok", "gpu", "no GPU: everything runs on the CPU with gloo")
             return
-        why = "the driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them" if toolkit() else "torch is built without CUDA"
+        why = (
+            "the driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them"
+            if toolkit()
+            else "torch is built without CUDA"
+        )
         remedy = "install a torch for the driver that nvidia-smi names"
         yield Check("FAILED", "gpu", f"torch uses none of {', '.join(seen)}: {why}", remedy)
         return
@@ -117,7 +157,12 @@ def gpus() -> Iterator[Check]:
     device = machine.device()
     torch.ones(8, device=device).sum().item()  # a build without this GPU's machine code fails here
     capability = machine.architecture(device)
-    yield Check("ok", "gpu", ", ".join(seen) or f"{machine.name(device)}, compute capability {capability // 10}.{capability % 10}")
+    yield Check(
+        "ok",
+        "gpu",
+        ", ".join(seen)
+        or f"{machine.name(device)}, compute capability {capability // 10}.{capability % 10}",
+    )
 
 
 def triton() -> Iterator[Check]:
@@ -128,10 +173,18 @@ def triton() -> Iterator[Check]:
     on_gpu = machine.device().type == "cuda"
     found, fault = triton_version(), lacks_triton(machine.device())
     if found is None:
-        remedy = f"slower implementations run: {GPU_EXTRA}" if on_gpu else "only tests need it on a CPU: make setup"
+        remedy = (
+            f"slower implementations run: {GPU_EXTRA}"
+            if on_gpu
+            else "only tests need it on a CPU: make setup"
+        )
         yield Check("absent", "triton", "not installed", remedy)
         return
-    yield Check("warning" if fault and on_gpu else "ok", "triton", f"{found[0]}.{found[1]}{f' ({fault})' if fault else ''}")
+    yield Check(
+        "warning" if fault and on_gpu else "ok",
+        "triton",
+        f"{found[0]}.{found[1]}{f' ({fault})' if fault else ''}",
+    )
 
 
 def deepspeed() -> Iterator[Check]:
@@ -139,12 +192,19 @@ def deepspeed() -> Iterator[Check]:
     from pretrain.engines.deepspeed_ops import INSTALL, prepare_environment
 
     if find_spec("deepspeed") is None:
-        yield Check("absent", "deepspeed", "not installed; engine.name: deepspeed needs it", INSTALL)
+        yield Check(
+            "absent", "deepspeed", "not installed; engine.name: deepspeed needs it", INSTALL
+        )
         return
     prepare_environment()
     asked = _asked(sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)")
     if asked.returncode:
-        yield Check("FAILED", "deepspeed", f"cannot be imported ({hardware.last_line(asked.stderr)})", INSTALL)
+        yield Check(
+            "FAILED",
+            "deepspeed",
+            f"cannot be imported ({hardware.last_line(asked.stderr)})",
+            INSTALL,
+        )
         return
     tested = None
     with contextlib.suppress(PackageNotFoundError):  # where this project is not installed itself
@@ -159,25 +219,54 @@ def compiling() -> Iterator[Check]:
 
     if missing := deepspeed_ops.lacks_ninja():
         text, _, remedy = missing.partition(": ")
-        yield Check("FAILED" if find_spec("deepspeed") else "absent", "ninja", text, f"{remedy} (DeepSpeed starts it whenever it starts)")
+        yield Check(
+            "FAILED" if find_spec("deepspeed") else "absent",
+            "ninja",
+            text,
+            f"{remedy} (DeepSpeed starts it whenever it starts)",
+        )
     else:
         deepspeed_ops.prepare_environment()
-        yield Check("ok", "ninja", f"{hardware.last_line(_asked('ninja', '--version').stdout)}, {shutil.which('ninja')}")
+        yield Check(
+            "ok",
+            "ninja",
+            f"{hardware.last_line(_asked('ninja', '--version').stdout)}, {shutil.which('ninja')}",
+        )
     if missing := deepspeed_ops.lacks_compiler():
         text, _, remedy = missing.partition(": ")
-        yield Check("FAILED", "C++ compiler", text, f"{remedy} (Megatron-core's data sets and DeepSpeed are compiled)")
+        yield Check(
+            "FAILED",
+            "C++ compiler",
+            text,
+            f"{remedy} (Megatron-core's data sets and DeepSpeed are compiled)",
+        )
         return
     compiler = deepspeed_ops.compiler()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "threads.cpp")
         source.write_text(SOURCE)
-        done = _asked(compiler, "-fopenmp", "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so")))
+        done = _asked(
+            compiler,
+            "-fopenmp",
+            "-fPIC",
+            "-shared",
+            str(source),
+            "-o",
+            str(source.with_suffix(".so")),
+        )
     if done.returncode:
-        fault = next((line for line in done.stderr.splitlines() if "error" in line), hardware.last_line(done.stderr))
+        fault = next(
+            (line for line in done.stderr.splitlines() if "error" in line),
+            hardware.last_line(done.stderr),
+        )
         text = f"{shutil.which(compiler)} compiles no program with OpenMP ({fault})"
         yield Check("FAILED", "C++ compiler", text, "CXX=/path/to/g++")
     else:
-        yield Check("ok", "C++ compiler", f"{_asked(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}")
+        yield Check(
+            "ok",
+            "C++ compiler",
+            f"{_asked(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}",
+        )
 
 
 def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
@@ -190,9 +279,18 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
         yield Check("FAILED", "extensions", fault)
     elif shared and directory != deepspeed_ops.default_directory():
         text = f"{directory} ({kind}) may be seen by machines whose CPU cannot run what this one compiles"
-        yield Check("warning", "extensions", text, "unset TORCH_EXTENSIONS_DIR, and each kind gets its own below ~/.cache")
+        yield Check(
+            "warning",
+            "extensions",
+            text,
+            "unset TORCH_EXTENSIONS_DIR, and each kind gets its own below ~/.cache",
+        )
     else:
-        yield Check("warning" if shared else "ok", "extensions", f"{directory} ({kind}{', a network file system' if shared else ''})")
+        yield Check(
+            "warning" if shared else "ok",
+            "extensions",
+            f"{directory} ({kind}{', a network file system' if shared else ''})",
+        )
     for name in deepspeed_ops.needed_ops(offload_optimizer=True):
         yield from of_op(name, build, fix, progress)
 
@@ -215,15 +313,28 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
         except deepspeed_ops.OpError as error:
             yield Check("FAILED", name, str(error))
         else:
-            yield Check("ok", name, f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} in {seconds:.0f} s")
+            yield Check(
+                "ok",
+                name,
+                f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} in {seconds:.0f} s",
+            )
     elif state == "built":
         yield Check("ok", name, "compiled")
     elif state == "missing":
-        yield Check("absent", name, "not compiled yet; the first start does it, in one to five minutes", deepspeed_ops.BUILD)
+        yield Check(
+            "absent",
+            name,
+            "not compiled yet; the first start does it, in one to five minutes",
+            deepspeed_ops.BUILD,
+        )
     else:
-        holders = ", ".join(map(str, deepspeed_ops.lock_holders(name))) or "of another machine or user"
+        holders = (
+            ", ".join(map(str, deepspeed_ops.lock_holders(name))) or "of another machine or user"
+        )
         lock = deepspeed_ops.extensions_directory() / name / "lock"
-        yield Check("warning", name, f"is being compiled or loaded by process {holders}, which holds {lock}")
+        yield Check(
+            "warning", name, f"is being compiled or loaded by process {holders}, which holds {lock}"
+        )
 
 
 def cuda_toolkit() -> Iterator[Check]:
@@ -235,9 +346,15 @@ def cuda_toolkit() -> Iterator[Check]:
         yield Check("absent", "nvcc", "not needed: torch is built without CUDA")
         return
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None) or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None) or shutil.which(
+        "/usr/local/cuda/bin/nvcc"
+    )
     if nvcc is None:
-        yield Check("absent", "nvcc", "no CUDA toolkit; flash-attn and mamba-ssm are compiled with one where no wheel fits")
+        yield Check(
+            "absent",
+            "nvcc",
+            "no CUDA toolkit; flash-attn and mamba-ssm are compiled with one where no wheel fits",
+        )
         return
     release = re.search(r"release (\d+\.\d+)", _asked(nvcc, "-V").stdout)
     found = release[1] if release else "unknown"
@@ -268,24 +385,42 @@ def room() -> Iterator[Check]:
     """Free space of this folder's disk and of shared memory."""
     for name, path, little, why in (
         ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),
-        ("shared memory", Path("/dev/shm"), LITTLE_SHM, "NCCL and data loaders use it; docker run --shm-size=8g, or --ipc=host"),
+        (
+            "shared memory",
+            Path("/dev/shm"),
+            LITTLE_SHM,
+            "NCCL and data loaders use it; docker run --shm-size=8g, or --ipc=host",
+        ),
     ):
         if not path.is_dir():
             yield Check("warning", name, f"there is no {path}")
             continue
         free = shutil.disk_usage(path).free / hardware.GB
-        yield Check("warning" if free < little else "ok", name, f"{free:.1f} GB free in {path}", why if free < little else "")
+        yield Check(
+            "warning" if free < little else "ok",
+            name,
+            f"{free:.1f} GB free in {path}",
+            why if free < little else "",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print each check, and how long an operation has been compiling, as it is known: 0."""
     parser = argparse.ArgumentParser(prog="python -m launch.node.machine", allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
-    parser.add_argument("--fix", action="store_true", help="remove the lock files of DeepSpeed compilations that were killed")
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="remove the lock files of DeepSpeed compilations that were killed",
+    )
     given = parser.parse_args(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no check
-    for check in examine(given.build, given.fix, lambda name, seconds: print(json.dumps([name, seconds]), file=out, flush=True)):
+    for check in examine(
+        given.build,
+        given.fix,
+        lambda name, seconds: print(json.dumps([name, seconds]), file=out, flush=True),
+    ):
         print(json.dumps(asdict(check)), file=out, flush=True)
     return 0
 

@@ -53,12 +53,18 @@ class Ranks:
 
 def join(backend: str, seconds: float) -> Ranks:
     """Join the other ranks. On GPUs a rank sees its own alone. Raises RuntimeError when they do not come together in time."""
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world_size, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
     if backend == "nccl":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(int(os.environ["LOCAL_WORLD_SIZE"]))))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(int(os.environ["LOCAL_WORLD_SIZE"])))
+        )
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank]
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None
+    )
     nodes: list[Any] = [None] * world_size
     dist.all_gather_object(nodes, node_name())
     return Ranks(rank, world_size, local_rank, backend, device, tuple(nodes))
@@ -74,7 +80,9 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
     data = torch.full((mib * MIB // 4,), float(dist.get_rank(group) + 1), device=ranks.device)
     dist.all_reduce(data, group=group)
     if (data != size * (size + 1) / 2).any().item():
-        raise RuntimeError(f"an all-reduce of {mib} MiB gave a wrong sum on {ranks.nodes[ranks.rank]}")
+        raise RuntimeError(
+            f"an all-reduce of {mib} MiB gave a wrong sum on {ranks.nodes[ranks.rank]}"
+        )
     data.zero_()
 
     def run(times: int) -> float:
@@ -113,14 +121,21 @@ def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
     members = [[rank for rank, node in enumerate(ranks.nodes) if node in pair] for pair in pairs]
     groups = [dist.new_group(list(ranks_of)) for ranks_of in members]
     found: dict[int, float] = {}
-    rounds = [range(0, len(pairs) - 1, 2), range(1, len(pairs), 2), *([range(len(pairs) - 1, len(pairs))] if len(pairs) % 2 else [])]
+    rounds = [
+        range(0, len(pairs) - 1, 2),
+        range(1, len(pairs), 2),
+        *([range(len(pairs) - 1, len(pairs))] if len(pairs) % 2 else []),
+    ]
     for chosen in rounds:
         meet(ranks)
         for i in chosen:
             if ranks.rank in members[i]:
                 found[i] = measure(ranks, mib, groups[i])["bus"]
     told = gather(ranks, found)
-    return [{"nodes": list(pair), "bus": min(answer[i] for answer in told if i in answer)} for i, pair in enumerate(pairs)]
+    return [
+        {"nodes": list(pair), "bus": min(answer[i] for answer in told if i in answer)}
+        for i, pair in enumerate(pairs)
+    ]
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
@@ -144,14 +159,20 @@ def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
             offsets[node] = min(offset, offsets.get(node, offset), key=abs)
     told = read_json(folder / "clock.json")
     ahead = time.time() - float(told["time"]) if told else None
-    return {"skew": {node: round(offset, 4) for node, offset in offsets.items()}, "ahead_at_most": ahead}
+    return {
+        "skew": {node: round(offset, 4) for node, offset in offsets.items()},
+        "ahead_at_most": ahead,
+    }
 
 
 def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
     """Write a file into each folder on every node, look for the others': a line for each not written, or not seen. Collective."""
     mine = ranks.local_rank == 0 or ranks.nodes.index(ranks.nodes[ranks.rank]) == ranks.rank
     node, faults = ranks.nodes[ranks.rank], []
-    paths = {name: {other: Path(name) / f".launch_doctor_{token}_{other}" for other in ranks.names} for name in folders}
+    paths = {
+        name: {other: Path(name) / f".launch_doctor_{token}_{other}" for other in ranks.names}
+        for name in folders
+    }
     for name in folders if mine else ():
         try:
             paths[name][node].write_text(node, encoding="utf-8")
@@ -161,10 +182,14 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
     for name in folders if mine else ():
         deadline = time.monotonic() + SEEN_SECONDS
         others = {other: path for other, path in paths[name].items() if other != node}
-        while (unseen := [other for other, path in others.items() if not path.exists()]) and time.monotonic() < deadline:
+        while (
+            unseen := [other for other, path in others.items() if not path.exists()]
+        ) and time.monotonic() < deadline:
             time.sleep(0.5)
         if unseen:
-            faults.append(f"{name}: {node} does not see what {', '.join(unseen)} wrote: not one folder, shared by the nodes")
+            faults.append(
+                f"{name}: {node} does not see what {', '.join(unseen)} wrote: not one folder, shared by the nodes"
+            )
     everyone = gather(ranks, faults)
     for name in folders if mine else ():
         paths[name][node].unlink(missing_ok=True)
@@ -173,15 +198,33 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
 
 def all_reduce(argv: list[str]) -> int:
     """Measure everything; rank 0 writes FOLDER/bandwidth.json."""
-    parser = argparse.ArgumentParser(prog="python -m launch.node.measure all-reduce", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.node.measure all-reduce", allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="bandwidth.json is written there")
     parser.add_argument("--backend", choices=SIZES, required=True)
-    parser.add_argument("--floor", type=float, help="bus bandwidth in GB/s below which pairs of nodes are measured, too")
-    parser.add_argument("--shared", action="append", default=[], metavar="FOLDER", help="a folder that all nodes should share")
-    parser.add_argument("--seconds", type=float, default=120, help="for the ranks to find each other")
+    parser.add_argument(
+        "--floor",
+        type=float,
+        help="bus bandwidth in GB/s below which pairs of nodes are measured, too",
+    )
+    parser.add_argument(
+        "--shared",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="a folder that all nodes should share",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="for the ranks to find each other"
+    )
     arguments = parser.parse_args(argv)
     ranks = join(arguments.backend, arguments.seconds)
-    result: dict[str, Any] = {"world_size": ranks.world_size, "nodes": ranks.names, "backend": ranks.backend}
+    result: dict[str, Any] = {
+        "world_size": ranks.world_size,
+        "nodes": ranks.names,
+        "backend": ranks.backend,
+    }
     result["clocks"] = clocks(ranks, arguments.folder)
     result["shared"] = exchange(ranks, arguments.shared, f"{os.environ.get('MASTER_PORT', '0')}")
     if ranks.world_size > 1:
@@ -201,7 +244,9 @@ SIZE = 2048  # of the product that is compared; its inner size is half of it: su
 TIMED = 8192  # of the products that are timed, on a GPU
 
 
-def check(device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int = 20) -> dict[str, object]:
+def check(
+    device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int = 20
+) -> dict[str, object]:
     """{"wrong": entries that differ from the CPU's exact answer, "tflops": speed in bfloat16} of a device such as cuda:0 or cpu.
 
     Raises:
@@ -209,7 +254,10 @@ def check(device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int =
     """
     device = torch.device(device_name)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((size, size // 2), (size // 2, size)))
+    left, right = (
+        torch.randint(-1, 2, shape, generator=generator).float()
+        for shape in ((size, size // 2), (size // 2, size))
+    )
     answer = (left.to(device, torch.bfloat16) @ right.to(device, torch.bfloat16)).float().cpu()
     wrong = int((answer != left @ right).sum())
     matrix = torch.ones(timed, timed, dtype=torch.bfloat16, device=device)
@@ -226,7 +274,12 @@ def product(device: str) -> int:
     """Print the result of `check`, or the error, as a line of JSON: 0, 1 where the device failed or its answer is wrong."""
     try:
         result = check(device) if device != "cpu" else check(device, size=512, timed=256, repeats=2)
-    except (ImportError, RuntimeError, AssertionError, OSError) as error:  # AssertionError: a torch without CUDA
+    except (
+        ImportError,
+        RuntimeError,
+        AssertionError,
+        OSError,
+    ) as error:  # AssertionError: a torch without CUDA
         result = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
     print(json.dumps(result), flush=True)
     return 1 if result.get("error") or result.get("wrong") else 0

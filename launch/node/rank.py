@@ -37,9 +37,15 @@ from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
-OOM_SECONDS = 60.0  # an out-of-memory kill that is older, up to twice as much, is not why a rank was killed
+OOM_SECONDS = (
+    60.0  # an out-of-memory kill that is older, up to twice as much, is not why a rank was killed
+)
 _PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
-_FLIGHT_FOLDERS = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+_FLIGHT_FOLDERS = {
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+}
 _NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
 OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -48,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code, 2 where the command line is wrong, 126 or 127 where the command cannot be started."""
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 3 or words[1] != "--":
-        print("launch.node.rank: error: usage: python -m launch.node.rank ATTEMPT -- COMMAND...", file=sys.stderr)
+        print(
+            "launch.node.rank: error: usage: python -m launch.node.rank ATTEMPT -- COMMAND...",
+            file=sys.stderr,
+        )
         return Exit.WRONG_INPUT
     try:
         return Keeper(Path(words[0]), words[2:], os.environ).run()
@@ -62,7 +71,10 @@ class Keeper:
 
     def __init__(self, attempt: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.attempt, self.command = attempt, list(command)
-        self.rank, self.local_rank = int(environ.get("RANK") or 0), int(environ.get("LOCAL_RANK") or 0)
+        self.rank, self.local_rank = (
+            int(environ.get("RANK") or 0),
+            int(environ.get("LOCAL_RANK") or 0),
+        )
         self._started = self._child_ended = time.time()
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
         compiled, fault = caches.variables(environ, self._host, Path(__file__).resolve().parents[2])
@@ -95,7 +107,11 @@ class Keeper:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": flight,
             **pipe,
-            **({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight} if _may_have_gpus(environ) else {}),
+            **(
+                {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight}
+                if _may_have_gpus(environ)
+                else {}
+            ),
         }
 
     def run(self) -> int:
@@ -106,11 +122,20 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         source, sink = os.pipe()
         try:
-            for name in self._environ.keys() & _FLIGHT_FOLDERS:  # torch does not make them, and a pipe without its folder ends the rank
+            for name in (
+                self._environ.keys() & _FLIGHT_FOLDERS
+            ):  # torch does not make them, and a pipe without its folder ends the rank
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
             quiet = subprocess.DEVNULL
-            self._child = subprocess.Popen(self.command, stdin=quiet, stdout=sink, stderr=sink, env=self._environ, preexec_fn=prepare)
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=quiet,
+                stdout=sink,
+                stderr=sink,
+                env=self._environ,
+                preexec_fn=prepare,
+            )
         except (OSError, ValueError) as error:
             return self._not_started(error)
         finally:
@@ -193,7 +218,9 @@ class Keeper:
         os.close(source)
         self._scribe.flush()
         if left:
-            self._scribe.note(f"ended {left} {'process' if left == 1 else 'processes'} that the command left running")
+            self._scribe.note(
+                f"ended {left} {'process' if left == 1 else 'processes'} that the command left running"
+            )
         if pipe := self._environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
             with contextlib.suppress(OSError):
                 os.unlink(f"{pipe}{self.rank}.pipe")
@@ -210,7 +237,9 @@ class Keeper:
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
         error = found.message if found else None
-        if oom_kills(self._oom_counter) > self._oom_kills and not told_to_end(self._told, self._child_ended):
+        if oom_kills(self._oom_counter) > self._oom_kills and not told_to_end(
+            self._told, self._child_ended
+        ):
             error = killed_for_memory(error, code) or error
         telling = None if found and blameless_signal(by, found.traceback) else by
         kind = kind_of(error or "", code, telling) if code else None
@@ -227,15 +256,32 @@ class Keeper:
 
     def _save(self, **end: object) -> None:
         """Write the record; a disk that refuses does not end the rank."""
-        record: dict[str, object] = {"rank": self.rank, "local_rank": self.local_rank, "host": self._host, "pid": os.getpid()}
-        record |= {"child": self._child.pid if self._child else None, "started": self._started, "told": self._told}
-        record |= dict.fromkeys(("ended", "exit", "signal", "kind", "error", "error_time", "traceback"))
-        record |= {"last_line": self._findings.last_line[:1000] or None, "last_output": self._scribe.last_output}
+        record: dict[str, object] = {
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "host": self._host,
+            "pid": os.getpid(),
+        }
+        record |= {
+            "child": self._child.pid if self._child else None,
+            "started": self._started,
+            "told": self._told,
+        }
+        record |= dict.fromkeys(
+            ("ended", "exit", "signal", "kind", "error", "error_time", "traceback")
+        )
+        record |= {
+            "last_line": self._findings.last_line[:1000] or None,
+            "last_output": self._scribe.last_output,
+        }
         record |= {"lines_lost": self._scribe.lost, **end}
         try:
             write_json(rank_record(self.attempt, self.rank), record)
         except OSError as error:
-            print(f"launch.node.rank: rank {self.rank}'s record cannot be written: {error}", file=sys.stderr)
+            print(
+                f"launch.node.rank: rank {self.rank}'s record cannot be written: {error}",
+                file=sys.stderr,
+            )
 
 
 class _Wakeup:
@@ -266,8 +312,15 @@ def oom_counter() -> Path | None:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            folder, name = (CGROUPS / controllers, "memory.oom_control") if controllers else (CGROUPS, "memory.events")  # version 1, 2
-            for counter in (folder / path.lstrip("/") / name, folder / name):  # a container may show its own cgroup as the root
+            folder, name = (
+                (CGROUPS / controllers, "memory.oom_control")
+                if controllers
+                else (CGROUPS, "memory.events")
+            )  # version 1, 2
+            for counter in (
+                folder / path.lstrip("/") / name,
+                folder / name,
+            ):  # a container may show its own cgroup as the root
                 if counter.is_file():
                     return counter
     return None
@@ -317,7 +370,12 @@ def _children() -> list[int]:
     mine = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, parent = Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path("/proc", pid, "stat")
+                .read_text(errors="replace")
+                .rpartition(")")[2]
+                .split()[:2]
+            )
         except (OSError, ValueError):  # it ended
             continue
         if int(parent) == os.getpid() and state != "Z":
@@ -325,7 +383,9 @@ def _children() -> list[int]:
     return mine
 
 
-def _wait_for_children(number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]) -> int:
+def _wait_for_children(
+    number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]
+) -> int:
     """Wait until no child is left, children's children as they become ours, at most so long, sending each the signal: how many got it."""
     end, told = time.monotonic() + seconds, set[int]()
     while children := _children():

@@ -27,7 +27,9 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     ]
     # First py-spy, which changes nothing: a handler's work would be in its picture.
     said.append(_py_spy(pid, stopped=status.get("State", "").startswith(("T", "t"))))
-    if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:  # it has a handler; the signal would end it otherwise
+    if (
+        int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1
+    ):  # it has a handler; the signal would end it otherwise
         os.kill(pid, signal.SIGUSR2)
         said.append("SIGUSR2 was sent: the stacks by Python's own account are in the rank's log")
     return "\n".join(said) + "\n"
@@ -42,7 +44,11 @@ def append(path: Path, text: str) -> None:
 
 def stopped_ranks(folder: Path) -> list[int]:
     """The ranks that their dumps in a folder show as stopped: by SIGSTOP, or by a debugger."""
-    found = (_STOPPED.match(text) for path in folder.glob("rank_*.txt") for text in _read(str(path)).splitlines())
+    found = (
+        _STOPPED.match(text)
+        for path in folder.glob("rank_*.txt")
+        for text in _read(str(path)).splitlines()
+    )
     return sorted({int(match[1]) for match in found if match})
 
 
@@ -77,7 +83,13 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
 def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
     command = [program, "dump", "--pid", str(pid), *([] if pause else ["--nonblocking"])]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS / 2, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=SECONDS / 2,
+        check=False,
     )
     if done.returncode == 0:
         return done.stdout.strip()

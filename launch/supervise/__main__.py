@@ -30,15 +30,28 @@ BUSY = "busy_{}.json"  # in ITEM/launch: how often, and since when, this job fou
 def main(argv: list[str] | None = None) -> int:
     """Supervise: 0 the item is finished, or saved at a person's wish; 1 it stopped; 2 its input, or this command line, is wrong."""
     parser = Parser(prog="python -m launch.supervise", description="Keep one item of a job going.")
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="the job's directory, with launch/job.json in it")
-    parser.add_argument("--item", type=int, default=0, metavar="N", help="which of the job's items (default: %(default)s)")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="the job's directory, with launch/job.json in it",
+    )
+    parser.add_argument(
+        "--item",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which of the job's items (default: %(default)s)",
+    )
     parser.add_argument("--show", action="store_true", help="print what rank 0 says")
     arguments = parser.parse_args(argv)
 
     def keep() -> int:
         job = load_job(arguments.directory.absolute())
         if job is None or not 0 <= arguments.item < len(job.items):
-            raise UserError(f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit")
+            raise UserError(
+                f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit"
+            )
         return supervise(job, arguments.item, show=arguments.show)
 
     return run("launch", keep)
@@ -51,7 +64,9 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     journal = Journal(job, item, place.job_id)
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
-            journal.say("the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without")
+            journal.say(
+                "the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without"
+            )
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
             journal.say("finished before; nothing to do")
@@ -69,7 +84,9 @@ def place_of(job: Job) -> Place:
     """Where this process is to run the job: its Slurm allocation, or this machine."""
     if job.profile.get("scheduler") == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
-            raise UserError(f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit")
+            raise UserError(
+                f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit"
+            )
         from launch.supervise.on_slurm import SlurmPlace
 
         return SlurmPlace(os.environ, (job.profile.get("slurm") or {}).get("exclude") or ())
@@ -89,7 +106,9 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if place.job_id is None:
-                    raise InUse(f"{item.directory} is kept going by another process already; see: python -m launch status") from None
+                    raise InUse(
+                        f"{item.directory} is kept going by another process already; see: python -m launch status"
+                    ) from None
                 if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
                     time.sleep(1.0)
                     continue

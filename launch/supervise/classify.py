@@ -22,13 +22,17 @@ from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
-_OOM_BYTES = 16 * TAIL_BYTES  # at the end of an agent's log are searched for Slurm's message: torchrun's may follow it
+_OOM_BYTES = (
+    16 * TAIL_BYTES
+)  # at the end of an agent's log are searched for Slurm's message: torchrun's may follow it
 # Not "Exceeded job memory limit at some point": that limit includes the page cache, and nothing was killed.
 _OOM = re.compile(
     rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
 )
 # What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
-_TELLING = re.compile(r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:")
+_TELLING = re.compile(
+    r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:"
+)
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,18 @@ class Observed:
     told: bool = False  # it was asked to save and end
     hang: str | None = None  # the watchdog's verdict, upon which it was killed
     refused: str | None = None  # why it could not be started
-    faults: Mapping[str, list[str]] = field(default_factory=dict)  # node -> what the pre-flight check found; only nodes that have some
-    down: Mapping[str, str] = field(default_factory=dict)  # nodes of the attempt that went down -> why
+    faults: Mapping[str, list[str]] = field(
+        default_factory=dict
+    )  # node -> what the pre-flight check found; only nodes that have some
+    down: Mapping[str, str] = field(
+        default_factory=dict
+    )  # nodes of the attempt that went down -> why
     cancelled: bool = False  # someone asked the item to stop
     taken: bool = False  # its allocation is being taken away
     queue: bool = False  # there is one, with other nodes, which may not answer for a while
-    oom_kill: bool = False  # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
+    oom_kill: bool = (
+        False  # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
+    )
     limit: str | None = None  # `memory_limit`
 
 
@@ -62,9 +72,13 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
         node, faults = next(iter(seen.faults.items()))
         return "unhealthy", Failure("health", f"{node}: {faults[0]}", host=node)
     if seen.refused is not None:
-        return "cancelled" if seen.cancelled else "failed", Failure("place" if seen.queue else "exit", seen.refused)
+        return "cancelled" if seen.cancelled else "failed", Failure(
+            "place" if seen.queue else "exit", seen.refused
+        )
     if kind == "command" and seen.told and seen.code != 0:
-        return ("cancelled" if seen.cancelled else "saved"), None  # what it has finished is kept, and the same command goes on
+        return (
+            "cancelled" if seen.cancelled else "saved"
+        ), None  # what it has finished is kept, and the same command goes on
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
     if seen.code == 0 and (kind == "command" or seen.told):
@@ -73,7 +87,9 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
         return "cancelled", None
     if seen.code == 0:
         words = f"progress.json says {state}" if state else "progress.json says nothing of it"
-        return "failed", Failure("exit", f"it ended with 0 before its last step: {words}", step=step, exit=0)
+        return "failed", Failure(
+            "exit", f"it ended with 0 before its last step: {words}", step=step, exit=0
+        )
     first = first_failure(folder)
     if first is not None and first.kind == "busy":
         return "busy", None
@@ -97,25 +113,42 @@ def last_step(seen: Observed) -> int | None:
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
     """Why it failed: an out-of-memory kill, a node that went down, else the first rank that failed, else what the agents said."""
     if (words := _out_of_memory(seen, folder, first)) is not None:
-        rank, host, code = (first.rank, first.host, first.exit) if first else (None, None, seen.code)
-        return Failure("memory", f"{words}; {seen.limit}" if seen.limit else words, rank=rank, host=host, step=step, exit=code)
-    if seen.down and (first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"):
+        rank, host, code = (
+            (first.rank, first.host, first.exit) if first else (None, None, seen.code)
+        )
+        return Failure(
+            "memory",
+            f"{words}; {seen.limit}" if seen.limit else words,
+            rank=rank,
+            host=host,
+            step=step,
+            exit=code,
+        )
+    if seen.down and (
+        first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"
+    ):
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
     if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
         message = f"the input is wrong on {hosts[0]} alone (is a file system missing there?): {first.message}"
         return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
     if first is not None:
-        return Failure(first.kind, first.message, rank=first.rank, host=first.host, step=step, exit=first.exit)
+        return Failure(
+            first.kind, first.message, rank=first.rank, host=first.host, step=step, exit=first.exit
+        )
     said = agents_words(folder)
     signal = _SIGNALS.get(seen.code or 0)
-    message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (f": {said}" if said else "")
+    message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (
+        f": {said}" if said else ""
+    )
     return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
     """The message of an attempt that an out-of-memory kill ended, by the kernel's counter or Slurm's log; None for any other end."""
-    kept = first is not None and first.kind != "lost"  # its keeper lives, whose counter is closer to the rank than the supervisor's
+    kept = (
+        first is not None and first.kind != "lost"
+    )  # its keeper lives, whose counter is closer to the rank than the supervisor's
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
     elif OUT_OF_MEMORY in first.message:  # by the rank's keeper
@@ -123,8 +156,18 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
     elif first.kind in ("config", "diverged", "busy") or all_told(folder):
         return None
     else:
-        words = killed_for_memory(first.message, Exit.KILLED if first.kind == "lost" else first.exit)
-    return words if words and ((seen.oom_kill and not kept) or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))) else None
+        words = killed_for_memory(
+            first.message, Exit.KILLED if first.kind == "lost" else first.exit
+        )
+    return (
+        words
+        if words
+        and (
+            (seen.oom_kill and not kept)
+            or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))
+        )
+        else None
+    )
 
 
 def _tells_oom(log: Path) -> bool:
@@ -138,9 +181,22 @@ def _tells_oom(log: Path) -> bool:
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     """The memory limit of a node's ranks and how to raise it, from the job's environment or its profile."""
     nodes = profile.get("nodes") or {}
-    counts = {"NODE": 1, **{name: environ.get(f"SLURM_{name}S_ON_NODE") or nodes.get(f"{name.lower()}s") for name in ("CPU", "GPU")}}
+    counts = {
+        "NODE": 1,
+        **{
+            name: environ.get(f"SLURM_{name}S_ON_NODE") or nodes.get(f"{name.lower()}s")
+            for name in ("CPU", "GPU")
+        },
+    }
     sizes = {name: environ.get(f"SLURM_MEM_PER_{name}", "") for name in counts}
-    mib = next((int(size) * int(counts[name] or 1) for name, size in sizes.items() if size.isdecimal() and int(size)), 0)
+    mib = next(
+        (
+            int(size) * int(counts[name] or 1)
+            for name, size in sizes.items()
+            if size.isdecimal() and int(size)
+        ),
+        0,
+    )
     asked, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
     number, unit = str(asked or "").rstrip("KMGT"), str(asked or "")[-1:]
     if slurm and asked is not None and not int(number):
@@ -158,7 +214,11 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 
 def agents_words(folder: Path) -> str | None:
     """The telling line of the agents' own output, the first of it, or else the last line there is."""
-    lines = [line.strip() for path in sorted((folder / "logs").glob("agents*.log")) for line in last_lines(path, _AGENT_LINES)]
+    lines = [
+        line.strip()
+        for path in sorted((folder / "logs").glob("agents*.log"))
+        for line in last_lines(path, _AGENT_LINES)
+    ]
     return next((line for line in lines if _TELLING.search(line)), lines[-1] if lines else None)
 
 
@@ -177,7 +237,11 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
     """Whether a person cancelled the job: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return False
-    over = fields.get("JobState") == "COMPLETING" and fields.get("Reason") == "None" and fields.get("ExitCode") == "0:0"
+    over = (
+        fields.get("JobState") == "COMPLETING"
+        and fields.get("Reason") == "None"
+        and fields.get("ExitCode") == "0:0"
+    )
     return over or fields.get("JobState") == "CANCELLED"
 
 
@@ -188,13 +252,22 @@ def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True
-    if fields.get("Reason") == "TimeLimit" or fields.get("JobState") == "TIMEOUT" or cancelled(fields, restarts):
+    if (
+        fields.get("Reason") == "TimeLimit"
+        or fields.get("JobState") == "TIMEOUT"
+        or cancelled(fields, restarts)
+    ):
         return False
     return None if fields.get("JobState", "RUNNING") == "RUNNING" else True
 
 
 def _preempted(fields: Mapping[str, str]) -> bool:
-    return fields.get("JobState") == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "")
+    return fields.get("JobState") == "PREEMPTED" or fields.get("PreemptTime", "None") not in (
+        "None",
+        "N/A",
+        "Unknown",
+        "",
+    )
 
 
 def is_away(refusal: str) -> bool:

@@ -22,7 +22,9 @@ from launch.job import Item, Job, append_json, launch_folder, read_json_lines, w
 
 def cordon_file(profile: Mapping[str, Any], working_directory: str) -> Path:
     """The cordon file that a profile names, or else that of all jobs that are submitted from a working directory."""
-    return Path((profile.get("paths") or {}).get("cordon") or f"{working_directory}/runs/cordon.jsonl")
+    return Path(
+        (profile.get("paths") or {}).get("cordon") or f"{working_directory}/runs/cordon.jsonl"
+    )
 
 
 def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
@@ -31,17 +33,33 @@ def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
     What is no entry is passed over: a person's slip must not stop a run. Raises OSError where the file is there and cannot be read.
     """
     now = time.time() if now is None else now
-    entries = [line for line in read_json_lines(Path(path)) if isinstance(line.get("node"), str) and line["node"]]
-    held = [line for line in entries if not isinstance(line.get("until"), int | float) or line["until"] > now]
+    entries = [
+        line
+        for line in read_json_lines(Path(path))
+        if isinstance(line.get("node"), str) and line["node"]
+    ]
+    held = [
+        line
+        for line in entries
+        if not isinstance(line.get("until"), int | float) or line["until"] > now
+    ]
     return {line["node"]: str(line.get("reason") or "no reason given") for line in held}
 
 
-def cordon(path: Path | str, nodes: Iterable[str], reason: str, run: Path | str, until: float | None = None) -> list[str]:
+def cordon(
+    path: Path | str, nodes: Iterable[str], reason: str, run: Path | str, until: float | None = None
+) -> list[str]:
     """Add an entry for each node that has none that holds: the nodes that were added. Raises OSError."""
     already = cordoned(path)
     added = [node for node in dict.fromkeys(nodes) if node not in already]
     for node in added:
-        line = {"node": node, "time": round(time.time(), 3), "reason": reason, "run": str(run), "until": until}
+        line = {
+            "node": node,
+            "time": round(time.time(), 3),
+            "reason": reason,
+            "run": str(run),
+            "until": until,
+        }
         append_json(Path(path), line)
     return added
 
@@ -56,19 +74,30 @@ class Notifier:
         """``settings``: the profile's ``notify``."""
         self._command: str | None = settings.get("command")
         self._events = tuple(settings.get("events") or ())
-        self._hooks: list[tuple[subprocess.Popen[bytes], IO[bytes], float]] = []  # its output, and its end at the latest (monotonic)
+        self._hooks: list[
+            tuple[subprocess.Popen[bytes], IO[bytes], float]
+        ] = []  # its output, and its end at the latest (monotonic)
 
     def send(self, event: str, facts: Mapping[str, Any]) -> str | None:
         """Start the command, if it is to know of such events, with {"event", "time", **facts} as JSON on its input. Why it cannot."""
         if not self._command or event not in self._events:
             return None
-        text, command = json.dumps({"event": event, "time": time.time(), **facts}) + "\n", ["sh", "-c", self._command]
+        text, command = (
+            json.dumps({"event": event, "time": time.time(), **facts}) + "\n",
+            ["sh", "-c", self._command],
+        )
         try:
             with tempfile.TemporaryFile() as given:
                 given.write(text.encode())
                 given.seek(0)
                 output = tempfile.TemporaryFile()  # noqa: SIM115
-                process = subprocess.Popen(command, stdin=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+                process = subprocess.Popen(
+                    command,
+                    stdin=given,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         except OSError as error:
             return f"notify.command cannot be started: {error}"
         self._hooks.append((process, output, time.monotonic() + SECONDS))
@@ -112,8 +141,14 @@ class Journal:
         """A line for people, and into supervisor.log as "<unix time> <text>"."""
         now, line = time.time(), " ".join(text.split())
         with contextlib.suppress(OSError, ValueError):
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} launch: {line}", flush=True)
-        with contextlib.suppress(OSError), (self.folder / "supervisor.log").open("a", encoding="utf-8", errors="replace") as file:
+            print(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} launch: {line}",
+                flush=True,
+            )
+        with (
+            contextlib.suppress(OSError),
+            (self.folder / "supervisor.log").open("a", encoding="utf-8", errors="replace") as file,
+        ):
             file.write(f"{now:.3f} {line}\n")
 
     def state(self, state: str, message: str | None = None) -> None:
@@ -138,9 +173,16 @@ class Journal:
 
     def event(self, event: str, message: str, **facts: Any) -> None:
         """Tell the profile's hook, if it is to know of such events."""
-        known = {"name": self.item.name, "directory": self.item.directory, "job_id": self.job_id, "attempt": self.attempt}
+        known = {
+            "name": self.item.name,
+            "directory": self.item.directory,
+            "job_id": self.job_id,
+            "attempt": self.attempt,
+        }
         self.settle(0.0)
-        trouble = self._notifier.send(event, {**known, "nodes": list(self.nodes), "message": message, **facts})
+        trouble = self._notifier.send(
+            event, {**known, "nodes": list(self.nodes), "message": message, **facts}
+        )
         if trouble:
             self.say(trouble)
 

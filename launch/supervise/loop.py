@@ -18,22 +18,40 @@ from launch.supervise import policy, run_files
 from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
 from launch.supervise.journal import Journal, cordon, cordon_file, cordoned
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable
-from launch.supervise.policy import KEEP_SECONDS, MISPLACED_TIMES, Decision, Situation, decide, describe
+from launch.supervise.policy import (
+    KEEP_SECONDS,
+    MISPLACED_TIMES,
+    Decision,
+    Situation,
+    decide,
+    describe,
+)
 from launch.supervise.run_files import Record, Sight, has_stepped, look, read
 from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
 REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
-PASSING_SECONDS = 6 * 3600.0  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
+PASSING_SECONDS = (
+    6 * 3600.0
+)  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
 HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
 
 
 class Supervisor:
     """Keeps one item of a job going."""
 
-    def __init__(self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool) -> None:
-        self.job, self.item, self.place, self.signals, self.journal, self.show = job, job.items[index], place, signals, journal, show
+    def __init__(
+        self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
+    ) -> None:
+        self.job, self.item, self.place, self.signals, self.journal, self.show = (
+            job,
+            job.items[index],
+            place,
+            signals,
+            journal,
+            show,
+        )
         self.directory = Path(self.item.directory)
         self.limits = policy.limits_of(job.profile.get("restarts") or {})
         self.records: list[Record] = []
@@ -62,7 +80,9 @@ class Supervisor:
         lost = bool(found) and found[-1].ended is None
         self.records = run_files.close_lost(self.directory, found, trouble)
         if lost:
-            self.journal.say(f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}")
+            self.journal.say(
+                f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}"
+            )
             code = self._decide(None, wait=False)
             if code is not None:
                 return code
@@ -92,7 +112,9 @@ class Supervisor:
         )
         record.save()
         self.records = run_files.prune(self.records, self.journal.say)
-        environment = run_files.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
+        environment = run_files.ranks_environment(
+            self.job, self.item, folder, os.environ, local=self.place.job_id is None
+        )
         run_files.keep_inputs(self.job, self.item, folder, environment)
         self.journal.attempt = number
         try:
@@ -110,7 +132,9 @@ class Supervisor:
                 outcome = "cancelled" if self._stop_wish() else "saved"
                 return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
             self._tell_start(attempt, before)
-            seen = Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(before, show=self.show)
+            seen = Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(
+                before, show=self.show
+            )
         except PlaceError as error:
             return self._not_begun(record, before, refused=str(error), queue=self.place.can_requeue)
         return self._close(record, seen)
@@ -119,11 +143,16 @@ class Supervisor:
         """Close an attempt whose ranks were not started."""
         cancelled = self._stop_wish() is not None
         taken = not cancelled and taken_away(self.place, self.signals)
-        return self._close(record, Observed(None, before, before, cancelled=cancelled, taken=taken, **seen))
+        return self._close(
+            record, Observed(None, before, before, cancelled=cancelled, taken=taken, **seen)
+        )
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
         """Those of the allocation's nodes that the item is not to run on, where a requeue can get others; not for ever."""
-        if not self.place.can_requeue or policy.misplaced([record.end for record in self.records]) >= MISPLACED_TIMES:
+        if (
+            not self.place.can_requeue
+            or policy.misplaced([record.end for record in self.records]) >= MISPLACED_TIMES
+        ):
             return []
         excluded = self._excluded()
         unwanted = [node for node in nodes if node in excluded]
@@ -141,11 +170,15 @@ class Supervisor:
 
     def _tell_start(self, attempt: Attempt, before: Sight) -> None:
         ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
-        where = f"on {', '.join(attempt.nodes)}" + (f" (job {self.place.job_id})" if self.place.job_id else "")
+        where = f"on {', '.join(attempt.nodes)}" + (
+            f" (job {self.place.job_id})" if self.place.job_id else ""
+        )
         since = f", from step {before.checkpoint}" if before.checkpoint is not None else ""
         self.journal.say(f"attempt {attempt.number}: {ranks} {where}{since}")
         self.journal.state("running")
-        self.journal.event("started", f"attempt {attempt.number} {where}{since}", step=before.checkpoint)
+        self.journal.event(
+            "started", f"attempt {attempt.number} {where}{since}", step=before.checkpoint
+        )
 
     def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Observed:
         """Close an attempt's record."""
@@ -167,12 +200,22 @@ class Supervisor:
         return seen
 
     def _tell_end(self, record: Record, seen: Observed) -> None:
-        said = seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
+        said = (
+            seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
+        )
         about = describe(record.failure) if record.failure else said
-        at = f" at step {record.step_end}" if record.step_end is not None and not record.failure else ""
+        at = (
+            f" at step {record.step_end}"
+            if record.step_end is not None and not record.failure
+            else ""
+        )
         ended = f"{record.outcome}{at}"
         if record.outcome == "saved" and self.job.kind == "run" and not record.progress:
-            ended = f"ended{at}, nothing new saved" if has_stepped(seen.before, seen.after) else "ended before its first step"
+            ended = (
+                f"ended{at}, nothing new saved"
+                if has_stepped(seen.before, seen.after)
+                else "ended before its first step"
+            )
         self.journal.say(f"attempt {record.attempt} {ended}" + (f": {about}" if about else ""))
         quiet = dict.fromkeys(("finished", "cancelled", "interrupted", "misplaced"))
         event = {**quiet, "saved": "saved", "hang": "hang"}.get(str(record.outcome), "failed")
@@ -214,20 +257,39 @@ class Supervisor:
         """The item ends here, unfinished."""
         last = self.records[-1]
         if decision.gave_up:
-            why = {"why": "gave up", "message": decision.reason, "time": time.time(), "by": f"attempt {last.attempt}"}
+            why = {
+                "why": "gave up",
+                "message": decision.reason,
+                "time": time.time(),
+                "by": f"attempt {last.attempt}",
+            }
             write_json(launch_folder(self.directory) / "stop.json", why)
         cancelled = cancelled or last.outcome == "cancelled"
         self.journal.state("cancelled" if cancelled else "stopped", decision.reason)
         word = "cancelled" if cancelled else "stopped"
-        self.journal.say(decision.reason if decision.reason.startswith(f"{word}: ") else f"{word}: {decision.reason}")
+        self.journal.say(
+            decision.reason
+            if decision.reason.startswith(f"{word}: ")
+            else f"{word}: {decision.reason}"
+        )
         if decision.gave_up:
-            self.journal.say(f"what failed first: python -m launch logs --errors {shlex.quote(str(self.directory))}")
-            self.journal.say(f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}")
-            self.journal.say("with what you mended in them: the command that started it, with --update")
+            self.journal.say(
+                f"what failed first: python -m launch logs --errors {shlex.quote(str(self.directory))}"
+            )
+            self.journal.say(
+                f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}"
+            )
+            self.journal.say(
+                "with what you mended in them: the command that started it, with --update"
+            )
         self.journal.event("stopped", decision.reason, step=last.step_end)
         if last.outcome == "saved" and not cancelled:
             return Exit.DONE
-        return Exit.WRONG_INPUT if last.failure is not None and last.failure.kind == "config" else Exit.FAULT
+        return (
+            Exit.WRONG_INPUT
+            if last.failure is not None and last.failure.kind == "config"
+            else Exit.FAULT
+        )
 
     def _requeue(self, reason: str) -> int:
         """Put the job back into the queue. Returns only where that cannot be done."""
@@ -258,7 +320,9 @@ class Supervisor:
         """The nodes that this item is not to get again: what was decided since a person last started it, and the cordon file's."""
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
-        decided = [node for record in recent for node in (record.decision or {}).get("exclude") or ()]
+        decided = [
+            node for record in recent for node in (record.decision or {}).get("exclude") or ()
+        ]
         try:
             away = list(cordoned(cordon_file(self.job.profile, self.job.working_directory)))
         except OSError as error:
@@ -268,10 +332,19 @@ class Supervisor:
 
     def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
         """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
-        path, failure = cordon_file(self.job.profile, self.job.working_directory), self.records[-1].failure
+        path, failure = (
+            cordon_file(self.job.profile, self.job.working_directory),
+            self.records[-1].failure,
+        )
         for node, why in decision.cordon.items():
-            passing = node in unhealthy or (failure is not None and failure.exit == Exit.WRONG_INPUT)
-            until = None if node in unhealthy and is_lasting(why) else time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
+            passing = node in unhealthy or (
+                failure is not None and failure.exit == Exit.WRONG_INPUT
+            )
+            until = (
+                None
+                if node in unhealthy and is_lasting(why)
+                else time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
+            )
             try:
                 added = cordon(path, [node], why, self.directory, until)
             except OSError as error:

@@ -18,7 +18,16 @@ from typing import Any
 
 from fem_common.errors import reason
 from fem_common.ports import server_port
-from launch.cluster.slurm import ANSWER_SECONDS, SlurmError, all_nodes, call, enough_nodes, hosts, job_fields, listed
+from launch.cluster.slurm import (
+    ANSWER_SECONDS,
+    SlurmError,
+    all_nodes,
+    call,
+    enough_nodes,
+    hosts,
+    job_fields,
+    listed,
+)
 from launch.job import last_lines, launch_folder
 from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, is_away, taken
@@ -38,7 +47,11 @@ class SlurmPlace(Place):
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
         """environ: the batch script's; exclude: nodes that the profile excludes."""
-        raw, array, task = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        raw, array, task = (
+            environ["SLURM_JOB_ID"],
+            environ.get("SLURM_ARRAY_JOB_ID"),
+            environ.get("SLURM_ARRAY_TASK_ID"),
+        )
         self._environ = dict(environ)
         # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
         self.job_id = self._job = f"{array}_{task}" if array and task is not None else raw
@@ -67,7 +80,11 @@ class SlurmPlace(Place):
         except OSError as error:
             raise PlaceError(reason(error)) from None
         agent = agent_command(attempt, head=attempt.nodes[0], port=port, node_rank=None)
-        outputs = [f"--output={_literal(logs)}/agents_%N.log", "--open-mode=append", "--kill-on-bad-exit=1"]
+        outputs = [
+            f"--output={_literal(logs)}/agents_%N.log",
+            "--open-mode=append",
+            "--kill-on-bad-exit=1",
+        ]
         return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
@@ -77,7 +94,13 @@ class SlurmPlace(Place):
         health, began = profile.get("health") or {}, time.time()
         contained = (profile.get("container") or {}).get("runtime", "none") != "none"
         host_python = attempt.job.python if contained else sys.executable
-        command = check_command(profile, folder, python=attempt.job.python, host_python=host_python, folders=[attempt.item.directory])
+        command = check_command(
+            profile,
+            folder,
+            python=attempt.job.python,
+            host_python=host_python,
+            folders=[attempt.item.directory],
+        )
         folder.mkdir(parents=True, exist_ok=True)
         outputs = [f"--output={_literal(folder)}/%N.log", "--kill-on-bad-exit=0"]
         step = self._step(attempt, f"check-{attempt.number}", command, outputs, folder / "srun.log")
@@ -89,27 +112,51 @@ class SlurmPlace(Place):
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
         said = "".join(last_lines(folder / "srun.log"))
-        if code and not any(report.time for report in reports.values()):  # no node is to blame for what srun could not do
+        if code and not any(
+            report.time for report in reports.values()
+        ):  # no node is to blame for what srun could not do
             silence = next(fault for report in reports.values() for fault in report.faults)
             raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
-        return {node: [*report.faults, *([f"srun: {said}"] if said and not report.time else [])] for node, report in reports.items()}
+        return {
+            node: [*report.faults, *([f"srun: {said}"] if said and not report.time else [])]
+            for node, report in reports.items()
+        }
 
-    def _step(self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path) -> SlurmRunning:
+    def _step(
+        self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path
+    ) -> SlurmRunning:
         """Start one task a node that runs the command."""
         profile, nodes = attempt.job.profile, attempt.nodes
         taken = profile.get("nodes") or {}
         # The number is all that the step gets of a node: of nodes that are the job's own, all (192, where the profile takes 96 cores).
-        whole = re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "") if taken.get("exclusive") else []
-        cpus = min(whole, key=int, default=self._environ.get("SLURM_CPUS_PER_TASK") or str(taken.get("cpus") or 1))
+        whole = (
+            re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "")
+            if taken.get("exclusive")
+            else []
+        )
+        cpus = min(
+            whole,
+            key=int,
+            default=self._environ.get("SLURM_CPUS_PER_TASK") or str(taken.get("cpus") or 1),
+        )
         srun = [*srun_words(nodes, name, cpus), *options]
         if int(self._environ.get("SLURM_JOB_NUM_NODES") or len(nodes)) != len(nodes):
             srun.append(f"--nodelist={','.join(nodes)}")
         own, prefix = container_parts(attempt)
         srun += [*own, *((profile.get("slurm") or {}).get("srun_options") or ())]
         words = ["bash", "-c", WRAPPER, "launch", *prefix, *command]
-        which: dict[str, str] = {key: self._environ[key] for key in ("SLURM_JOB_ID", "SLURM_CONF") if key in self._environ}
+        which: dict[str, str] = {
+            key: self._environ[key]
+            for key in ("SLURM_JOB_ID", "SLURM_CONF")
+            if key in self._environ
+        }
         try:
-            process = started([*srun, *words], log, env=dict(attempt.environment) | which, cwd=attempt.job.working_directory)
+            process = started(
+                [*srun, *words],
+                log,
+                env=dict(attempt.environment) | which,
+                cwd=attempt.job.working_directory,
+            )
         except OSError as error:
             raise PlaceError(f"srun cannot be started: {error.strerror or error}") from None
         return SlurmRunning(process, self._job, name, attempt)
@@ -118,7 +165,14 @@ class SlurmPlace(Place):
         """Nodes of the allocation that are down, failing or draining -> the reason; empty when nothing is known."""
         try:
             nodes = self.nodes()
-            answer = call("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E", timeout=ANSWER_SECONDS)
+            answer = call(
+                "sinfo",
+                "--noheader",
+                "--Node",
+                f"--nodes={','.join(nodes)}",
+                "--format=%N|%T|%E",
+                timeout=ANSWER_SECONDS,
+            )
         except (SlurmError, PlaceError):
             return {}
         down = {}
@@ -126,7 +180,9 @@ class SlurmPlace(Place):
             node, _, rest = line.strip().partition("|")
             state, _, reason = rest.partition("|")
             # A line without a node is the second one of a reason. `*`: the node does not answer Slurm.
-            if node in nodes and (state.endswith("*") or any(word in state.lower() for word in STATES_DOWN)):
+            if node in nodes and (
+                state.endswith("*") or any(word in state.lower() for word in STATES_DOWN)
+            ):
                 down[node] = state + (f": {reason}" if reason not in ("", "none") else "")
         return down
 
@@ -157,7 +213,10 @@ class SlurmPlace(Place):
         Slurm takes other nodes to exclude for a waiting job alone, so after the requeue; from then on until the end of KillWait there are
         seconds for it, in which SIGTERM must not end this process or scontrol.
         """
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        before = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
         try:
             try:
                 call("scontrol", "requeue", self._job, timeout=ANSWER_SECONDS)
@@ -197,11 +256,24 @@ class SlurmPlace(Place):
             known = {node.name for node in nodes} or None
             shown = self._shown()
             before = hosts(listed(shown, "ExcNodeList"))
-            wanted = list(dict.fromkeys([*before, *(node for node in exclude if known is None or node in known)]))
+            wanted = list(
+                dict.fromkeys(
+                    [*before, *(node for node in exclude if known is None or node in known)]
+                )
+            )
             if known is not None and not enough_nodes(nodes, shown, wanted):
-                print(f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone", flush=True)
+                print(
+                    f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone",
+                    flush=True,
+                )
                 wanted = [node for node in hosts(self._own) if node in known]
-            call("scontrol", "update", f"JobId={self._job}", f"ExcNodeList={','.join(wanted)}", timeout=ANSWER_SECONDS)
+            call(
+                "scontrol",
+                "update",
+                f"JobId={self._job}",
+                f"ExcNodeList={','.join(wanted)}",
+                timeout=ANSWER_SECONDS,
+            )
         except SlurmError as error:
             print(f"launch: nodes {', '.join(exclude)} cannot be excluded: {error}", flush=True)
 
@@ -213,17 +285,33 @@ class SlurmPlace(Place):
         """Start the guard beside this process, unless it is there: it requeues the job should this process be killed."""
         if self._guard is not None and self._guard.poll() is None:
             return
-        words = ["launch.supervise.slurm_steps", "guard", attempt.item.directory, self._job, str(self.restart_count), str(os.getpid())]
+        words = [
+            "launch.supervise.slurm_steps",
+            "guard",
+            attempt.item.directory,
+            self._job,
+            str(self.restart_count),
+            str(os.getpid()),
+        ]
         with suppress(OSError):
-            self._guard = beside(attempt.nodes[:1], "guard", words, launch_folder(Path(attempt.item.directory)) / "guard.log")
+            self._guard = beside(
+                attempt.nodes[:1],
+                "guard",
+                words,
+                launch_folder(Path(attempt.item.directory)) / "guard.log",
+            )
 
 
 class SlurmRunning:
     """A step. Implements `launch.supervise.place.Running`."""
 
-    def __init__(self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt) -> None:
+    def __init__(
+        self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
+    ) -> None:
         self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
-        self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}  # a signal's number -> who tells, since when (monotonic)
+        self._telling: dict[
+            int, tuple[subprocess.Popen[bytes], float]
+        ] = {}  # a signal's number -> who tells, since when (monotonic)
         self._over: float | None = None  # when srun ended, on the monotonic clock
         self._gone = False
 
@@ -237,7 +325,9 @@ class SlurmRunning:
         if not self._gone:
             try:
                 left = bool(self._steps())
-            except SlurmError as error:  # where Slurm does not answer, srun's own code says that the step is over
+            except (
+                SlurmError
+            ) as error:  # where Slurm does not answer, srun's own code says that the step is over
                 left = code < 0 and "Invalid job id" not in str(error)
             self._gone = now - self._over > END_SECONDS or not left
         if not self._gone:
@@ -261,9 +351,15 @@ class SlurmRunning:
             if code:  # Slurm starts no step beside: every process of the step gets it, then
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
-        folder, words = self._attempt.folder, ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)]
+        folder, words = (
+            self._attempt.folder,
+            ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)],
+        )
         with suppress(OSError):
-            self._telling[number] = beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"), time.monotonic()
+            self._telling[number] = (
+                beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"),
+                time.monotonic(),
+            )
 
     def kill(self, seconds: float = END_SECONDS) -> None:
         """End every process with SIGKILL on all nodes; returns once they are gone, or after so many seconds."""
@@ -282,12 +378,23 @@ class SlurmRunning:
 
     def _steps(self) -> list[str]:
         """The step's id, as a list: none before it exists and after its end. Raises SlurmError."""
-        answer = call("squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i|%j", timeout=ANSWER_SECONDS)
+        answer = call(
+            "squeue",
+            "--steps",
+            "--noheader",
+            f"--jobs={self._job}",
+            "--format=%i|%j",
+            timeout=ANSWER_SECONDS,
+        )
         rows = (line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)
-        return [step for step, name in rows if name == self._name and step.startswith(f"{self._job}.")]
+        return [
+            step for step, name in rows if name == self._name and step.startswith(f"{self._job}.")
+        ]
 
 
-def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def beside(
+    nodes: Sequence[str], name: str, words: Sequence[str], log: Path
+) -> subprocess.Popen[bytes]:
     """Start a module of ours once on each of the nodes, as a step that shares what the ranks have. Raises OSError."""
     where = [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0"]
     return started([*srun_words(nodes, name, "1"), *where, sys.executable, "-m", *words], log)
@@ -296,7 +403,14 @@ def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> 
 def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
     """srun of one task a node, beside other steps, for which Slurm would let it wait, or refuse it, without --overlap --mem=0."""
     number = len(nodes)
-    words = ["srun", f"--job-name={name}", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    words = [
+        "srun",
+        f"--job-name={name}",
+        f"--nodes={number}",
+        f"--ntasks={number}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus}",
+    ]
     return [*words, "--overlap", "--mem=0", "--mpi=none", "--export=ALL", "--input=none"]
 
 
@@ -311,22 +425,50 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
     runtime, options = container.get("runtime", "none"), list(container.get("options") or ())
     if runtime == "none":
         return [], []
-    own = (job.directory, attempt.item.directory, job.code, job.working_directory, *((profile.get("paths") or {}).get("shared") or ()))
+    own = (
+        job.directory,
+        attempt.item.directory,
+        job.code,
+        job.working_directory,
+        *((profile.get("paths") or {}).get("shared") or ()),
+    )
     mounts = [*(container.get("mounts") or ()), *(f"{path}:{path}" for path in _outermost(own))]
-    names = dict.fromkeys(["PYTHONPATH", "PYTHONSAFEPATH", "LAUNCH_ATTEMPT", *(profile.get("environment") or {})])
-    inside = ["env", *(f"{name}={attempt.environment[name]}" for name in names if name in attempt.environment)]
+    names = dict.fromkeys(
+        ["PYTHONPATH", "PYTHONSAFEPATH", "LAUNCH_ATTEMPT", *(profile.get("environment") or {})]
+    )
+    inside = [
+        "env",
+        *(f"{name}={attempt.environment[name]}" for name in names if name in attempt.environment),
+    ]
     if runtime == "pyxis":
-        image = [f"--container-image={container['image']}", f"--container-mounts={','.join(mounts)}"]
+        image = [
+            f"--container-image={container['image']}",
+            f"--container-mounts={','.join(mounts)}",
+        ]
         return [*image, f"--container-workdir={job.working_directory}", *options], inside
     gpus = ["--nv"] if (profile.get("nodes") or {}).get("gpus") else []
     binds = [word for mount in mounts for word in ("--bind", mount)]
-    return [], ["apptainer", "exec", *gpus, *binds, "--pwd", job.working_directory, *options, container["image"], *inside]
+    return [], [
+        "apptainer",
+        "exec",
+        *gpus,
+        *binds,
+        "--pwd",
+        job.working_directory,
+        *options,
+        container["image"],
+        *inside,
+    ]
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """The paths, without doubles and those that lie below another one."""
     unique = [path.rstrip("/") or "/" for path in dict.fromkeys(paths)]
-    return [path for path in dict.fromkeys(unique) if not any(path != other and Path(path).is_relative_to(other) for other in unique)]
+    return [
+        path
+        for path in dict.fromkeys(unique)
+        if not any(path != other and Path(path).is_relative_to(other) for other in unique)
+    ]
 
 
 def _literal(path: Path) -> str:

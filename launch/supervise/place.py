@@ -36,7 +36,9 @@ class Attempt:
     job: Job
     item: Item
     nodes: tuple[str, ...]  # the nodes of this attempt; the first is the head node
-    environment: Mapping[str, str]  # the ranks' whole environment, LAUNCH_ATTEMPT=FOLDER among it, and secrets: never written anywhere
+    environment: Mapping[
+        str, str
+    ]  # the ranks' whole environment, LAUNCH_ATTEMPT=FOLDER among it, and secrets: never written anywhere
 
 
 class PlaceError(Exception):
@@ -109,7 +111,9 @@ class Place:
 
         Ends this process (Slurm kills it): it returns, or raises, only where that failed.
         """
-        raise PlaceError(f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}")
+        raise PlaceError(
+            f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}"
+        )
 
 
 def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | None) -> list[str]:
@@ -118,7 +122,14 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
     With node_rank None torchrun takes its node's number from the environment variable PET_NODE_RANK.
     """
     job = attempt.job
-    rank = ["-m", "launch.node.rank", str(attempt.folder), "--", job.python, *attempt.item.arguments]
+    rank = [
+        "-m",
+        "launch.node.rank",
+        str(attempt.folder),
+        "--",
+        job.python,
+        *attempt.item.arguments,
+    ]
     if not job.torchrun:
         return [job.python, *rank]
     numa = (job.profile.get("nodes") or {}).get("numa") or "none"
@@ -127,7 +138,13 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
     return [
         *(job.python, "-m", "torch.distributed.run"),
         *(f"--nnodes={len(attempt.nodes)}", *number, f"--nproc-per-node={job.processes_per_node}"),
-        *("--rdzv-backend=static", f"--master-addr={address(head)}", f"--master-port={port}", "--max-restarts=0", *binding),
+        *(
+            "--rdzv-backend=static",
+            f"--master-addr={address(head)}",
+            f"--master-port={port}",
+            "--max-restarts=0",
+            *binding,
+        ),
         *("--no-python", job.python, *rank),
     ]
 
@@ -166,7 +183,9 @@ class LocalPlace(Place):
         """Run the pre-flight check here; see `Place.check_nodes`."""
         folder, health = attempt.folder / "health", self.job.profile.get("health") or {}
         folder.mkdir(exist_ok=True)
-        command = check_command(self.job.profile, folder, python=self.job.python, folders=[attempt.item.directory])
+        command = check_command(
+            self.job.profile, folder, python=self.job.python, folders=[attempt.item.directory]
+        )
         log = attempt.folder / "logs" / "check.log"
         try:
             check = started(command, log, cwd=self.job.working_directory, env=attempt.environment)
@@ -179,10 +198,19 @@ class LocalPlace(Place):
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start torchrun, or the only rank. Raises PlaceError."""
-        log, tied = attempt.folder / "logs" / "agents.log", functools.partial(_in_the_agent, os.getpid())
+        log, tied = (
+            attempt.folder / "logs" / "agents.log",
+            functools.partial(_in_the_agent, os.getpid()),
+        )
         try:
             command = agent_command(attempt, head="127.0.0.1", port=server_port(), node_rank=0)
-            agent = started(command, log, cwd=self.job.working_directory, env=attempt.environment, preexec_fn=tied)
+            agent = started(
+                command,
+                log,
+                cwd=self.job.working_directory,
+                env=attempt.environment,
+                preexec_fn=tied,
+            )
             return LocalRanks(attempt, agent)
         except OSError as error:
             raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
@@ -192,7 +220,14 @@ def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Pop
     """A command, started in a session of its own; what it says is added to a log. Raises OSError."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, **options)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            **options,
+        )
 
 
 def _in_the_agent(supervisor: int) -> None:
@@ -218,7 +253,9 @@ class LocalRanks:
         self._over_since = self._over_since or now
         left = processes(self.attempt.folder)
         if left and now - self._over_since < _GONE_SECONDS:
-            if now - self._over_since > 10.0:  # launch.node.rank ends what its command leaves behind within that
+            if (
+                now - self._over_since > 10.0
+            ):  # launch.node.rank ends what its command leaves behind within that
                 send(left, signal.SIGKILL)
             return None
         return 128 - code if code < 0 else code
@@ -241,7 +278,11 @@ class LocalRanks:
 
 def end_orphans(folders: Sequence[Path]) -> int:
     """End the processes that earlier attempts left on this machine when their supervisor was killed: how many there were."""
-    mine = [folder for folder in folders if (read_json(folder / "attempt.json") or {}).get("host") == socket.gethostname()]
+    mine = [
+        folder
+        for folder in folders
+        if (read_json(folder / "attempt.json") or {}).get("host") == socket.gethostname()
+    ]
     left = [pid for folder in mine for pid in processes(folder)]
     send(left, signal.SIGKILL)
     return len(left)
@@ -249,17 +290,27 @@ def end_orphans(folders: Sequence[Path]) -> int:
 
 def processes(folder: Path) -> list[int]:
     """The processes on this machine, zombies aside, that belong to the attempt of a folder."""
-    mine = [pid for pid in _others() if os.fsencode(f"LAUNCH_ATTEMPT={folder}") in words_of(pid, "environ")]
+    mine = [
+        pid
+        for pid in _others()
+        if os.fsencode(f"LAUNCH_ATTEMPT={folder}") in words_of(pid, "environ")
+    ]
     return [pid for pid in mine if start_time(pid) is not None]
 
 
 def keepers(folder: Path) -> list[int]:
     """The processes on this machine that keep a rank of the attempt of a folder."""
-    return [pid for pid in _others() if words_of(pid)[1:4] == [b"-m", b"launch.node.rank", os.fsencode(folder)]]
+    return [
+        pid
+        for pid in _others()
+        if words_of(pid)[1:4] == [b"-m", b"launch.node.rank", os.fsencode(folder)]
+    ]
 
 
 def _others() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()
+    ]
 
 
 def words_of(pid: int, what: str = "cmdline") -> list[bytes]:

@@ -49,11 +49,23 @@ MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
 class Limits:
     """When a run that failed starts again: the profile's ``restarts``."""
 
-    max_failures: int = setting(5, "Failures without a new checkpoint in between before giving up.", least=0)
-    max_attempts: int = setting(500, "Attempts of a run, the ones that were stopped by a signal included.", least=1)
-    same_failure: int = setting(2, "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.", least=0)
-    node_failures: int = setting(2, "Failures of the same node before runs keep away from it; 0: never.", least=0)
-    back_off_seconds: float = setting(30.0, "Wait before the first restart; doubles with every failure without progress.", least=0)
+    max_failures: int = setting(
+        5, "Failures without a new checkpoint in between before giving up.", least=0
+    )
+    max_attempts: int = setting(
+        500, "Attempts of a run, the ones that were stopped by a signal included.", least=1
+    )
+    same_failure: int = setting(
+        2,
+        "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.",
+        least=0,
+    )
+    node_failures: int = setting(
+        2, "Failures of the same node before runs keep away from it; 0: never.", least=0
+    )
+    back_off_seconds: float = setting(
+        30.0, "Wait before the first restart; doubles with every failure without progress.", least=0
+    )
     back_off_max_seconds: float = setting(900.0, "Longest wait before a restart.", least=0)
 
 
@@ -89,8 +101,12 @@ class Situation:
     ending: bool = False  # a signal said that the allocation, or this process, ends soon
     restart: bool = False  # ... and was only to save and start again
     can_requeue: bool = False
-    down: Mapping[str, str] = field(default_factory=dict)  # nodes of the allocation that cannot be used -> why
-    unhealthy: Mapping[str, str] = field(default_factory=dict)  # nodes that failed the pre-flight check -> the first fault
+    down: Mapping[str, str] = field(
+        default_factory=dict
+    )  # nodes of the allocation that cannot be used -> why
+    unhealthy: Mapping[str, str] = field(
+        default_factory=dict
+    )  # nodes that failed the pre-flight check -> the first fault
     nodes: int = 1  # of the attempt
     checkpoints: bool = True  # progress can be seen; of a command it cannot
 
@@ -103,7 +119,9 @@ class Decision:
     reason: str  # one line
     delay_seconds: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes not to be used again
-    cordon: Mapping[str, str] = field(default_factory=dict)  # of these, the nodes that no run of ours should get -> why
+    cordon: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of these, the nodes that no run of ours should get -> why
     gave_up: bool = False  # a stop that holds until a person has looked: the item is not to be started again by itself
 
 
@@ -121,9 +139,13 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
         # No mark that only `requeue` removes: who has mended the input gives the same command again.
         return Decision("stop", f"the input is wrong, and stays so: {describe(last.failure)}")
     if last.failure is not None and last.failure.kind == "diverged":
-        return _give_up(f"the loss stayed non-finite, and another attempt would compute the same: {describe(last.failure)}")
+        return _give_up(
+            f"the loss stayed non-finite, and another attempt would compute the same: {describe(last.failure)}"
+        )
     if len(recent) >= limits.max_attempts:
-        return _give_up(f"{len(recent)} attempts, as many as restarts.max_attempts allows; {describe(last.failure)}")
+        return _give_up(
+            f"{len(recent)} attempts, as many as restarts.max_attempts allows; {describe(last.failure)}"
+        )
     if last.outcome == "interrupted":
         return _leave(situation, "the allocation was taken away")
     if last.outcome == "misplaced":
@@ -134,7 +156,11 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
     if last.outcome == "busy":
         if situation.ending:
             return _leave(situation, "the run directory is in use")
-        return Decision("restart", "the run directory is in use by another process", max(1.0, limits.back_off_seconds))
+        return Decision(
+            "restart",
+            "the run directory is in use by another process",
+            max(1.0, limits.back_off_seconds),
+        )
     return _after_failure(recent, limits, situation)
 
 
@@ -143,8 +169,14 @@ def _is_wrong_input(recent: Sequence[End]) -> bool:
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
         return False
-    of_nodes = [end.failure for end in recent if end.failure and end.failure.kind == "node" and end.failure.exit == Exit.WRONG_INPUT]
-    return last.kind == "config" or (last in of_nodes and len({failure.host for failure in of_nodes}) > 1)
+    of_nodes = [
+        end.failure
+        for end in recent
+        if end.failure and end.failure.kind == "node" and end.failure.exit == Exit.WRONG_INPUT
+    ]
+    return last.kind == "config" or (
+        last in of_nodes and len({failure.host for failure in of_nodes}) > 1
+    )
 
 
 def _give_up(reason: str) -> Decision:
@@ -160,38 +192,64 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
         )
     if situation.can_requeue:
         return Decision("requeue", "saved")
-    return Decision("restart", "saved") if situation.restart else Decision("stop", "saved; the same command continues")
+    return (
+        Decision("restart", "saved")
+        if situation.restart
+        else Decision("stop", "saved; the same command continues")
+    )
 
 
 def _leave(situation: Situation, why: str) -> Decision:
     """The end of the allocation, or of this process, is near, or here: no new attempt in it."""
     if situation.can_requeue:
         return Decision("requeue", why)
-    return Decision("restart", why) if situation.restart else Decision("stop", f"{why}; the same command continues")
+    return (
+        Decision("restart", why)
+        if situation.restart
+        else Decision("stop", f"{why}; the same command continues")
+    )
 
 
 def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
     failure, count = recent[-1].failure, failures_since_progress(recent)
     told = describe(failure)
     again, anywhere = repetitions(recent), repetitions(recent, anywhere=True)
-    elsewhere = failure is not None and failure.kind in OF_THE_PLACES and not recent[-1].stepped and situation.can_requeue
+    elsewhere = (
+        failure is not None
+        and failure.kind in OF_THE_PLACES
+        and not recent[-1].stepped
+        and situation.can_requeue
+    )
     if limits.same_failure and again >= limits.same_failure and not elsewhere:
         return _give_up(f"the same failure {again} times in a row, at the same step: {told}")
     if count > limits.max_failures:
         allowed = f"(restarts.max_failures: {limits.max_failures})"
-        return _give_up(f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: {told}")
+        return _give_up(
+            f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: {told}"
+        )
     if anywhere >= max(2, limits.max_failures):
         return _give_up(f"the same failure {anywhere} times in a row: {told}")
     leave = _nodes_to_leave(recent, limits, situation)
     if not situation.can_requeue and leave.keys() & situation.unhealthy.keys():
         return _give_up(f"this machine fails its check: {told}")
     if leave and situation.can_requeue:
-        return Decision("requeue", f"{told}; from now on without {', '.join(leave)}", exclude=tuple(leave), cordon=leave)
+        return Decision(
+            "requeue",
+            f"{told}; from now on without {', '.join(leave)}",
+            exclude=tuple(leave),
+            cordon=leave,
+        )
     if situation.down and situation.can_requeue:
         return Decision("requeue", told)
     if elsewhere and limits.same_failure and again >= limits.same_failure:
-        return Decision("requeue", f"{told}; {again} times before the first step: other nodes may do better")
-    return _leave(situation, told) if situation.ending else Decision("restart", told, back_off(count, limits))
+        return Decision(
+            "requeue", f"{told}; {again} times before the first step: other nodes may do better"
+        )
+    return (
+        _leave(situation, told)
+        if situation.ending
+        else Decision("restart", told, back_off(count, limits))
+    )
 
 
 def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation) -> dict[str, str]:
@@ -205,7 +263,9 @@ def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation)
     if limits.node_failures:
         for node, ends in _failures_of_nodes(recent).items():
             if len(ends) >= limits.node_failures:
-                leave.setdefault(node, f"{len(ends)} failures; the last: {describe(ends[-1].failure)}")
+                leave.setdefault(
+                    node, f"{len(ends)} failures; the last: {describe(ends[-1].failure)}"
+                )
     return leave
 
 
@@ -232,14 +292,20 @@ def blamed(failure: Failure | None) -> str | None:
 
 def since_stop(history: Sequence[End]) -> Sequence[End]:
     """The attempts since a person last started the item; those that found its directory in use for too long are failures."""
-    start = next((index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0)
+    start = next(
+        (index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0
+    )
     recent, row = list(history[start:]), list[End]()
     for index, end in enumerate(recent):
         row = [*row, end] if end.outcome == "busy" else []
         seconds = end.time - row[0].time if row else 0.0
         if len(row) > BUSY_TIMES or seconds >= BUSY_SECONDS:
             waited = f"{len(row)} attempts, {seconds / 60:.0f} minutes: which process holds it?"
-            recent[index] = replace(end, outcome="failed", failure=Failure("busy", f"the run directory stays in use by another: {waited}"))
+            recent[index] = replace(
+                end,
+                outcome="failed",
+                failure=Failure("busy", f"the run directory stays in use by another: {waited}"),
+            )
     return recent
 
 
@@ -261,7 +327,11 @@ def saves_without_progress(recent: Sequence[End]) -> int:
 
 def misplaced(history: Sequence[End]) -> int:
     """How often in a row, the last time included, an excluded node was allocated."""
-    return len(list(takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))))
+    return len(
+        list(
+            takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))
+        )
+    )
 
 
 def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
@@ -274,7 +344,9 @@ def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
         return 0
     for end in reversed(recent):
         signature = _signature(end, anywhere)
-        if (signature is not None and signature != last) or (anywhere and recent[-1].time - end.time > KEEP_SECONDS):
+        if (signature is not None and signature != last) or (
+            anywhere and recent[-1].time - end.time > KEEP_SECONDS
+        ):
             break
         count += signature is not None
     return count
@@ -282,7 +354,12 @@ def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
 
 def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
     failure = end.failure
-    if end.outcome not in ("failed", "hang") or failure is None or failure.kind not in OF_THE_PROGRAM or blamed(failure):
+    if (
+        end.outcome not in ("failed", "hang")
+        or failure is None
+        or failure.kind not in OF_THE_PROGRAM
+        or blamed(failure)
+    ):
         return None
     if failure.kind == "signal" and failure.exit == Exit.KILLED:
         return None  # by the kernel, a person or the node's end: nothing that is sure to come again
@@ -297,7 +374,11 @@ def back_off(failures: int, limits: Limits) -> float:
 
 def normalised(message: str) -> str:
     """A message without what differs between two occurrences of one failure: addresses, paths, numbers."""
-    for pattern, stand_in in ((r"0x[0-9a-fA-F]+", "ADDRESS"), (r"(?:/[\w.+@~-]+)+/?", "PATH"), (r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N")):
+    for pattern, stand_in in (
+        (r"0x[0-9a-fA-F]+", "ADDRESS"),
+        (r"(?:/[\w.+@~-]+)+/?", "PATH"),
+        (r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N"),
+    ):
         message = re.sub(pattern, stand_in, message)
     return " ".join(message.split())
 
@@ -313,4 +394,6 @@ def describe(failure: Failure | None) -> str:
 
 def limits_of(restarts: Mapping[str, Any]) -> Limits:
     """The limits in a profile's ``restarts``; what it does not name has its default."""
-    return Limits(**{name: restarts[name] for name in Limits.__dataclass_fields__ if name in restarts})
+    return Limits(
+        **{name: restarts[name] for name in Limits.__dataclass_fields__ if name in restarts}
+    )

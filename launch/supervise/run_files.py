@@ -26,11 +26,15 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})$")
 class Sight:
     """A look at a run's files."""
 
-    state: str | None  # starting | running | complete | stopped | failed; None where nothing is known
+    state: (
+        str | None
+    )  # starting | running | complete | stopped | failed; None where nothing is known
     step: int | None  # the last whole step
     checkpoint: int | None  # the newest checkpoint's step
     message: str | None
-    writer: tuple[Any, ...]  # who wrote progress.json, and when: tells one attempt's words from another's
+    writer: tuple[
+        Any, ...
+    ]  # who wrote progress.json, and when: tells one attempt's words from another's
     metrics: int  # bytes of metrics.jsonl
     said: int | None = None  # the step in progress.json
 
@@ -42,7 +46,10 @@ def look(directory: Path) -> Sight:
     said = step if isinstance(step := progress.get("step"), int) else None
     with suppress(OSError):
         size = metrics.stat().st_size
-    last = next((line["step"] for line in last_json_lines(metrics) if isinstance(line.get("step"), int)), None)
+    last = next(
+        (line["step"] for line in last_json_lines(metrics) if isinstance(line.get("step"), int)),
+        None,
+    )
     return Sight(
         state=progress.get("state"),
         step=max((step for step in (said, last) if step is not None), default=None),
@@ -56,7 +63,9 @@ def look(directory: Path) -> Sight:
 
 def has_stepped(before: Sight, now: Sight) -> bool:
     """Whether a step was done between two looks: lines of steps that an earlier attempt left do not count."""
-    ours = now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
+    ours = (
+        now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
+    )
     return ours or now.metrics != before.metrics
 
 
@@ -107,14 +116,23 @@ class Record:
     @property
     def progress(self) -> bool:
         """Whether the attempt left a later checkpoint than it started from."""
-        return self.checkpoint_end is not None and self.checkpoint_end > (-1 if self.checkpoint_start is None else self.checkpoint_start)
+        return self.checkpoint_end is not None and self.checkpoint_end > (
+            -1 if self.checkpoint_start is None else self.checkpoint_start
+        )
 
     @property
     def end(self) -> End:
         """The attempt as the policy sees it."""
         stopped = (self.decision or {}).get("action") == "stop"
         stepped = self.step_end is not None and self.step_end != (self.step_start or 0)
-        return End(self.outcome or "lost", self.failure, self.progress, self.ended or self.started, stopped, stepped)
+        return End(
+            self.outcome or "lost",
+            self.failure,
+            self.progress,
+            self.ended or self.started,
+            stopped,
+            stepped,
+        )
 
     def save(self) -> None:
         """Write attempt.json."""
@@ -124,7 +142,11 @@ class Record:
 
     def decided(self, decision: Decision) -> Record:
         """The record with a decision; saved."""
-        told = {"action": decision.action, "delay_seconds": decision.delay_seconds, "exclude": list(decision.exclude)}
+        told = {
+            "action": decision.action,
+            "delay_seconds": decision.delay_seconds,
+            "exclude": list(decision.exclude),
+        }
         record = replace(self, decision={**told, "reason": decision.reason})
         record.save()
         return record
@@ -141,7 +163,9 @@ def _read(folder: Path) -> Record | None:
     values = {name: value for name, value in raw.items() if name in known}
     try:
         failure = Failure(**values["failure"]) if values.get("failure") else None
-        return Record(**{**values, "failure": failure, "nodes": tuple(values["nodes"])}, folder=folder)
+        return Record(
+            **{**values, "failure": failure, "nodes": tuple(values["nodes"])}, folder=folder
+        )
     except (KeyError, TypeError):
         return None
 
@@ -153,13 +177,18 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
         if record.ended is None:
             killed = f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
             failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
-            record = replace(record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest)
+            record = replace(
+                record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest
+            )
             record.save()
         closed.append(record)
     return closed
 
 
-KEPT_FIRST, KEPT_LAST = 5, 20  # attempts that keep all files; the others keep attempt.json, which is all that decisions need
+KEPT_FIRST, KEPT_LAST = (
+    5,
+    20,
+)  # attempts that keep all files; the others keep attempt.json, which is all that decisions need
 PRUNE_SECONDS = 10.0  # at most, to delay no attempt; the next one continues
 
 
@@ -179,7 +208,9 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
         try:
             with os.scandir(record.folder) as entries:
                 for entry in [entry for entry in entries if entry.name != "attempt.json"]:
-                    (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+                    (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(
+                        entry.path
+                    )
             removed = f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} attempts"
             kept[index] = replace(record, removed=removed)
             kept[index].save()
@@ -205,14 +236,20 @@ def new_folder(directory: Path) -> tuple[int, Path]:
         return number, folder
 
 
-def ranks_environment(job: Job, item: Item, folder: Path, environ: Mapping[str, str], *, local: bool) -> dict[str, str]:
+def ranks_environment(
+    job: Job, item: Item, folder: Path, environ: Mapping[str, str], *, local: bool
+) -> dict[str, str]:
     """The ranks' whole environment, from the supervisor's ``environ``.
 
     ``local``: no batch script has set the profile's variables. Variables of a Slurm array reach only commands that are its tasks: any other
     program would take itself for one. sbatch exports the variables that mpirun or srun set in the submitting shell, and libraries
     (accelerate, DeepSpeed, mpi4py) would take every rank for that one.
     """
-    foreign = [name for name in environ if name.startswith(_FOREIGN) or name in _FOREIGN_NAMES or OTHERS_RANK.match(name)]
+    foreign = [
+        name
+        for name in environ
+        if name.startswith(_FOREIGN) or name in _FOREIGN_NAMES or OTHERS_RANK.match(name)
+    ]
     ours = {name: value for name, value in environ.items() if name not in foreign}
     if local:
         ours |= {name: str(value) for name, value in (job.profile.get("environment") or {}).items()}
@@ -226,5 +263,10 @@ def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, st
         if source.is_file():
             shutil.copyfile(source, folder / source.name)
     harmless = secrets.harmless_environment(environment)
-    told = {"python": platform.python_version(), "host": platform.node(), "command": [job.python, *item.arguments], "environment": harmless}
+    told = {
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "command": [job.python, *item.arguments],
+        "environment": harmless,
+    }
     write_json(folder / "environment.json", told)

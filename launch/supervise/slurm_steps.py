@@ -39,8 +39,13 @@ def guard(item: str, job: str, restarts: str, pid: str) -> None:
     # The signals that end a job, and those for ranks, are not for the guard.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if b"launch.supervise" not in words_of(int(pid)):  # of another machine, or where processes are hidden from each other
-        print(f"launch: process {pid} is no supervisor that can be seen from here: no guard", flush=True)
+    if b"launch.supervise" not in words_of(
+        int(pid)
+    ):  # of another machine, or where processes are hidden from each other
+        print(
+            f"launch: process {pid} is no supervisor that can be seen from here: no guard",
+            flush=True,
+        )
         return
     print(f"launch: guards process {pid}", flush=True)
     wait_for_end(int(pid))

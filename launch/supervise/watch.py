@@ -112,7 +112,9 @@ def duration(seconds: float) -> str:
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # between looks at the run's files
-REPEAT_SECONDS = 5.0  # between signals to the ranks: one that was still starting did not take the last
+REPEAT_SECONDS = (
+    5.0  # between signals to the ranks: one that was still starting did not take the last
+)
 DUMP_SECONDS = 45.0  # for every rank's stacks
 LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job is to be requeued before
 
@@ -120,7 +122,14 @@ LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, a
 class Watch:
     """One attempt's ranks, watched until they are gone."""
 
-    def __init__(self, attempt: Attempt, place: Place, signals: Signals, journal: Journal, stop: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        place: Place,
+        signals: Signals,
+        journal: Journal,
+        stop: Callable[[], str | None],
+    ) -> None:
         self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
         self._stop = stop  # why someone asked the item to stop, or None
         self._is_run = attempt.job.kind == "run"
@@ -134,38 +143,71 @@ class Watch:
         kills = oom_kills(counter)
         running = self.place.start(self.attempt)
         try:
-            code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
+            code, hang, cut = self._stay(
+                running,
+                before,
+                Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None,
+            )
         except BaseException:
             running.kill()
             raise
         after = look(self._directory)
         cancelled = (cut and not self.place.can_requeue) or self._stop() is not None
-        well = code == 0 or (after.writer != before.writer and after.state in ("complete", "stopped"))
-        told = not well and self.place.can_requeue and (hang is None or cut) and all_told(self.attempt.folder)
-        taken = not well and not cancelled and (hang is None or cut) and taken_away(self.place, self.signals, told=told)
+        well = code == 0 or (
+            after.writer != before.writer and after.state in ("complete", "stopped")
+        )
+        told = (
+            not well
+            and self.place.can_requeue
+            and (hang is None or cut)
+            and all_told(self.attempt.folder)
+        )
+        taken = (
+            not well
+            and not cancelled
+            and (hang is None or cut)
+            and taken_away(self.place, self.signals, told=told)
+        )
         return Observed(
             code,
             before,
             after,
             told=self._told_at is not None,
             hang=hang,
-            down={} if code == 0 else {node: why for node, why in self.place.down_nodes().items() if node in self.attempt.nodes},
+            down={}
+            if code == 0
+            else {
+                node: why
+                for node, why in self.place.down_nodes().items()
+                if node in self.attempt.nodes
+            },
             cancelled=cancelled or (told and self.place.cancelled()),
             taken=taken,
             oom_kill=oom_kills(counter) > kills,
             limit=memory_limit(self.attempt.job.profile, self.attempt.environment),
         )
 
-    def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:
+    def _stay(
+        self, running: Running, before: Sight, tail: Tail | None
+    ) -> tuple[int | None, str | None, bool]:
         """Until the ranks are gone: the exit code, why it was a hang, and whether there was no time to wait for the end."""
         profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
-        start, step, save = (60.0 * float(profile.get(f"{name}_minutes") or 0.0) for name in ("start", "step", "save"))
+        start, step, save = (
+            60.0 * float(profile.get(f"{name}_minutes") or 0.0)
+            for name in ("start", "step", "save")
+        )
         looked = time.monotonic()
-        watchdog = Watchdog(start if self._is_run else 0.0, step if self._is_run else 0.0, save, looked)
+        watchdog = Watchdog(
+            start if self._is_run else 0.0, step if self._is_run else 0.0, save, looked
+        )
         while (code := running.poll()) is None:
             now = time.monotonic()
             if self._pass_on(running, watchdog, now):
-                return None, "not saved and ended before the job's end" if self.place.can_requeue else None, True
+                return (
+                    None,
+                    "not saved and ended before the job's end" if self.place.can_requeue else None,
+                    True,
+                )
             if now - looked >= LOOK_SECONDS:
                 looked = now
                 hang = self._look(watchdog, before, now)
@@ -204,7 +246,9 @@ class Watch:
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
         sight = look(self._directory)
-        return watchdog.look(now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step)
+        return watchdog.look(
+            now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step
+        )
 
     def _end_hang(self, running: Running, why: str) -> str | None:
         """Have every rank's stacks written to dumps/, then end them all: the ranks that were stopped, in words."""
@@ -213,10 +257,18 @@ class Watch:
         ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
         while running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            last, sizes = sizes, sorted(path.stat().st_size for path in (self.attempt.folder / "dumps").glob("rank_*.txt"))
+            last, sizes = (
+                sizes,
+                sorted(
+                    path.stat().st_size
+                    for path in (self.attempt.folder / "dumps").glob("rank_*.txt")
+                ),
+            )
             if len(sizes) >= ranks and sizes == last:
                 break
-        self.journal.say(f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt")
+        self.journal.say(
+            f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt"
+        )
         running.kill()
         stopped = stopped_ranks(self.attempt.folder / "dumps")
         if not stopped:

@@ -24,12 +24,19 @@ from launch.job.item_state import Standing, counted, find_job, standings, start_
 from launch.job.plan import locked
 
 LINES = 8
-GRACE_SECONDS = 30.0  # a local supervisor's time to end its ranks before it is killed, and they with it
+GRACE_SECONDS = (
+    30.0  # a local supervisor's time to end its ranks before it is killed, and they with it
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="directory of a run or a job, or of one item of an array")
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        metavar="DIR",
+        help="directory of a run or a job, or of one item of an array",
+    )
     parser.add_argument("--save", action="store_true", help="after a checkpoint")
 
 
@@ -58,16 +65,26 @@ def who() -> str:
 
 def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """Forbid restarts, then end the items. Raises UserError where one is on a machine that is out of reach."""
-    far = next((standing for standing in active if standing.job_id is None and standing.pid is None), None)
+    far = next(
+        (standing for standing in active if standing.job_id is None and standing.pid is None), None
+    )
     if far is not None:
         raise UserError(f"{job.directory}: {far.where}; cancel it there")
     by = who()
     for standing in active:
-        stop = {"why": "cancelled", "message": f"by {by}", "time": round(time.time(), 3), "by": by, "save": save}
+        stop = {
+            "why": "cancelled",
+            "message": f"by {by}",
+            "time": round(time.time(), 3),
+            "by": by,
+            "save": save,
+        }
         write_json(_launch(job, standing) / "stop.json", stop)
     # A job that is being requeued (COMPLETING) reads stop.json when it starts again.
     asked = [str(standing.job_id) for standing in active if save and standing.state == "RUNNING"]
-    ended = [standing for standing in active if standing.job_id and str(standing.job_id) not in asked]
+    ended = [
+        standing for standing in active if standing.job_id and str(standing.job_id) not in asked
+    ]
     if asked:
         slurm.signal_batch(asked, "USR1")
     if ended:
@@ -75,7 +92,11 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     for standing in active:
         if standing.state == "PENDING":
             path = _launch(job, standing) / "state.json"  # no supervisor will say it
-            ended_state = {"state": "cancelled", "message": f"by {by}", "time": round(time.time(), 3)}
+            ended_state = {
+                "state": "cancelled",
+                "message": f"by {by}",
+                "time": round(time.time(), 3),
+            }
             write_json(path, {"format": 1, **(read_json(path) or {}), **ended_state})
     _tell(job, active, save=save)
     _end_local([standing.pid for standing in active if standing.pid is not None], save=save)
@@ -84,11 +105,19 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
 def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """A line an item; of many, of the first."""
     for standing in active[:LINES]:
-        told = "saves, then ends" if save and standing.state in ("RUNNING", "local") else "was cancelled"
+        told = (
+            "saves, then ends"
+            if save and standing.state in ("RUNNING", "local")
+            else "was cancelled"
+        )
         where = shlex.quote(job.items[standing.index].directory)
-        print(f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}")
+        print(
+            f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}"
+        )
     if len(active) > LINES:
-        print(f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}")
+        print(
+            f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}"
+        )
 
 
 def _end_local(pids: Sequence[int], *, save: bool) -> None:
@@ -98,7 +127,13 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1 if save else signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while not save and (left := [pid for pid, birth in born.items() if birth is not None and abs((start_time(pid) or 0.0) - birth) < 1.0]):
+    while not save and (
+        left := [
+            pid
+            for pid, birth in born.items()
+            if birth is not None and abs((start_time(pid) or 0.0) - birth) < 1.0
+        ]
+    ):
         if time.monotonic() > deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

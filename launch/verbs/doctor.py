@@ -47,13 +47,46 @@ REMEDY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster (default: check this machine)")
-    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now, one to five minutes each")
-    parser.add_argument("--fix", action="store_true", help="remove the lock files of DeepSpeed compilations that were killed")
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the trial job; 0: no job (default: 2, or as many as there are)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
-    parser.add_argument("--wait", type=float, default=300, metavar="S", help="longest wait in the queue, in seconds (default: %(default)g)")
-    parser.add_argument("--directory", metavar="DIR", help="folder for the trial's files (default: the first of paths.shared, or runs)")
+    parser.add_argument(
+        "--cluster",
+        metavar="PROFILE.yaml",
+        help="the cluster's profile, in configs/cluster (default: check this machine)",
+    )
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="compile DeepSpeed's operations now, one to five minutes each",
+    )
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="remove the lock files of DeepSpeed compilations that were killed",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="nodes of the trial job; 0: no job (default: 2, or as many as there are)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the profile, as slurm.partition=x",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=300,
+        metavar="S",
+        help="longest wait in the queue, in seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="folder for the trial's files (default: the first of paths.shared, or runs)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -88,8 +121,14 @@ def compiling(name: str, seconds: float) -> None:
 
 def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
     """What `launch.node.machine` finds, as it finds it."""
-    given = [option for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix)) if wanted]
-    with subprocess.Popen([sys.executable, "-m", "launch.node.machine", *given], stdout=subprocess.PIPE, text=True) as child:
+    given = [
+        option
+        for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
+        if wanted
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "launch.node.machine", *given], stdout=subprocess.PIPE, text=True
+    ) as child:
         for line in child.stdout or ():
             said = json.loads(line)
             if isinstance(said, list):
@@ -109,7 +148,11 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
         return
     yield Check("ok", "profile", f"{arguments.cluster}: {described(profile)}")
     well = True
-    for check in (*interpreters(profile), *shared_folders(profile), *queue_side(profile, arguments)):
+    for check in (
+        *interpreters(profile),
+        *shared_folders(profile),
+        *queue_side(profile, arguments),
+    ):
         well = well and check.level != "FAILED"
         yield check
     if arguments.nodes == 0:
@@ -120,7 +163,12 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     try:
         yield from by_trial(profile, arguments)
     except OSError as error:
-        yield Check("FAILED", "trial", reason(error), "--directory: a folder that this host and the nodes can write")
+        yield Check(
+            "FAILED",
+            "trial",
+            reason(error),
+            "--directory: a folder that this host and the nodes can write",
+        )
     except UserError as error:
         yield Check("FAILED", "trial", str(error))
 
@@ -128,8 +176,16 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
 def described(profile: Profile) -> str:
     """What a profile is, in a few words."""
     nodes = profile.nodes
-    what = f"{counted(nodes.gpus, 'GPU')} a node" if nodes.gpus else f"{counted(profile.processes_per_node, 'process')} a node, no GPUs"
-    container = "" if profile.container.runtime == "none" else f", in a container ({profile.container.runtime})"
+    what = (
+        f"{counted(nodes.gpus, 'GPU')} a node"
+        if nodes.gpus
+        else f"{counted(profile.processes_per_node, 'process')} a node, no GPUs"
+    )
+    container = (
+        ""
+        if profile.container.runtime == "none"
+        else f", in a container ({profile.container.runtime})"
+    )
     return f"{profile.scheduler}, {what}{container}"
 
 
@@ -146,20 +202,35 @@ def interpreters(profile: Profile) -> Iterator[Check]:
 def interpreter(key: str, path: str, *, torch: bool) -> Check:
     """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
     try:
-        done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [path, "-c", ASK],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
     except OSError as error:
         remedy = f"{key}: the path of an interpreter, null for this one"
         return Check("FAILED", key, f"{path} cannot be started here: {error.strerror}", remedy)
     except subprocess.TimeoutExpired:
-        return Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+        return Check(
+            "FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs"
+        )
     if done.returncode:
-        return Check("FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}")
+        return Check(
+            "FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}"
+        )
     *version, has_torch = done.stdout.split()
     text = f"{path}: Python {'.'.join(version)}"
     if tuple(map(int, version)) < PYTHON:
         return Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
     if torch and has_torch != "True":
-        return Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
+        return Check(
+            "FAILED",
+            key,
+            f"{text} has no torch",
+            f"{key}: the environment that the project is installed in",
+        )
     return Check("ok", key, text)
 
 
@@ -167,12 +238,22 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
     """The shared folders as they are here."""
     if not profile.paths.shared and profile.scheduler == "slurm":
         text = "paths.shared is empty: only the trial's own folder is checked"
-        yield Check("warning", "shared folders", text, "paths.shared: where runs, data and the interpreter are")
+        yield Check(
+            "warning",
+            "shared folders",
+            text,
+            "paths.shared: where runs, data and the interpreter are",
+        )
     for name in profile.paths.shared:
         try:
             yield Check("ok", "shared folder", f"{name}: {probe_folder(Path(name)):.0f} GB free")
         except OSError as error:
-            yield Check("FAILED", "shared folder", f"{name}: cannot be written here: {error.strerror or error}", REMEDY["shared"])
+            yield Check(
+                "FAILED",
+                "shared folder",
+                f"{name}: cannot be written here: {error.strerror or error}",
+                REMEDY["shared"],
+            )
 
 
 def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
@@ -183,7 +264,12 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
     file = cordon_file(profile.as_json(), work_directory())
     if away := cordoned(file):
         told = "; ".join(f"{node} ({why})" for node, why in list(away.items())[:LISTED])
-        yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {file} once they are well")
+        yield Check(
+            "warning",
+            "cordon",
+            f"{len(away)} nodes: {told}",
+            f"delete their lines in {file} once they are well",
+        )
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
@@ -229,7 +315,9 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
     names = set((profile.slurm.partition or "").split(",")) - {""}
     known = [node for node in slurm.all_nodes() if not names or names & set(node.partitions)]
     gpus, away = checks.gpus_asked(profile), slurm.hosts(profile.slurm.exclude)
-    fit = [node for node in known if node.in_service and node.gpus >= gpus and node.name not in away]
+    fit = [
+        node for node in known if node.in_service and node.gpus >= gpus and node.name not in away
+    ]
     return max(1, min(2, len(fit)))
 
 
@@ -238,7 +326,9 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
-        reports = read_reports(folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds)
+        reports = read_reports(
+            folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds
+        )
     for report in reports.values():
         yield from report.checks()
     if outcome.result is None:
@@ -248,9 +338,14 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
         yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else see)
         return
     yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
-    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in outcome.result["shared"])
+    yield from (
+        Check("FAILED", "shared folder", fault, REMEDY["shared"])
+        for fault in outcome.result["shared"]
+    )
     if not outcome.result["shared"]:
-        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
+        yield Check(
+            "ok", "shared folders", "every node writes into them and sees what the others wrote"
+        )
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
 
@@ -264,12 +359,18 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
     text += f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; {result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
     if floor is None:
-        return Check("ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)")
+        return Check(
+            "ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)"
+        )
     if largest["bus"] >= floor:
         return Check("ok", "all-reduce", f"{text}; floor {floor:g}")
     if slowest := sorted(result.get("pairs") or (), key=lambda pair: float(pair["bus"]))[:2]:
-        text += "; slowest neighbours: " + ", ".join(f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest)
-    return Check("FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"])
+        text += "; slowest neighbours: " + ", ".join(
+            f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest
+        )
+    return Check(
+        "FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"]
+    )
 
 
 def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
@@ -284,9 +385,15 @@ def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
         elif most is not None and most + skew < -limit:
             off[node] = f"at least {-most - skew:.1f} s behind this host"
         elif abs(skew) > limit:
-            off[node] = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
-    yield from (Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items())
+            off[node] = (
+                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
+            )
+    yield from (
+        Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items()
+    )
     if not off:
         apart = max(told["skew"].values()) - min(told["skew"].values())
-        known = "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
+        known = (
+            "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
+        )
         yield Check("ok", "clocks", f"the nodes agree to {apart * 1e3:.2g} ms{known}")

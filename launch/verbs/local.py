@@ -37,8 +37,19 @@ def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]
     """The argv and the environment of an item's supervisor, which runs from the job's snapshot."""
     profile = from_json(job.profile)
     item = ["--item", str(index)] if job.array else []
-    command = [profile.interpreters(sys.executable)[1], "-m", "launch.supervise", job.directory, *item]
-    return command, {**clean_environment(), **profile.environment, "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
+    command = [
+        profile.interpreters(sys.executable)[1],
+        "-m",
+        "launch.supervise",
+        job.directory,
+        *item,
+    ]
+    return command, {
+        **clean_environment(),
+        **profile.environment,
+        "PYTHONPATH": job.code,
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
@@ -58,15 +69,26 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
                     continue
                 command, environment = supervisor_command(job, index)
                 running[index] = subprocess.Popen(
-                    command, cwd=job.working_directory, env=environment, start_new_session=True, preexec_fn=tied
+                    command,
+                    cwd=job.working_directory,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=tied,
                 )
             for index, process in list(running.items()):
                 if process.poll() is not None:
                     del running[index]
                     worst = worst or process.returncode
                     if job.array:
-                        how = "ended well" if process.returncode == 0 else f"ended with {process.returncode}"
-                        print(f"{job.items[index].name}: {how}; {len(waiting) + len(running)} to go", flush=True)
+                        how = (
+                            "ended well"
+                            if process.returncode == 0
+                            else f"ended with {process.returncode}"
+                        )
+                        print(
+                            f"{job.items[index].name}: {how}; {len(waiting) + len(running)} to go",
+                            flush=True,
+                        )
             time.sleep(POLL_SECONDS)
     return worst if worst >= 0 else 128 - worst
 
@@ -91,11 +113,24 @@ SMI_SECONDS = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="a run and settings that replace the file's")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG.yaml section.key=value",
+        help="a run and settings that replace the file's",
+    )
     parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser, cluster_required=False)
-    parser.add_argument("--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array")
-    parser.add_argument("--at-once", type=int, default=1, metavar="K", help="of --tasks: so many at a time (default: %(default)s)")
+    parser.add_argument(
+        "--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="K",
+        help="of --tasks: so many at a time (default: %(default)s)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -107,16 +142,26 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.cluster = arguments.cluster or default_profile()
     request = request_of(arguments)
     if request.profile.scheduler != "local":
-        raise UserError(f"{arguments.cluster} is a profile of Slurm; to run there: python -m launch submit")
+        raise UserError(
+            f"{arguments.cluster} is a profile of Slurm; to run there: python -m launch submit"
+        )
     if request.nodes != 1:
-        raise UserError(f"--nodes {request.nodes}: this is one machine; --processes says how many ranks")
+        raise UserError(
+            f"--nodes {request.nodes}: this is one machine; --processes says how many ranks"
+        )
     job = prepare(request, data=True)
     known = standings(job)
     if not any(standing.kind == "idle" for standing in known):
-        print(f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update")
+        print(
+            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update"
+        )
         return 0
     if job.array:
-        return run_items(job, [standing.index for standing in known if standing.kind != "finished"], at_once=arguments.at_once)
+        return run_items(
+            job,
+            [standing.index for standing in known if standing.kind != "finished"],
+            at_once=arguments.at_once,
+        )
     return _become_supervisor(job)
 
 
@@ -133,5 +178,7 @@ def default_profile() -> str:
     """The shipped profile for this machine: with its GPUs, where nvidia-smi lists some. Raises UserError where profiles are not shipped."""
     path = SHIPPED / ("local_gpu.yaml" if hardware.listed(SMI_SECONDS) else "local_cpu.yaml")
     if not path.is_file():
-        raise UserError(f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local")
+        raise UserError(
+            f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local"
+        )
     return str(path)

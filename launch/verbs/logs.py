@@ -22,7 +22,16 @@ from fem_common.errors import UserError
 from launch.job import Item, Job, attempts, launch_folder, read_json
 from launch.job.item_state import OVER, find_job, is_resubmitted, state_of, submissions
 from launch.node.failures import Failure, failures
-from launch.node.logs import Follower, Line, Source, agent_sources, merged, rank_sources, slurm_source, supervisor_source
+from launch.node.logs import (
+    Follower,
+    Line,
+    Source,
+    agent_sources,
+    merged,
+    rank_sources,
+    slurm_source,
+    supervisor_source,
+)
 
 FOLLOWERS = 8  # ranks that failed after the first are told of, one by one; the rest are counted
 LAST_LINES = 15  # of a rank that gave no traceback
@@ -54,10 +63,14 @@ def _attempt(item: Item, attempt: Path) -> str | None:
     record = read_json(attempt / "attempt.json") or {}
     failed = failures(attempt, running=not record.get("ended"))
     told: dict[str, Any] = record.get("failure") or {}
-    if not told and (not failed or record.get("outcome") in ("finished", "saved", "cancelled", "busy")):
+    if not told and (
+        not failed or record.get("outcome") in ("finished", "saved", "cancelled", "busy")
+    ):
         return None
     after = f" after step {told['step']}" if told.get("step") is not None else ""
-    lines = [f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"]
+    lines = [
+        f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"
+    ]
     by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
     if told and not (by_rank and told.get("message") == failed[0].message):
         lines.append(f"  {told.get('kind')}: {told.get('message')}")
@@ -96,12 +109,20 @@ SLURM_LINES = 15  # of Slurm's file, where nothing else says why
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("directory", metavar="DIR", help="the directory of a run, a job, or a task of an array")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until the run is over")
-    parser.add_argument("--attempt", metavar="N|all", help="another attempt than the last; all: every one")
+    parser.add_argument(
+        "directory", metavar="DIR", help="the directory of a run, a job, or a task of an array"
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what comes, until the run is over"
+    )
+    parser.add_argument(
+        "--attempt", metavar="N|all", help="another attempt than the last; all: every one"
+    )
     parser.add_argument("--rank", metavar="R", help="these ranks alone: 3, or 0,8-15")
     parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")
-    parser.add_argument("--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})")
+    parser.add_argument(
+        "--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})"
+    )
     parser.add_argument("--time", action="store_true", help="with the time of each line")
 
 
@@ -150,12 +171,16 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
     """Raises UserError where there is no such attempt."""
-    if wanted not in (None, "all") and not any(str(int(path.name)) == wanted for path in attempts(item)):
+    if wanted not in (None, "all") and not any(
+        str(int(path.name)) == wanted for path in attempts(item)
+    ):
         numbers = ", ".join(str(int(path.name)) for path in attempts(item)) or "none yet"
         raise UserError(f"--attempt {wanted}: {item} has the attempts {numbers}")
 
 
-def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool) -> Iterator[Source]:
+def _sources(
+    job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool
+) -> Iterator[Source]:
     """The files to read now: of the wanted attempt, of the last one, or of all."""
     directory = Path(item.directory)
     there = attempts(directory)
@@ -164,24 +189,38 @@ def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *
     if ranks is None:
         only = chosen[0] if len(chosen) == 1 and (wanted or len(there) > 1) else None
         sources += [source for attempt in chosen for source in agent_sources(attempt)]
-        sources += [supervisor_source(directory, only), *(slurm_source(path, directory, only) for path in _slurm_files(job, item))]
+        sources += [
+            supervisor_source(directory, only),
+            *(slurm_source(path, directory, only) for path in _slurm_files(job, item)),
+        ]
     for source in sources:
         yield replace(source, label=f"{item.name} {source.label}") if named else source
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
     """The wanted attempts, by default the last one."""
-    return there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
+    return (
+        there
+        if wanted == "all"
+        else [path for path in there if str(int(path.name)) == wanted]
+        if wanted
+        else there[-1:]
+    )
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
     """One line, if logs of the wanted attempts were removed (`launch.supervise.run_files.prune`)."""
     why = {
-        int(path.name): (read_json(path / "attempt.json") or {}).get("removed") for path in _chosen(attempts(Path(item.directory)), wanted)
+        int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
+        for path in _chosen(attempts(Path(item.directory)), wanted)
     }
     gone = [number for number, text in why.items() if text]
     if gone:
-        which = f"attempt {gone[0]}" if len(gone) == 1 else f"{len(gone)} attempts from {gone[0]} to {gone[-1]}"
+        which = (
+            f"attempt {gone[0]}"
+            if len(gone) == 1
+            else f"{len(gone)} attempts from {gone[0]} to {gone[-1]}"
+        )
         yield f"{item.name}: the logs of {which} were removed: {why[gone[-1]]}"
 
 
@@ -191,7 +230,9 @@ def _slurm_files(job: Job, item: Item) -> list[Path]:
     records = [read_json(path / "attempt.json") or {} for path in attempts(directory)]
     task = f"_{job.items.index(item)}" if job.array else ""
     sent = [f"{line['job_id']}{task}" for line in submissions(job)]
-    ids = dict.fromkeys([*sent, *(str(record.get("job_id")) for record in (*records, state_of(item.directory)))])
+    ids = dict.fromkeys(
+        [*sent, *(str(record.get("job_id")) for record in (*records, state_of(item.directory)))]
+    )
     folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 
@@ -219,7 +260,11 @@ def _print(lines: Iterable[Line], with_time: bool) -> int:
     """Print lines; how many there were."""
     printed = 0
     for line in lines:
-        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(line.time)) + f"{line.time % 1:.3f} "[1:] if with_time else ""
+        clock = (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(line.time)) + f"{line.time % 1:.3f} "[1:]
+            if with_time
+            else ""
+        )
         sys.stdout.write(f"{clock}{line}\n")
         printed += 1
     sys.stdout.flush()
@@ -236,10 +281,16 @@ def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
             said += 1
         removed += _removed(item, arguments.attempt)
         began = attempts(Path(item.directory))
-        slurm = [line for path in _slurm_files(job, item) for line in slurm_source(path, Path(item.directory)).lines()]
+        slurm = [
+            line
+            for path in _slurm_files(job, item)
+            for line in slurm_source(path, Path(item.directory)).lines()
+        ]
         if slurm and not began:
             print(
-                f"{item.name}: no attempt began; Slurm's file ends with:", *(f"    {line.text}" for line in slurm[-SLURM_LINES:]), sep="\n"
+                f"{item.name}: no attempt began; Slurm's file ends with:",
+                *(f"    {line.text}" for line in slurm[-SLURM_LINES:]),
+                sep="\n",
             )
             said += 1
     if not said:

@@ -29,11 +29,34 @@ from launch.verbs.submit import excluded, send
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="directory of a run or a job, or of one item of an array")
-    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="a profile to read again (default: as it was submitted)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of --cluster, as slurm.time=48:00:00")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="nodes not to use, besides the profile's")
-    parser.add_argument("--at-once", type=int, metavar="K", help="of an array: so many tasks at a time")
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        metavar="DIR",
+        help="directory of a run or a job, or of one item of an array",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="PROFILE.yaml",
+        help="a profile to read again (default: as it was submitted)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of --cluster, as slurm.time=48:00:00",
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="NODES",
+        help="nodes not to use, besides the profile's",
+    )
+    parser.add_argument(
+        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -50,17 +73,23 @@ def main(arguments: argparse.Namespace) -> int:
     return worst
 
 
-def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> tuple[Job, list[int]] | None:
+def _requeue(
+    job: Job, items: Sequence[int], arguments: argparse.Namespace
+) -> tuple[Job, list[int]] | None:
     """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
     restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
-            print(f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update")
+            print(
+                f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update"
+            )
         return None
     if read_code(Path(job.directory)) is None:
-        raise UserError(f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one")
+        raise UserError(
+            f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one"
+        )
     profile = from_json(job.profile)
     if arguments.cluster:
         profile = load_profile(arguments.cluster, arguments.set)
@@ -72,7 +101,9 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
         return job, begin
     exclude = excluded(job, arguments.exclude)
     job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
-    print(f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}")
+    print(
+        f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
+    )
     return None
 
 
@@ -112,7 +143,11 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
         slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
-    away = list(dict.fromkeys([*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]))
+    away = list(
+        dict.fromkeys(
+            [*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]
+        )
+    )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
     text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"

@@ -29,7 +29,15 @@ from fem_common.errors import UserError
 from fem_common.text import count, duration
 from launch.cluster import slurm
 from launch.job import Job, attempts, last_json_lines, launch_folder, load_job, read_json
-from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, state_of, submissions
+from launch.job.item_state import (
+    AT_WORK,
+    OVER,
+    find_job,
+    is_resubmitted,
+    process_of,
+    state_of,
+    submissions,
+)
 from launch.node.logs import started
 
 LAST_SUBMISSIONS = 5  # of a job are asked for
@@ -73,8 +81,15 @@ def ask(jobs: Sequence[Job]) -> Queue:
     """Slurm's word on all jobs that are not over, in one question."""
     ids = list[str]()
     for job in jobs:
-        states = [state_of(item.directory) for item in job.items] if job.profile.get("scheduler") == "slurm" else []
-        if any(state.get("state") not in OVER or is_resubmitted(job, index, state) for index, state in enumerate(states)):
+        states = (
+            [state_of(item.directory) for item in job.items]
+            if job.profile.get("scheduler") == "slurm"
+            else []
+        )
+        if any(
+            state.get("state") not in OVER or is_resubmitted(job, index, state)
+            for index, state in enumerate(states)
+        ):
             ids += _submitted(job)
     if not ids:
         return Queue({})
@@ -86,7 +101,10 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
     """A row for each item of a job, or for some of them."""
-    return [_row(job, index, queue, now) for index in (range(len(job.items)) if items is None else items)]
+    return [
+        _row(job, index, queue, now)
+        for index in (range(len(job.items)) if items is None else items)
+    ]
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
@@ -123,8 +141,12 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
     stop = read_json(launch_folder(Path(item.directory)) / "stop.json")
     again = stop is None and state.get("state") in OVER and is_resubmitted(job, index, state)
     word, message = _word(job, {} if again else state, stop, job_id, queue)
-    active = bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
-    numbers = _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
+    active = (
+        bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
+    )
+    numbers = (
+        _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
+    )
     return Row(
         name=item.name,
         directory=item.directory,
@@ -144,11 +166,21 @@ def _queued(job: Job, index: int, queue: Queue) -> str | None:
     """The item's job id that Slurm knows: an active one before the last one."""
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
-    known = [job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(job.script)]
-    return max(known, key=lambda job_id: (queue.states[job_id].active, known.index(job_id)), default=None)
+    known = [
+        job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(job.script)
+    ]
+    return max(
+        known, key=lambda job_id: (queue.states[job_id].active, known.index(job_id)), default=None
+    )
 
 
-def _word(job: Job, state: Mapping[str, Any], stop: Mapping[str, Any] | None, job_id: str | None, queue: Queue) -> tuple[str, str]:
+def _word(
+    job: Job,
+    state: Mapping[str, Any],
+    stop: Mapping[str, Any] | None,
+    job_id: str | None,
+    queue: Queue,
+) -> tuple[str, str]:
     """The state in one word, and a message where there is a better one than the supervisor's."""
     said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
     if said == "finished":
@@ -166,22 +198,33 @@ def _word(job: Job, state: Mapping[str, Any], stop: Mapping[str, Any] | None, jo
         why = "cancelled" if "cancelled" in (said, (stop or {}).get("why")) else "stopped"
         return why, str((stop or {}).get("message") or "")
     if said is not None:
-        gone = f"job {job_id}: {found.state}" if found else f"its supervisor (process {state.get('pid')} on {state.get('host')}) is gone"
+        gone = (
+            f"job {job_id}: {found.state}"
+            if found
+            else f"its supervisor (process {state.get('pid')} on {state.get('host')}) is gone"
+        )
         return "lost", f"{gone}; `python -m launch requeue {shlex.quote(job.directory)}` continues"
     if found is not None:
         see = f"python -m launch logs {shlex.quote(job.directory)}"
-        why = f" ({found.reason})" if found.reason else ""  # DependencyNeverSatisfied, of what waited for a job that failed
+        why = (
+            f" ({found.reason})" if found.reason else ""
+        )  # DependencyNeverSatisfied, of what waited for a job that failed
         return "lost", f"job {job_id}: {found.state}{why} before the supervisor began; see: {see}"
     return ("unknown?" if silent and _submitted(job) else "new"), ""
 
 
-def _in_queue(job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState) -> tuple[str, str]:
+def _in_queue(
+    job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState
+) -> tuple[str, str]:
     """The state of a job that Slurm has."""
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
             why = "cannot start: too few nodes have what it asks for and are not excluded (BadConstraints)"
-            return "queued", f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again"
+            return (
+                "queued",
+                f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again",
+            )
         return "queued", f"{told}waits: {found.reason or 'not yet looked at'}"
     if found.state == "RUNNING":
         return (str(said), "") if said in AT_WORK else ("starting", "")
@@ -200,7 +243,11 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
     done, whole, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
-    seconds_left = max(0, whole - done) * seconds if stepped and steps and whole is not None and seconds is not None else None
+    seconds_left = (
+        max(0, whole - done) * seconds
+        if stepped and steps and whole is not None and seconds is not None
+        else None
+    )
     return {
         "step": done if steps else None,
         "steps": whole,
@@ -217,7 +264,18 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
 ROOT = "runs"
 DEPTH = 4  # folders below a root
 RECENT_SECONDS = 86400.0
-HEADER = ("NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "MESSAGE")
+HEADER = (
+    "NAME",
+    "STATE",
+    "JOB",
+    "ATTEMPT",
+    "STEP",
+    "LOSS",
+    "TOKENS/S",
+    "LEFT",
+    "LAST STEP",
+    "MESSAGE",
+)
 WATCH_SECONDS = 10.0
 _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 
@@ -225,12 +283,22 @@ _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument(
-        "directories", nargs="*", metavar="DIR", help=f"a job's directory, or a folder with jobs below it (default: {ROOT})"
+        "directories",
+        nargs="*",
+        metavar="DIR",
+        help=f"a job's directory, or a folder with jobs below it (default: {ROOT})",
     )
-    parser.add_argument("--all", action="store_true", help="also those that ended more than a day ago")
+    parser.add_argument(
+        "--all", action="store_true", help="also those that ended more than a day ago"
+    )
     parser.add_argument("--items", action="store_true", help="a line for each task of an array")
     parser.add_argument(
-        "--watch", metavar="S", nargs="?", type=float, const=WATCH_SECONDS, help="again every S seconds, until all are over"
+        "--watch",
+        metavar="S",
+        nargs="?",
+        type=float,
+        const=WATCH_SECONDS,
+        help="again every S seconds, until all are over",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, all items")
 
@@ -255,23 +323,37 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     """The text, and whether anything is active."""
     now, asked = time.time(), bool(arguments.directories)
     once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
-    for job, items in (found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked)):
+    for job, items in (
+        found
+        for directory in arguments.directories or [ROOT]
+        for found in _jobs(Path(directory), asked=asked)
+    ):
         once.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
     jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
     every = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
     recent = RECENT_SECONDS if not arguments.all and not asked else float("inf")
-    found = [(job, rows) for job, rows in every if any(row.active or now - (row.since or now) < recent for row in rows)]
+    found = [
+        (job, rows)
+        for job, rows in every
+        if any(row.active or now - (row.since or now) < recent for row in rows)
+    ]
     hidden = len(every) - len(found)
     active = any(row.active for _, rows in found for row in rows)
     if arguments.json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
     lines = list(_lines(found, items=arguments.items))
-    text = _table([HEADER, *lines]) if lines else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
+    text = (
+        _table([HEADER, *lines])
+        if lines
+        else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
+    )
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:
-        text.append(f"Slurm does not answer, so states with a ? are the supervisors' last words: {queue.silent}")
+        text.append(
+            f"Slurm does not answer, so states with a ? are the supervisors' last words: {queue.silent}"
+        )
     return "\n".join(text), active
 
 
@@ -289,7 +371,11 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
         return
     inner = list[str]()
     with suppress(OSError):
-        inner = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name not in _NOT_ENTERED)
+        inner = sorted(
+            entry.name
+            for entry in os.scandir(directory)
+            if entry.is_dir() and entry.name not in _NOT_ENTERED
+        )
     for name in inner if depth else ():
         if not name.startswith("."):
             yield from _job_folders(directory / name, depth - 1)
@@ -299,7 +385,11 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead. Below it its forks'."""
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
     names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
-    numbers = {str(Path(row.directory).resolve()): number for number, (_, rows) in enumerate(found) for row in (heads[number], *rows)}
+    numbers = {
+        str(Path(row.directory).resolve()): number
+        for number, (_, rows) in enumerate(found)
+        for row in (heads[number], *rows)
+    }
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
@@ -309,9 +399,13 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
         head, rows = heads[number], found[number][1]
         name = head.directory.removeprefix(here) if names[head.name] > 1 else head.name
         if head.parent is not None:
-            name += f" from step {head.parent_step}" + ("" if depth else f" of {head.parent.removeprefix(here)}")
+            name += f" from step {head.parent_step}" + (
+                "" if depth else f" of {head.parent.removeprefix(here)}"
+            )
         yield _cells(head, f"{'  ' * depth}{'└ ' if depth else ''}{name}")
-        yield from (_cells(row, f"{'  ' * depth}  {row.name}") for row in rows if items and len(rows) > 1)
+        yield from (
+            _cells(row, f"{'  ' * depth}  {row.name}") for row in rows if items and len(rows) > 1
+        )
         for child in (other for other, parent in enumerate(parents) if parent == number):
             yield from tree(child, depth + 1)
 
@@ -340,8 +434,17 @@ def _cells(row: Row, name: str) -> tuple[str, ...]:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows as aligned lines, without columns that nobody fills, as wide as the terminal where there is one."""
-    used = [index for index in range(len(rows[0])) if any(row[index] not in ("", "-") for row in rows[1:])]
+    used = [
+        index
+        for index in range(len(rows[0]))
+        if any(row[index] not in ("", "-") for row in rows[1:])
+    ]
     widths = [max(len(row[index]) for row in rows) for index in used]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = ("  ".join(row[index].ljust(width) for index, width in zip(used, widths, strict=True)).rstrip() for row in rows)
+    lines = (
+        "  ".join(
+            row[index].ljust(width) for index, width in zip(used, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
     return [line[:limit] for line in lines]

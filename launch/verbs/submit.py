@@ -32,7 +32,9 @@ from launch.job.render import render
 from launch.job.request import Request, Wanted, data_fault, wanted
 from launch.supervise.journal import cordon_file, cordoned
 
-WRITTEN = re.compile(r"(after|afterany|afterok|afternotok|aftercorr|afterburstbuffer)(:[0-9_+]+)+|singleton")
+WRITTEN = re.compile(
+    r"(after|afterany|afterok|afternotok|aftercorr|afterburstbuffer)(:[0-9_+]+)+|singleton"
+)
 
 
 def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
@@ -58,7 +60,9 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
         elif Path(word).is_dir():
             told += _of_directory(word, ask)
         else:
-            raise UserError(f"--dependency {word}: neither a job's id, nor afterok:ID, nor a directory")
+            raise UserError(
+                f"--dependency {word}: neither a job's id, nor afterok:ID, nor a directory"
+            )
     return ",".join(dict.fromkeys(told)) or None
 
 
@@ -71,58 +75,124 @@ def _check(kind: str, job_id: str, word: str) -> None:
     found = slurm.queue([job_id])
     state = found.get(job_id)
     if state is None:
-        raise UserError(f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory")
-    if kind == "aftercorr" and any(task.active or task.state == "COMPLETED" for task in found.values()):
+        raise UserError(
+            f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory"
+        )
+    if kind == "aftercorr" and any(
+        task.active or task.state == "COMPLETED" for task in found.values()
+    ):
         return  # the tasks that correspond to those start
     if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
-        raise UserError(f"--dependency {word}: that job is {state.state}; a job after it would never start")
+        raise UserError(
+            f"--dependency {word}: that job is {state.state}; a job after it would never start"
+        )
 
 
 def _of_directory(directory: str, ask: bool) -> list[str]:
     """One dependency for every job that works at a directory's items; none where all are finished."""
     job, items = find_job(directory)
-    chosen = [item for item in standings(job, ask=ask) if item.index in items and item.kind != "finished"]
+    chosen = [
+        item for item in standings(job, ask=ask) if item.index in items and item.kind != "finished"
+    ]
     for item in chosen:
         if item.kind != "active" or item.job_id is None:
             kind = "not under way" if item.kind == "idle" else item.kind
-            told = f"runs as {item.where}, which Slurm knows nothing of" if item.kind == "active" else f"is {kind} ({item.message})"
+            told = (
+                f"runs as {item.where}, which Slurm knows nothing of"
+                if item.kind == "active"
+                else f"is {kind} ({item.message})"
+            )
             where = job.items[item.index].directory
             raise UserError(
                 f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would wait for ever: submit it first"
             )
-    ids = [str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0] for item in chosen]
+    ids = [
+        str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
+        for item in chosen
+    ]
     return [f"afterok:{job_id}" for job_id in dict.fromkeys(ids)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="a run and settings that replace the file's")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG.yaml section.key=value",
+        help="a run and settings that replace the file's",
+    )
     parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser)
     add_submit_arguments(parser)
-    parser.add_argument("--tasks", type=int, metavar="N", help="of a command: a job array of N tasks")
+    parser.add_argument(
+        "--tasks", type=int, metavar="N", help="of a command: a job array of N tasks"
+    )
 
 
 def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bool = True) -> None:
     """What a run is to run on, and where it keeps its files: the same for every verb that starts one."""
-    parser.add_argument("--cluster", required=cluster_required, metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster")
+    parser.add_argument(
+        "--cluster",
+        required=cluster_required,
+        metavar="PROFILE.yaml",
+        help="the cluster's profile, in configs/cluster",
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
-    parser.add_argument("--processes", type=int, metavar="N", help="processes a node (default: the profile's; of a command: 1)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes a node (default: the profile's; of a command: 1)",
+    )
     parser.add_argument("--name", help="name in the queue (default: the run's, or the command's)")
-    parser.add_argument("--directory", metavar="DIR", help="where it keeps its files (default: the run's run_dir, or runs/jobs/NAME)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
-    parser.add_argument("--update", action="store_true", help="take new settings, and the code as it is now, for a run that has a job")
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="where it keeps its files (default: the run's run_dir, or runs/jobs/NAME)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the profile, as slurm.partition=x",
+    )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="take new settings, and the code as it is now, for a run that has a job",
+    )
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     """What only Slurm knows."""
-    parser.add_argument("--time", metavar="LIMIT", help="time limit of one submission; a run outlives it (default: the profile's)")
-    parser.add_argument("--at-once", type=int, metavar="K", help="of an array: so many tasks at a time")
+    parser.add_argument(
+        "--time",
+        metavar="LIMIT",
+        help="time limit of one submission; a run outlives it (default: the profile's)",
+    )
+    parser.add_argument(
+        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+    )
     after = "start after a job ended well: its directory, its id, or afterok:ID"
     parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help=after)
-    parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="nodes not to use, besides the profile's")
-    parser.add_argument("--no-rehearse", action="store_true", help="of runs on GPUs: submit without a rehearsal of layouts not seen before")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and submit nothing")
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="NODES",
+        help="nodes not to use, besides the profile's",
+    )
+    parser.add_argument(
+        "--no-rehearse",
+        action="store_true",
+        help="of runs on GPUs: submit without a rehearsal of layouts not seen before",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and the batch script; write and submit nothing",
+    )
     parser.add_argument("--parsable", action="store_true", help="print the job's id alone")
 
 
@@ -131,7 +201,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
     limit = [f'slurm.time="{arguments.time}"'] if getattr(arguments, "time", None) else []
     rest = getattr(arguments, "rest", [])  # a sweep has none
     if rest and arguments.words:
-        raise UserError(f"both a run ({arguments.words[0]}) and a command after -- ({rest[0]}); give one")
+        raise UserError(
+            f"both a run ({arguments.words[0]}) and a command after -- ({rest[0]}); give one"
+        )
     return Request(
         words=tuple(rest or arguments.words),
         is_command=bool(rest),
@@ -179,9 +251,13 @@ def main(arguments: argparse.Namespace) -> int:
 def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
     """Submit the items of a job that are not finished or at work; with --dry-run say what would be done. Raises UserError."""
     if profile.scheduler != "slurm":
-        raise UserError(f"{arguments.cluster} is no profile of Slurm; on this machine: python -m launch local")
+        raise UserError(
+            f"{arguments.cluster} is no profile of Slurm; on this machine: python -m launch local"
+        )
     if arguments.at_once is not None and not (asked.job.array and arguments.at_once > 0):
-        raise UserError(f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and at least 1")
+        raise UserError(
+            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and at least 1"
+        )
     if arguments.dry_run:
         return _dry_run(asked, arguments, profile)
     after = dependency(arguments.dependency)
@@ -194,30 +270,62 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
             refuse_without_data(draft, "; where another job makes it: --dependency JOB")
         exclude = excluded(draft.job, arguments.exclude)
         # What cannot be rendered is refused before anything is written.
-        render(draft.job, profile, dependency=after, array="0" if draft.job.array else None, exclude=exclude)
+        render(
+            draft.job,
+            profile,
+            dependency=after,
+            array="0" if draft.job.array else None,
+            exclude=exclude,
+        )
         if not arguments.no_rehearse:
-            rehearse(draft, profile, (lambda _: None) if arguments.parsable else print, data=after is None)
+            rehearse(
+                draft,
+                profile,
+                (lambda _: None) if arguments.parsable else print,
+                data=after is None,
+            )
         draft = write(draft)
-        job_id = send(draft.job, profile, draft.ready, at_once=arguments.at_once, after=after, exclude=exclude)
+        job_id = send(
+            draft.job, profile, draft.ready, at_once=arguments.at_once, after=after, exclude=exclude
+        )
     _tell(draft, job_id, after, arguments)
     return 0
 
 
-def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | None, after: str | None, exclude: Sequence[str]) -> str:
+def send(
+    job: Job,
+    profile: Profile,
+    items: Sequence[int],
+    *,
+    at_once: int | None,
+    after: str | None,
+    exclude: Sequence[str],
+) -> str:
     """Write DIR/launch/job.sh, submit it and note the submission: the job's id. The directory is locked. Raises UserError."""
     script = job.script
     array = array_words(items, at_once) if job.array else None
-    write_whole(script, render(job, profile, dependency=after, array=array, exclude=exclude), synced=False)
+    write_whole(
+        script, render(job, profile, dependency=after, array=array, exclude=exclude), synced=False
+    )
     if profile.logs:
         Path(profile.logs).mkdir(parents=True, exist_ok=True)
     try:
         job_id = slurm.submit(script)
     except slurm.SlurmError as error:
-        kept = f" (keeping away from {', '.join(exclude)}: {cordon_file(job.profile, job.working_directory)}, --exclude)" if exclude else ""
+        kept = (
+            f" (keeping away from {', '.join(exclude)}: {cordon_file(job.profile, job.working_directory)}, --exclude)"
+            if exclude
+            else ""
+        )
         raise UserError(f"{error}{kept}") from None
     hidden = secrets.values(os.environ)
     command = shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])])
-    line = {"time": round(time.time(), 3), "job_id": job_id, "items": list(items), "command": command}
+    line = {
+        "time": round(time.time(), 3),
+        "job_id": job_id,
+        "items": list(items),
+        "command": command,
+    }
     append_json(launch_folder(Path(job.directory)) / "submissions.jsonl", line)
     return job_id
 
@@ -248,7 +356,10 @@ def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> 
     try:
         words = _plan(asked, arguments, profile, ask=True)
     except slurm.SlurmError as error:
-        words = _plan(asked, arguments, profile, ask=False) + f"\nnote       the queue is not known: {error}\n"
+        words = (
+            _plan(asked, arguments, profile, ask=False)
+            + f"\nnote       the queue is not known: {error}\n"
+        )
     print(words, end="")
     return 0
 
@@ -266,7 +377,9 @@ def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
     """Say why no item starts: 0 where all is done or under way. Raises UserError where one job is at work, or something was stopped."""
     chosen = [draft.standings[index] for index in draft.asked]
-    if any(item.kind == "stopped" for item in chosen) or (not draft.job.array and chosen[0].kind == "active"):
+    if any(item.kind == "stopped" for item in chosen) or (
+        not draft.job.array and chosen[0].kind == "active"
+    ):
         raise UserError(_why_not(draft))
     if not parsable:
         print(f"{draft.job.name}: nothing to do: {counted(chosen)} ({draft.job.directory})")
@@ -279,7 +392,9 @@ def _why_not(draft: Draft) -> str:
     stopped = next((item for item in chosen if item.kind == "stopped"), None)
     if stopped is not None:
         where = draft.job.items[stopped.index].directory
-        return f"{where}: {stopped.message}; to go on: python -m launch requeue {shlex.quote(where)}"
+        return (
+            f"{where}: {stopped.message}; to go on: python -m launch requeue {shlex.quote(where)}"
+        )
     active = next(item for item in chosen if item.kind == "active")
     where = draft.job.items[active.index].directory
     quoted = shlex.quote(where)
@@ -293,11 +408,20 @@ def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Name
         return
     job = draft.job
     what = f"{len(draft.ready)} of {len(job.items)} items" if job.array else job.kind
-    print(f"submitted {job.name} as job {job_id}: {what}, {plan.shape(job)}" + (f", after {after}" if after else ""))
+    print(
+        f"submitted {job.name} as job {job_id}: {what}, {plan.shape(job)}"
+        + (f", after {after}" if after else "")
+    )
     for note in draft.notes:
         print(f"  {note}")
-    stopped = [draft.standings[index] for index in draft.asked if draft.standings[index].kind == "stopped"]
+    stopped = [
+        draft.standings[index] for index in draft.asked if draft.standings[index].kind == "stopped"
+    ]
     for item in stopped:
         where = shlex.quote(job.items[item.index].directory)
-        print(f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {where}")
-    print(f"  directory {job.directory}\n  follow it: python -m launch logs -f {shlex.quote(job.directory)}")
+        print(
+            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {where}"
+        )
+    print(
+        f"  directory {job.directory}\n  follow it: python -m launch logs -f {shlex.quote(job.directory)}"
+    )

@@ -35,10 +35,17 @@ AT_ONCE = 4  # configurations that are resolved at the same time
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("words", nargs="+", metavar="CONFIG.yaml section.key=value", help="the run, and settings that all runs have")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="CONFIG.yaml section.key=value",
+        help="the run, and settings that all runs have",
+    )
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument("--list", type=Path, metavar="FILE", help="a line a run: its settings")
-    ways.add_argument("--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values")
+    ways.add_argument(
+        "--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values"
+    )
     add_place_arguments(parser)
     add_submit_arguments(parser)
 
@@ -62,8 +69,12 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
         except ValueError as error:
             raise UserError(f"{path}:{number}: {str(error).lower()}") from None
         given = words.pop(0)[:-1] if words and words[0].endswith(":") else None
-        if given is not None and not (re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST):
-            raise UserError(f"{path}:{number}: {given!r} cannot name a folder: letters, digits and ._,=+- alone, {LONGEST} at most")
+        if given is not None and not (
+            re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST
+        ):
+            raise UserError(
+                f"{path}:{number}: {given!r} cannot name a folder: letters, digits and ._,=+- alone, {LONGEST} at most"
+            )
         odd = next((word for word in words if not re.match(r"[A-Za-z_][\w.]*=", word)), None)
         if odd is not None:
             raise UserError(f"{path}:{number}: {odd!r} is not of the form section.key=value")
@@ -71,13 +82,17 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
             continue
         same = next((name for name, others in runs.items() if others == tuple(words)), None)
         if same is not None:
-            raise UserError(f"{path}:{number}: the same run as on a line before: {shlex.join(words)}")
+            raise UserError(
+                f"{path}:{number}: the same run as on a line before: {shlex.join(words)}"
+            )
         name = run_name(words) if given is None else given
         if name in runs:
             raise UserError(f"{path}:{number}: a line before has the name {name}, too")
         runs[name] = tuple(words)
     if not runs:
-        raise UserError(f"{path}: no run in it; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2")
+        raise UserError(
+            f"{path}: no run in it; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2"
+        )
     return runs
 
 
@@ -97,12 +112,20 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             raise UserError(f"--grid {word!r} is not of the form section.key=v1,v2")
         if key in axes:
-            raise UserError(f"--grid {key} is given twice; write its values in one word: {key}=v1,v2")
+            raise UserError(
+                f"--grid {key} is given twice; write its values in one word: {key}=v1,v2"
+            )
         axes[key] = split_values(values)
         repeated = next((value for value in axes[key] if axes[key].count(value) > 1), None)
         if repeated is not None or "" in axes[key]:
-            raise UserError(f"--grid {word!r}: " + (f"{repeated} is there twice" if repeated else "a value is empty"))
-    return [tuple(f"{key}={value}" for key, value in zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+            raise UserError(
+                f"--grid {word!r}: "
+                + (f"{repeated} is there twice" if repeated else "a value is empty")
+            )
+    return [
+        tuple(f"{key}={value}" for key, value in zip(axes, chosen, strict=True))
+        for chosen in itertools.product(*axes.values())
+    ]
 
 
 def split_values(text: str) -> list[str]:
@@ -142,14 +165,24 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
 
     def resolved(code: Path) -> Mapping[str, str]:
         def one(index: int) -> str:
-            words = [*request.words, *overrides[index], f"name={json.dumps(f'{name}-{items[index].name}', ensure_ascii=False)}"]
+            words = [
+                *request.words,
+                *overrides[index],
+                f"name={json.dumps(f'{name}-{items[index].name}', ensure_ascii=False)}",
+            ]
             try:
                 return pretrain(words, world_size, "--resolve", code, items[index].directory)
             except UserError as error:
                 raise UserError(f"{shlex.join(overrides[index])}: {error}") from None
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            configs = dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
+            configs = dict(
+                zip(
+                    (item.directory for item in items),
+                    pool.map(one, range(len(items))),
+                    strict=True,
+                )
+            )
         _check_mirrors(configs)
         return configs
 
@@ -162,23 +195,35 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
     for directory, text in configs.items():
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
         if mirror and owners.setdefault(mirror, directory) != directory:
-            raise UserError(f"checkpoint.mirror = {mirror} is one place for several runs; write {{name}} in it, which is another for each")
+            raise UserError(
+                f"checkpoint.mirror = {mirror} is one place for several runs; write {{name}} in it, which is another for each"
+            )
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
     """Run on this machine what is not finished."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
-        raise UserError(f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine")
+        raise UserError(
+            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine"
+        )
     if asked.job.nodes != 1:
-        raise UserError(f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile of this machine, which is one node")
+        raise UserError(
+            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile of this machine, which is one node"
+        )
     if arguments.dry_run:
         draft = settle(asked, update=arguments.update)
-        print("\n".join(f"{item.kind:<9}{draft.job.items[item.index].directory}" for item in _chosen(draft)))
+        print(
+            "\n".join(
+                f"{item.kind:<9}{draft.job.items[item.index].directory}" for item in _chosen(draft)
+            )
+        )
         return 0
     with locked(Path(asked.job.directory)):
         draft = settle(asked, update=arguments.update)
         if not draft.ready:
-            print(f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} ({draft.job.directory})")
+            print(
+                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} ({draft.job.directory})"
+            )
             return 0
         draft = write(draft)
     return run_items(draft.job, draft.ready, at_once=arguments.at_once or 1)

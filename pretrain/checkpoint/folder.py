@@ -48,7 +48,9 @@ class Progress:
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
     rewound: tuple[int, ...] = ()
-    passed_over: int = 0  # samples of the order that nothing was learnt from, going back from spikes
+    passed_over: int = (
+        0  # samples of the order that nothing was learnt from, going back from spikes
+    )
     begin_step: int = 0  # where the run begins: the step of a fork's parent
     begin_samples: int = 0  # consumed until then
     order_begin: int = 0  # consumed before the first sample of the order
@@ -58,9 +60,21 @@ class Progress:
 
     def begun(self, before: int, length: int) -> Progress:
         """The start of a fork or a stage here, which counts in samples of ``length`` tokens after those of ``before`` tokens."""
-        consumed, *earlier = (-(-n * before // length) for n in (self.consumed_samples, *(n for _, n in self.batch_changes)))
-        changes = *zip((step for step, _ in self.batch_changes), earlier, strict=True), (self.step, consumed)
-        return replace(self, consumed_samples=consumed, begin_step=self.step, begin_samples=consumed, batch_changes=changes)
+        consumed, *earlier = (
+            -(-n * before // length)
+            for n in (self.consumed_samples, *(n for _, n in self.batch_changes))
+        )
+        changes = (
+            *zip((step for step, _ in self.batch_changes), earlier, strict=True),
+            (self.step, consumed),
+        )
+        return replace(
+            self,
+            consumed_samples=consumed,
+            begin_step=self.step,
+            begin_samples=consumed,
+            batch_changes=changes,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,14 +102,25 @@ class Found:
     def progress(self) -> Progress:
         """The trainer's memory."""
         told = self.manifest["progress"]
-        begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []  # all that an older checkpoint knows
-        told = told | {"batch_changes": tuple((step, samples) for step, samples in told.get("batch_changes", begin))}
+        begin = (
+            [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
+        )  # all that an older checkpoint knows
+        told = told | {
+            "batch_changes": tuple(
+                (step, samples) for step, samples in told.get("batch_changes", begin)
+            )
+        }
         return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")})
 
     @property
     def inherited(self) -> Inherited:
         """What the weights bring along; of a checkpoint that is older than this record, what its configuration tells."""
-        return Inherited(**{"context_length": self.manifest["config"]["data"]["seq_length"], **self.manifest.get("inherited", {})})
+        return Inherited(
+            **{
+                "context_length": self.manifest["config"]["data"]["seq_length"],
+                **self.manifest.get("inherited", {}),
+            }
+        )
 
 
 def damage(path: Path) -> str | None:
@@ -107,7 +132,11 @@ def damage(path: Path) -> str | None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (*MISTAKES, ValueError, RecursionError) as error:
-        return f"{MANIFEST} is missing" if isinstance(error, FileNotFoundError) else f"{MANIFEST} cannot be read ({type(error).__name__})"
+        return (
+            f"{MANIFEST} is missing"
+            if isinstance(error, FileNotFoundError)
+            else f"{MANIFEST} cannot be read ({type(error).__name__})"
+        )
     named = _STEP.search(path.name)
     if wrong := fault(manifest, Progress, Inherited, int(named[1]) if named else None):
         return type(wrong)(f"{MANIFEST} {wrong}")
@@ -215,11 +244,17 @@ def find(path: Path) -> Found:
             return found
     if damaged:
         step, wrong = next(iter(damaged.items()))
-        raise ConfigError(f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})")
-    raise ConfigError(f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
+        raise ConfigError(
+            f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})"
+        )
+    raise ConfigError(
+        f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some"
+    )
 
 
-def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: None) -> Found | None:
+def newest_good(
+    folder: Path, damaged: dict[Path, str], say: Say = lambda text: None
+) -> Found | None:
     """The newest undamaged checkpoint in ``folder``, as far as sizes and hashes tell.
 
     damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
@@ -273,12 +308,23 @@ def rewind(step: Path) -> Found | None:
 def newest_before_bad_steps(folder: Path) -> Path | None:
     """The newest undamaged checkpoint whose last step was finite."""
     for path in newest_first(folder):
-        if damage(path) is None and not Found(path, json.loads((path / MANIFEST).read_text())).progress.bad_steps_in_a_row:
+        if (
+            damage(path) is None
+            and not Found(
+                path, json.loads((path / MANIFEST).read_text())
+            ).progress.bad_steps_in_a_row
+        ):
             return path
     return None
 
 
-def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int | None, in_use: Collection[Path] = ()) -> None:
+def publish_step(
+    temporary: Path,
+    final: Path,
+    manifest: dict[str, Any],
+    keep_last: int | None,
+    in_use: Collection[Path] = (),
+) -> None:
     """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go, beyond ``keep_last`` (None: none goes).
 
     Those ``in_use`` stay; damaged ones are never deleted, but renamed.
@@ -295,10 +341,14 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
         (temporary / PARTS).write_text(json.dumps(parts, indent=1))
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
     small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
-    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}  # of what they are linked from
+    known = {
+        name: value for name, value in manifest.get(HASHES, {}).items() if name in names
+    }  # of what they are linked from
     manifest[HASHES] = {**known, **taken, **small}
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
-    manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
+    manifest["sha256"] = {
+        name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)
+    }
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     for name in [*names, MANIFEST]:
         sync_file(temporary / name)
@@ -306,7 +356,11 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     os.rename(temporary, final)
     sync_folder(final.parent)
     write_whole(final.parent / "latest", final.name + "\n")
-    spared = newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
+    spared = (
+        newest_before_bad_steps(final.parent)
+        if manifest["progress"]["bad_steps_in_a_row"]
+        else None
+    )
     for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
         if old != spared and old not in in_use:
             wrong = damage(old)
@@ -324,5 +378,8 @@ def _remove(step: Path) -> None:
 
 def set_aside(step: Path) -> Path:
     """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
-    names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
+    names = (
+        f"damaged_{step.name}{again}"
+        for again in itertools.chain([""], (f".{count}" for count in itertools.count(2)))
+    )
     return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))

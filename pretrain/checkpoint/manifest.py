@@ -15,10 +15,20 @@ from typing import Any
 from pretrain.config import RunConfig
 
 FORMAT = 1
-RNG_DEVICE = "rng_device"  # the kind of device that a checkpoint's random states belong to: cpu, cuda
+RNG_DEVICE = (
+    "rng_device"  # the kind of device that a checkpoint's random states belong to: cpu, cuda
+)
 PICKLES = (".metadata", "common.pt")
 _KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
-_OPTIONAL = {"layout": dict, "inherited": dict, "xxh3": dict, "contents": str, "training_data": str, "run": str, RNG_DEVICE: str}
+_OPTIONAL = {
+    "layout": dict,
+    "inherited": dict,
+    "xxh3": dict,
+    "contents": str,
+    "training_data": str,
+    "run": str,
+    RNG_DEVICE: str,
+}
 
 
 class NewerVersion(str):
@@ -46,16 +56,22 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
             return NewerVersion(f"has the unknown key {name}.{unknown[0]}")
     if type(form) is not int or form != FORMAT:
         return f"has format {form!r}, not {FORMAT}"
-    if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(manifest["config"], whole=whole):
+    if wrong := record_fault(progress, manifest["progress"], "progress") or _config_fault(
+        manifest["config"], whole=whole
+    ):
         return wrong
-    if "inherited" in manifest and (wrong := record_fault(inherited, manifest["inherited"], "inherited", partial=True)):
+    if "inherited" in manifest and (
+        wrong := record_fault(inherited, manifest["inherited"], "inherited", partial=True)
+    ):
         return wrong
     if step is not None and manifest["progress"]["step"] != step:
         return f"is of step {manifest['progress']['step']}, its folder of step {step}"
     return _files_fault(manifest)
 
 
-def record_fault(cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False) -> str | None:
+def record_fault(
+    cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False
+) -> str | None:
     """What is wrong with the plain values of a dataclass whose whole numbers are 0 or more; ``partial``: none of its keys is required."""
     hints = _hints(cls)
     for item in fields(cls):
@@ -78,11 +94,17 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, each) for each in arguments)
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+        return (
+            isinstance(value, list)
+            and len(value) == len(arguments)
+            and all(map(_fits, value, arguments))
+        )
     if origin in (tuple, list):
         return isinstance(value, list) and all(_fits(entry, arguments[0]) for entry in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(entry, arguments[1]) for entry in value.values())
+        return isinstance(value, dict) and all(
+            _fits(entry, arguments[1]) for entry in value.values()
+        )
     if kind is int:
         return type(value) is int and 0 <= value < 2**63
     return type(value) in (int, float) if kind is float else isinstance(value, kind)
@@ -90,7 +112,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
     """What is wrong with a configuration's sections, or with what is read of it by name."""
-    if missing := [key for key in ("model", "data", *(("train", "parallel") if whole else ())) if key not in config]:
+    if missing := [
+        key
+        for key in ("model", "data", *(("train", "parallel") if whole else ()))
+        if key not in config
+    ]:
         return f"has no config.{missing[0]}"
     if wrong := _section_fault(RunConfig, config, "config"):
         return wrong
@@ -107,7 +133,9 @@ def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | Non
         mapping = is_dataclass(kind) or typing.get_origin(kind) is dict
         if kind is not Any and isinstance(value, dict) is not mapping:
             return f"has a wrong {name}.{key}"
-        if is_dataclass(kind) and (wrong := _section_fault(typing.cast(type, kind), value, f"{name}.{key}")):
+        if is_dataclass(kind) and (
+            wrong := _section_fault(typing.cast(type, kind), value, f"{name}.{key}")
+        ):
             return wrong
     return None
 
@@ -120,6 +148,9 @@ def _files_fault(manifest: Mapping[str, Any]) -> str | None:
         return f"has no hash of {unhashed[0]}"
     for key in ("sha256", "xxh3"):
         hashes = manifest.get(key, {})
-        if not all(isinstance(value, str) for value in hashes.values()) or not hashes.keys() <= files.keys():
+        if (
+            not all(isinstance(value, str) for value in hashes.values())
+            or not hashes.keys() <= files.keys()
+        ):
             return f"has a wrong {key}"
     return None

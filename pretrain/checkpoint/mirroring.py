@@ -23,7 +23,9 @@ from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_asid
 from pretrain.config import CheckpointConfig
 from pretrain.run_directory import RUN_ID
 
-FETCHED = ".fetched"  # in a run directory: what comes from a mirror, until it is known to be of this run
+FETCHED = (
+    ".fetched"  # in a run directory: what comes from a mirror, until it is known to be of this run
+)
 
 _FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
 _LOOK = 0.1  # seconds between two looks at whether it has ended
@@ -49,7 +51,9 @@ class Mirroring:
         """
         named = [word for name in damaged for word in ("--damaged", name)]
         command = self._command("fetch", "--aside", "--patience", str(_FETCH_PATIENCE), *named)
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=beside.environ())
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=beside.environ()
+        )
         for line in done.stdout.splitlines():
             self.say(line)
         beside.check(done, "tools.checkpoint", "checkpoint.mirror: ")
@@ -58,10 +62,18 @@ class Mirroring:
         """Send what is newer from here on; ``step``: where the attempt begins."""
         self.began = step
         keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval
-        options = ["--follow", "--interval", str(interval), *([] if keep is None else ["--keep-last", str(keep)])]
+        options = [
+            "--follow",
+            "--interval",
+            str(interval),
+            *([] if keep is None else ["--keep-last", str(keep)]),
+        ]
         # A session of its own: Ctrl-C at the training's terminal is not for it.
         self.process = subprocess.Popen(
-            self._command("mirror", *options), stdin=subprocess.PIPE, env=beside.environ(), start_new_session=True
+            self._command("mirror", *options),
+            stdin=subprocess.PIPE,
+            env=beside.environ(),
+            start_new_session=True,
         )
 
     def check(self, step: int) -> None:
@@ -104,7 +116,9 @@ class Mirroring:
     def _check_sender(self) -> None:
         """Raises ConfigError: the sender has ended before its time, because the place is not this run's."""
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
-            raise ConfigError(f"checkpoint.mirror = {self.url} cannot be used by this run, as its sender says above; name another place")
+            raise ConfigError(
+                f"checkpoint.mirror = {self.url} cannot be used by this run, as its sender says above; name another place"
+            )
 
     def _command(self, verb: str, *options: str) -> list[str]:
         return beside.command("tools.checkpoint", verb, self.run_dir, self.url, *options)

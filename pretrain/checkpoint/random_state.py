@@ -38,7 +38,9 @@ def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     def sharded(name: str, value: torch.Tensor) -> ShardedTensor:
-        return ShardedTensor.from_rank_offsets(f"{_PREFIX}{name}", value.clone(), *offsets, replica_id=replica, prepend_axis_num=2)
+        return ShardedTensor.from_rank_offsets(
+            f"{_PREFIX}{name}", value.clone(), *offsets, replica_id=replica, prepend_axis_num=2
+        )
 
     return {name: sharded(name, value) for name, value in flat.items()}
 
@@ -64,7 +66,9 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
     written, here = _written_on(found), kind_of(wanted)
     if written != here:
         platform.seed_rng(config.train.seed)
-        say(f"random states are seeded from train.seed: {found.path} was written on {written}, this run is on {here}")
+        say(
+            f"random states are seeded from train.seed: {found.path} was written on {written}, this run is on {here}"
+        )
         return
     flat: dict[str, torch.Tensor] = read({"rng": wanted})["rng"]
     state: dict[str, Any] = {"tracker": {}}
@@ -81,6 +85,8 @@ def _written_on(found: Found) -> str:
 
     def stored() -> str:
         names = read_metadata(found.path / ".metadata").state_dict_metadata
-        return kind_of({name.removeprefix(_PREFIX): None for name in names if name.startswith(_PREFIX)})
+        return kind_of(
+            {name.removeprefix(_PREFIX): None for name in names if name.startswith(_PREFIX)}
+        )
 
     return from_rank_0(stored)

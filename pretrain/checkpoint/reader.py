@@ -23,7 +23,12 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from fem_common.errors import ConfigError, StorageError, reason, told
@@ -46,7 +51,17 @@ _METADATA_NAMES = {
     ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
 }
 # What archives and pickles raise that are not as they were written.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError)
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    RuntimeError,
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+)
 
 
 class DamagedCheckpoint(ConfigError):
@@ -72,7 +87,9 @@ class Weights:
             if isinstance(stored, TensorStorageMetadata) and not name.startswith(NOT_WEIGHTS)
         }
         self.shapes = {name: tuple(stored.size) for name, stored in self._stored.items()}
-        self.dtypes: dict[str, torch.dtype] = {name: stored.properties.dtype for name, stored in self._stored.items()}
+        self.dtypes: dict[str, torch.dtype] = {
+            name: stored.properties.dtype for name, stored in self._stored.items()
+        }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The weights of these names. What is held besides while one is read: its part that one rank had, where it had not all.
@@ -91,7 +108,10 @@ class Weights:
             return self._part(name, stored.chunks[0])
         whole = torch.empty(stored.size, dtype=self.dtypes[name])
         for chunk in stored.chunks:
-            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             whole[place] = self._part(name, chunk)
         return whole
 
@@ -131,7 +151,9 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
 def compare(part: Tensor, checksum: int | str, place: Any) -> None:
     """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the CRC-32 in its archive, or their XXH3-64."""
     content = stored(part)
-    if (zlib.crc32(content) if isinstance(checksum, int) else xxhash.xxh3_64_hexdigest(content)) != checksum:
+    if (
+        zlib.crc32(content) if isinstance(checksum, int) else xxhash.xxh3_64_hexdigest(content)
+    ) != checksum:
         raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
 
 
@@ -141,7 +163,11 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
     stretch = cast(IO[bytes], whole)
     try:
         with zipfile.ZipFile(stretch) as archive:
-            (tensor,) = [member for member in archive.infolist() if member.filename.split("/")[1:] == ["data", "0"]]
+            (tensor,) = [
+                member
+                for member in archive.infolist()
+                if member.filename.split("/")[1:] == ["data", "0"]
+            ]
             for member in archive.infolist():
                 if member is not tensor:  # the others are a few bytes; reading compares
                     archive.read(member)
@@ -209,13 +235,20 @@ class CheckedReader(FileSystemReader):
 
     compare = staticmethod(compare)
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[Tensor, int | str, Any]]:
+    def _read(
+        self, plan: LoadPlan, planner: LoadPlanner
+    ) -> Iterator[tuple[Tensor, int | str, Any]]:
         """Every part that is needed, its checksum and its place, when it is read and on its way to where it belongs."""
         known = parts_of(Path(self.path))
-        items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
+        items = sorted(
+            ((self.storage_data[item.storage_index], item) for item in plan.items),
+            key=lambda entry: _position(entry[0]),
+        )
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
-                for _, wanted in groupby(entries, key=lambda entry: entry[0].offset):  # often several stretches of one part
+                for _, wanted in groupby(
+                    entries, key=lambda entry: entry[0].offset
+                ):  # often several stretches of one part
                     places = list(wanted)
                     place = places[0][0]
                     part, checksum = _unchecked_part(file, place)
@@ -223,11 +256,15 @@ class CheckedReader(FileSystemReader):
                     for _, item in places:
                         stretches = zip(item.storage_offsets, item.lengths, strict=True)
                         target = planner.resolve_tensor(item).detach()
-                        target.copy_(part[tuple(slice(start, start + length) for start, length in stretches)])
+                        target.copy_(
+                            part[tuple(slice(start, start + length) for start, length in stretches)]
+                        )
                         planner.commit_tensor(item, target)
 
 
-def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
+def load_full_model_state(
+    path: str | Path,
+) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
     """Whole (unsharded) weights by their names in the model, from a checkpoint of any layout, on the CPU, in one process.
 
     Returns the weights in their stored dtype, the model's configuration, and the checkpoint's manifest.
@@ -237,7 +274,11 @@ def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Mo
     """
     found = find(Path(path))
     weights = Weights(found.path)
-    return weights.read(weights.shapes), ModelConfig.from_dict(found.manifest["config"]["model"]), found.manifest
+    return (
+        weights.read(weights.shapes),
+        ModelConfig.from_dict(found.manifest["config"]["model"]),
+        found.manifest,
+    )
 
 
 class _Stretch(io.RawIOBase):
@@ -285,9 +326,17 @@ class _MetadataUnpickler(pickle.Unpickler):
             if "." not in name and module in {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)}
             else None
         )
-        a_class_of_its_own = module in _METADATA_MODULES and isinstance(found, type) and found.__module__ == module
-        if not (a_class_of_its_own or (module, name) in _METADATA_NAMES or (module == "torch" and isinstance(found, torch.dtype))):
-            raise ConfigError(f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it")
+        a_class_of_its_own = (
+            module in _METADATA_MODULES and isinstance(found, type) and found.__module__ == module
+        )
+        if not (
+            a_class_of_its_own
+            or (module, name) in _METADATA_NAMES
+            or (module == "torch" and isinstance(found, torch.dtype))
+        ):
+            raise ConfigError(
+                f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it"
+            )
         return found
 
 
@@ -304,10 +353,22 @@ def read_metadata(path: Path) -> Metadata:
         raise
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {path.parent}: {path.name} is missing") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"checkpoint {path.parent}: {path.name} is damaged ({type(error).__name__})") from None
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+    ) as error:
+        raise ConfigError(
+            f"checkpoint {path.parent}: {path.name} is damaged ({type(error).__name__})"
+        ) from None
     if not isinstance(metadata, Metadata):
-        raise ConfigError(f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})")
+        raise ConfigError(
+            f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})"
+        )
     return metadata
 
 
@@ -321,8 +382,19 @@ def read_common(step: Path) -> dict[str, Any]:
         common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
     except OSError as error:
         raise told(error, f"checkpoint {step}: ") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"checkpoint {step}: common.pt is damaged ({type(error).__name__})") from None
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise ConfigError(
+            f"checkpoint {step}: common.pt is damaged ({type(error).__name__})"
+        ) from None
     if not isinstance(common, dict):
-        raise ConfigError(f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})")
+        raise ConfigError(
+            f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})"
+        )
     return common

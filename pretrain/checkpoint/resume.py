@@ -21,9 +21,7 @@ TOLD = "told"  # may change: printed and recorded
 _ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
 _ORDER = "drew the order of its samples from it: " + _ANEW
 _WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
-_OPTIMIZER = (
-    "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
-)
+_OPTIMIZER = "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
 
 # Key or section -> FREE, TOLD, or, where a change is refused, what the checkpoint does with the key and the way out. The longest entry that
 # fits a key is its rule; positions in a list are left out (data.train.weight).
@@ -98,8 +96,14 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
     A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
     """
-    known = {**written, "model": moved(written["model"], ModelConfig.moved)} if "model" in written else written
-    old, new = (dict(_leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config)))
+    known = (
+        {**written, "model": moved(written["model"], ModelConfig.moved)}
+        if "model" in written
+        else written
+    )
+    old, new = (
+        dict(_leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config))
+    )
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -113,17 +117,26 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
     ways: dict[str, list[str]] = {}
     for change in found:
         if change.rule not in (FREE, TOLD):
-            ways.setdefault(change.rule, []).append(f"{change.key} is {shown(change.old)} there, {shown(change.new)} here")
+            ways.setdefault(change.rule, []).append(
+                f"{change.key} is {shown(change.old)} there, {shown(change.new)} here"
+            )
     if not ways:
         return
     plain = "" if config.parallel.use_distributed_optimizer else " --plain-optimizer"
     rest = {"checkpoint": checkpoint, "engine": config.engine.name, "plain": plain}
-    raise ConfigError(f"checkpoint {checkpoint} " + "; it ".join(way.format(keys=", ".join(keys), **rest) for way, keys in ways.items()))
+    raise ConfigError(
+        f"checkpoint {checkpoint} "
+        + "; it ".join(way.format(keys=", ".join(keys), **rest) for way, keys in ways.items())
+    )
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
     """As `check`, of the model alone, its RoPE's scaling aside: what taking over weights asks for."""
-    check(checkpoint, [change for change in changes(written, config) if _WEIGHTS.match(change.key)], config)
+    check(
+        checkpoint,
+        [change for change in changes(written, config) if _WEIGHTS.match(change.key)],
+        config,
+    )
 
 
 def shown(value: Any) -> str:
@@ -151,5 +164,9 @@ def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` with what it lacks, in sections inside it too, from ``defaults``."""
-    inner = {key: _completed(value, defaults[key]) for key, value in given.items() if isinstance(value, dict) and key in defaults}
+    inner = {
+        key: _completed(value, defaults[key])
+        for key, value in given.items()
+        if isinstance(value, dict) and key in defaults
+    }
     return {**defaults, **given, **inner}

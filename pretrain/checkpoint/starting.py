@@ -24,9 +24,15 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import carried_over
 from pretrain.stages import Part, drawn_by, facts_of
 
-_FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")  # what a fork may change although a resume may not
-_ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")  # what decides an order of samples beside its data
-_SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")  # what may change while a run directory is lost
+_FORKS_OWN = re.compile(
+    r"data\.|train\.seed$|model\.rope_scaling\."
+)  # what a fork may change although a resume may not
+_ORDER = re.compile(
+    r"data\.(train\..*weight|seq_length|packing)$|train\.seed$"
+)  # what decides an order of samples beside its data
+_SAME_RUN = re.compile(
+    r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$"
+)  # what may change while a run directory is lost
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class Start:
     changed: list[Change] = field(default_factory=list)  # in the configuration since
 
 
-def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints) -> tuple[Start, Part]:
+def find_start(
+    parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints
+) -> tuple[Start, Part]:
     """The start of an attempt, and the stage that it is in; asked again after `Checkpoints.pass_over`, the next one.
 
     facts, contents: of the data of all stages.
@@ -60,13 +68,22 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
         with _judged(own, changed, config, checkpoints):
             _check_is_wanted(config, own)
             _check_stages(own, parts, part, contents)
-            _check_resumable(own, changed, config, facts_of(part, facts), contents_of(parts, part, contents), schedule)
+            _check_resumable(
+                own,
+                changed,
+                config,
+                facts_of(part, facts),
+                contents_of(parts, part, contents),
+                schedule,
+            )
         own = checkpoints.accept(own)
         if part.name and own.progress.step >= part.end_step and part is not parts[-1]:
             following = parts[part.number + 1]
             other_data = following.config.data.train != config.data.train
             recent = carried_over(own, following.config, other_data=other_data)
-            entered = following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents))
+            entered = following.entered(
+                own.progress, config.data.seq_length, _drawn(parts, following, contents)
+            )
             return Start(replace(entered, recent=recent), own, True), following
         order = max(progress.order_samples, schedule.total_samples - progress.order_begin)
         progress = replace(progress, order_samples=order, recent=carried_over(own, config))
@@ -75,11 +92,15 @@ def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, chec
     found = from_rank_0(lambda: find(Path(load))) if load else None
     if found is not None:
         check_model(found.path, found.manifest["config"], config)
-    return Start(Progress(0, 0, schedule.total_samples, drawn=_drawn(parts, part, contents)), found), part
+    return Start(
+        Progress(0, 0, schedule.total_samples, drawn=_drawn(parts, part, contents)), found
+    ), part
 
 
 @contextmanager
-def _judged(own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints) -> Iterator[None]:
+def _judged(
+    own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints
+) -> Iterator[None]:
     """Check a checkpoint that may come from another run's mirror more strictly than the run's own; a refused one is removed.
 
     Raises:
@@ -90,31 +111,63 @@ def _judged(own: Found, changed: Sequence[Change], config: RunConfig, checkpoint
         yield
         if not fetched:
             return
-        recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())  # with the same run directory as here
-        others = [str(it) for it in changed if (it.rule != FREE and not _SAME_RUN.match(it.key)) or (it.key == "run_dir" and not recorded)]
+        recorded = from_rank_0(
+            lambda: (checkpoints.fetching / RUN_ID).is_file()
+        )  # with the same run directory as here
+        others = [
+            str(it)
+            for it in changed
+            if (it.rule != FREE and not _SAME_RUN.match(it.key))
+            or (it.key == "run_dir" and not recorded)
+        ]
         if others:
             raise ConfigError(f"{own.path} is of a run with other settings: {', '.join(others)}")
     except ConfigError as error:
         if not fetched:
             raise
-        what, _, hard = str(error).replace(f"checkpoint {own.path}", own.path.name).replace(str(own.path), own.path.name).partition("; ")
-        way = "" if hard else f", or, if it is this run, take it over: python -m tools.checkpoint fetch {own.path.parent.parent} {mirror}"
+        what, _, hard = (
+            str(error)
+            .replace(f"checkpoint {own.path}", own.path.name)
+            .replace(str(own.path), own.path.name)
+            .partition("; ")
+        )
+        way = (
+            ""
+            if hard
+            else f", or, if it is this run, take it over: python -m tools.checkpoint fetch {own.path.parent.parent} {mirror}"
+        )
         from_rank_0(lambda: shutil.rmtree(checkpoints.fetching))
-        raise ConfigError(f"checkpoint.mirror = {mirror}: {what}; restore them, or name another place{way}") from None
+        raise ConfigError(
+            f"checkpoint.mirror = {mirror}: {what}; restore them, or name another place{way}"
+        ) from None
 
 
 def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Contents:
     """What the data of the stages up to this one hold."""
     if not part.name:
         return contents
-    used = {identity(source.prefix) for earlier in parts[: part.number + 1] for source in earlier.config.data.train}
-    return Contents(tuple(source for source in contents.sources if source.split != "train" or source.prefix in used))
+    used = {
+        identity(source.prefix)
+        for earlier in parts[: part.number + 1]
+        for source in earlier.config.data.train
+    }
+    return Contents(
+        tuple(
+            source
+            for source in contents.sources
+            if source.split != "train" or source.prefix in used
+        )
+    )
 
 
 def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
-    held = {source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"}
+    held = {
+        source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"
+    }
     prefixes = {source.prefix for each in parts for source in each.config.data.train}
-    return drawn_by(parts[: part.number + 1], {prefix: held[identity(prefix)] for prefix in prefixes})
+    return drawn_by(
+        parts[: part.number + 1], {prefix: held[identity(prefix)] for prefix in prefixes}
+    )
 
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
@@ -136,10 +189,16 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     """
     found = from_rank_0(lambda: _parent(config, run_dir))
     if found.manifest.get("contents") == WEIGHTS_ALONE:
-        raise ConfigError(f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}")
+        raise ConfigError(
+            f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}"
+        )
     changed = changes(found.manifest["config"], config)
     check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
-    parent, before, length = found.progress, found.manifest["config"]["data"]["seq_length"], config.data.seq_length
+    parent, before, length = (
+        found.progress,
+        found.manifest["config"]["data"]["seq_length"],
+        config.data.seq_length,
+    )
     progress = replace(parent.begun(before, length), stage=0, drawn="", rewound=())
     consumed, schedule = progress.consumed_samples, Schedule.of(config, progress.batch_changes)
     if schedule.steps <= parent.step:
@@ -147,12 +206,22 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
             f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
             f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
         )
-    if _trained_on(found, contents) and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
+    if (
+        _trained_on(found, contents)
+        and not parent.drawn
+        and not any(_ORDER.match(change.key) for change in changed)
+    ):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
         _check_order(found, order, config, facts)
         progress = replace(progress, order_samples=order, recent=carried_over(found, config))
         return Start(progress, found, forked=True, changed=changed)
-    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed, passed_over=0, recent=())
+    progress = replace(
+        progress,
+        order_samples=schedule.total_samples - consumed,
+        order_begin=consumed,
+        passed_over=0,
+        recent=(),
+    )
     return Start(progress, found, forked=True, changed=changed)
 
 
@@ -164,7 +233,9 @@ def _parent(config: RunConfig, run_dir: Path) -> Found:
         record = None  # of another parent, before anything came of it
     found = find(Path(record["checkpoint"] if record else fork))
     if record and sha256(found.path / MANIFEST) != record["manifest_sha256"]:
-        raise ConfigError(f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another hash): choose another run_dir")
+        raise ConfigError(
+            f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another hash): choose another run_dir"
+        )
     return found
 
 
@@ -187,10 +258,19 @@ def _trained_on(found: Found, contents: Contents) -> bool:
 
 
 def _check_resumable(
-    found: Found, changed: list[Change], config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule
+    found: Found,
+    changed: list[Change],
+    config: RunConfig,
+    facts: DataFacts,
+    contents: Contents,
+    schedule: Schedule,
 ) -> None:
     if not _trained_on(found, contents):
-        older = "" if "training_data" in found.manifest else " (or data.valid, which its older manifest does not tell apart)"
+        older = (
+            ""
+            if "training_data" in found.manifest
+            else " (or data.valid, which its older manifest does not tell apart)"
+        )
         raise ConfigError(
             f"checkpoint {found.path} was trained on other data than data.train names now{older}; restore the data, or start a new "
             f"run (another run_dir) from its weights with checkpoint.load={found.path}"
@@ -204,8 +284,15 @@ def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:
-        both = zip(config.data.train, *(passes_drawn(config, facts, each) for each in (drawn, samples)), strict=True)
-        prefix = next((source.prefix for source, before, after in both if before != after), config.data.train[0].prefix)
+        both = zip(
+            config.data.train,
+            *(passes_drawn(config, facts, each) for each in (drawn, samples)),
+            strict=True,
+        )
+        prefix = next(
+            (source.prefix for source, before, after in both if before != after),
+            config.data.train[0].prefix,
+        )
         raise ConfigError(
             f"the run is now {samples} samples long, but its data order was drawn for {drawn}: beyond {longest} samples {prefix} would be "
             f"shuffled anew, and samples already seen would come again; keep the run within {longest} samples, or start a new run from "

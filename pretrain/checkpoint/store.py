@@ -23,10 +23,16 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -59,7 +65,9 @@ from pretrain.ranks import from_rank_0
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
-_NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
+_NUMBER = re.compile(
+    r"^(Worker failure: )?(\[Errno \d+\] )?"
+)  # what Megatron and Python put before the file system's words
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
 
 
@@ -68,19 +76,31 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
-        self.alert: Say = lambda text: None  # called with the message of a failed save after which training goes on
+        self.alert: Say = lambda text: (
+            None
+        )  # called with the message of a failed save after which training goes on
         self.inherited = Inherited(config.data.seq_length)
         self.last: Path | None = None  # the newest that is known to be complete
-        self.in_use: set[Path] = set()  # what something else reads stays, however many newer ones there are
+        self.in_use: set[Path] = (
+            set()
+        )  # what something else reads stays, however many newer ones there are
         self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
-        self.fetched: set[Path] = set()  # those that were damaged here, and came from the mirror instead
-        self.saved = self.begun = 0  # steps: of the newest that is complete, of the newest that was to be
+        self.fetched: set[Path] = (
+            set()
+        )  # those that were damaged here, and came from the mirror instead
+        self.saved = self.begun = (
+            0  # steps: of the newest that is complete, of the newest that was to be
+        )
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
         self.run_id = ""  # see `pretrain.run_directory.identify`
         self.fetching = folder.parent / FETCHED
         url = mirror_of(config)
-        self.mirror = Mirroring(config.checkpoint, url, folder.parent, say) if url and self.rank == 0 else None
+        self.mirror = (
+            Mirroring(config.checkpoint, url, folder.parent, say)
+            if url and self.rank == 0
+            else None
+        )
 
     def enter(self, config: RunConfig) -> None:
         """From here on checkpoints are of a run of this configuration, a stage's; none is being written."""
@@ -133,7 +153,14 @@ class Checkpoints:
         """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
         return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
-    def save(self, engine: Engine, progress: Progress, content_keys: Mapping[str, str], *, needed: bool = True) -> None:
+    def save(
+        self,
+        engine: Engine,
+        progress: Progress,
+        content_keys: Mapping[str, str],
+        *,
+        needed: bool = True,
+    ) -> None:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
 
         Raises:
@@ -168,9 +195,20 @@ class Checkpoints:
             scales = {} if engine.scales is None else {"fp8": engine.scales.sharded_state()}
             rng = rng_tensors(self.config.parallel)
             state = {**engine.sharded_state(), **scales, "rng": rng}
-            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
-            request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
-        manifest = {**manifest_of(self.config, progress, content_keys, self.inherited), "run": self.run_id, RNG_DEVICE: kind_of(rng)}
+            strategy = FullyParallelSaveStrategyWrapper(
+                get_default_save_sharded_strategy("torch_dist"), _data_parallel()
+            )
+            request = write_tensors(
+                _without_objects(state),
+                temporary,
+                strategy,
+                asynchronous=self.config.checkpoint.async_save,
+            )
+        manifest = {
+            **manifest_of(self.config, progress, content_keys, self.inherited),
+            "run": self.run_id,
+            RNG_DEVICE: kind_of(rng),
+        }
 
         def finish() -> None:
             with _written(final, temporary):
@@ -216,7 +254,9 @@ class Checkpoints:
         if needed or limit is None or unsaved > limit:
             raise error from None
         for report in (self.say, self.alert):
-            report(f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})")
+            report(
+                f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})"
+            )
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""
@@ -244,11 +284,18 @@ class Checkpoints:
         self.inherited = replace(found.inherited, context_length=longest, foreign=False)
         platform.read_checkpoints_with(CheckedReader)
         # What several data-parallel ranks need is read by one of them, which sends it to the others.
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(found.path)), _data_parallel())
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(found.path)), _data_parallel()
+        )
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
             try:
-                return dist_checkpointing.load(_without_objects(state), str(found.path), strategy, strict=StrictHandling.RAISE_UNEXPECTED)
+                return dist_checkpointing.load(
+                    _without_objects(state),
+                    str(found.path),
+                    strategy,
+                    strict=StrictHandling.RAISE_UNEXPECTED,
+                )
             except CheckpointException as error:
                 raise _read_failure(found.path, error) from None
 
@@ -256,11 +303,19 @@ class Checkpoints:
         if engine.scales is not None:
             written = found.manifest["config"].get("train", {})
             kept = written.get("fp8") == "delayed" and not model_only
-            engine.scales.restore(lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None)
+            engine.scales.restore(
+                lambda asked: read({"fp8": asked})["fp8"], written["fp8_history"] if kept else None
+            )
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
             restore_rng(read, found, self.config, self.say)
         if found.path.parent == self.folder:
-            from_rank_0(lambda: [set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
+            from_rank_0(
+                lambda: [
+                    set_aside(path)
+                    for path in newest_first(self.folder)
+                    if path.name > found.path.name
+                ]
+            )
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
         """``found`` is not what :meth:`newest` gives any more, but where the mirror has a good copy, which is brought.
@@ -309,7 +364,9 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
         raise StorageError(f"checkpoint {final} cannot be written: {error}") from None
 
 
-def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False) -> AsyncRequest:
+def write_tensors(
+    state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
+) -> AsyncRequest:
     """Megatron's ``dist_checkpointing.save`` in parts, so that a failure of one rank's is told to all; collective.
 
     The small files are written here, the tensors when the request is executed or scheduled.
@@ -320,10 +377,16 @@ def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchr
     platform.write_checkpoints_with(HashedFile, asynchronous=asynchronous)
     tensors, common = save_preprocess(state)
     from_rank_0(lambda: write_common(folder, common))
-    from_rank_0(lambda: save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder)))
+    from_rank_0(
+        lambda: save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+    )
     request = strategy.async_save(tensors, folder)
     (finish,) = request.finalize_fns
-    write = platform.ending_with_parent(request.async_fn) if asynchronous and request.async_fn else request.async_fn
+    write = (
+        platform.ending_with_parent(request.async_fn)
+        if asynchronous and request.async_fn
+        else request.async_fn
+    )
     return request._replace(async_fn=write, finalize_fns=[partial(_told_to_all, finish)])
 
 
@@ -353,7 +416,12 @@ def _told_to_all(finish: Callable[[], None]) -> None:
     from_rank_0(tell)
 
 
-def manifest_of(config: RunConfig, progress: Progress, keys: Mapping[str, str], inherited: Inherited | None = None) -> dict[str, Any]:
+def manifest_of(
+    config: RunConfig,
+    progress: Progress,
+    keys: Mapping[str, str],
+    inherited: Inherited | None = None,
+) -> dict[str, Any]:
     """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
     return {
         "format": FORMAT,
@@ -370,12 +438,25 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
-    layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
-    return {**layout, "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
+    layout = {
+        key: value
+        for key, value in plain(config.parallel).items()
+        if key != "collective_timeout_minutes"
+    }
+    return {
+        **layout,
+        "world_size": torch.distributed.get_world_size()
+        if torch.distributed.is_initialized()
+        else 1,
+    }
 
 
 def _without_objects(state: Any) -> Any:
     """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles among the tensors."""
     if isinstance(state, dict):
-        return {key: _without_objects(value) for key, value in state.items() if not isinstance(value, ShardedObject)}
+        return {
+            key: _without_objects(value)
+            for key, value in state.items()
+            if not isinstance(value, ShardedObject)
+        }
     return state

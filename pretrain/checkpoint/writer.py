@@ -15,11 +15,24 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from fem_common.errors import files_told
 from fem_megatron.megatron.platform import stored
-from pretrain.checkpoint.folder import TENSORS, WRITING, HashedFile, Inherited, Progress, publish_step
+from pretrain.checkpoint.folder import (
+    TENSORS,
+    WRITING,
+    HashedFile,
+    Inherited,
+    Progress,
+    publish_step,
+)
 from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
 
@@ -44,10 +57,14 @@ def save_weights(
         ConfigError: the folder cannot be written to. StorageError: a file system failed.
     """
     told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
-    return write_weights(folder, weights, {**manifest_of(config, progress, {"data": content_key}, inherited), **told})
+    return write_weights(
+        folder, weights, {**manifest_of(config, progress, {"data": content_key}, inherited), **told}
+    )
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], manifest: dict[str, Any]) -> Path:
+def write_weights(
+    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], manifest: dict[str, Any]
+) -> Path:
     """As `save_weights`, of a manifest that says all but what ``publish_step`` adds and that these are weights alone."""
     final = folder / f"step_{manifest['progress']['step']:08d}"
     temporary = folder / f"{WRITING}{final.name}"
@@ -70,11 +87,15 @@ def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     with HashedFile(folder / _FILE) as file:
         for name, weight in weights:
             start, begin = torch.Size([0] * weight.dim()), file.tell()
-            whole = weight.detach().clone(memory_format=torch.contiguous_format)  # a view would bring its whole storage along
+            whole = weight.detach().clone(
+                memory_format=torch.contiguous_format
+            )  # a view would bring its whole storage along
             torch.save(whole, file)
             file.mark(begin, stored(whole))
             tensors[name] = TensorStorageMetadata(
-                TensorProperties(dtype=weight.dtype), weight.size(), [ChunkStorageMetadata(start, weight.size())]
+                TensorProperties(dtype=weight.dtype),
+                weight.size(),
+                [ChunkStorageMetadata(start, weight.size())],
             )
             places[MetadataIndex(name, start)] = _StorageInfo(_FILE, begin, file.tell() - begin)
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, storage_data=places)))

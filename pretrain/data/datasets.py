@@ -41,7 +41,12 @@ from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
 
 Batch = dict[str, Any]
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")  # of a sample; a blend's samples name their source too
+FIELDS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+)  # of a sample; a blend's samples name their source too
 _AHEAD = 16  # micro-batches that are asked of a store before they are used
 
 
@@ -105,12 +110,16 @@ def build_datasets(
         create_attention_mask=False,
     )
     _ensure_helpers()
-    cache = index_cache(config, contents, train_samples, default_cache, megatron.core.__version__, needs)
+    cache = index_cache(
+        config, contents, train_samples, default_cache, megatron.core.__version__, needs
+    )
     kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
     kind = _apart(kind, needs) if needs else kind
     built = _fill(cache, kind, settings, sizes, say)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
-    return Datasets(train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id))
+    return Datasets(
+        train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id)
+    )
 
 
 @dataclass(frozen=True)
@@ -127,19 +136,32 @@ class Ends:
     def of(cls, data: DataConfig, eod_id: int) -> Ends | None:
         """As the configuration has it; None: nothing at all."""
         apart = data.documents == "separate"
-        made = cls(eod_id, apart, apart if data.reset_positions is None else data.reset_positions, data.eod_loss)
+        made = cls(
+            eod_id,
+            apart,
+            apart if data.reset_positions is None else data.reset_positions,
+            data.eod_loss,
+        )
         return made if made.apart or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Leaves ends out of ``loss_mask``, of a batch on the CPU; ``context``, what mixers know of documents, on the device."""
-        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0  # behind which no document goes on
+        ends, after = (
+            batch["tokens"] == self.eod_id,
+            batch["loss_mask"] == 0,
+        )  # behind which no document goes on
         ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
         if not (self.apart or self.positions):
             return {}
         documents = Documents.of(ends.roll(1, dims=1)).to(device)
-        return {"context": Context(documents.positions if self.positions else None, documents=documents if self.apart else None)}
+        return {
+            "context": Context(
+                documents.positions if self.positions else None,
+                documents=documents if self.apart else None,
+            )
+        }
 
 
 class PackedGPTDataset(GPTDataset):
@@ -157,7 +179,9 @@ class PackedGPTDataset(GPTDataset):
         if not all(path.is_file() for path in paths):  # rank 0 is the first to look
             seed = self.config.random_seed
             lengths = self.dataset.sequence_lengths
-            packing = pack(lengths[self.indices] if self.apart else lengths, self.config.sequence_length, seed)
+            packing = pack(
+                lengths[self.indices] if self.apart else lengths, self.config.sequence_length, seed
+            )
             if self.apart:
                 packing.pieces[:, 0] = self.indices[packing.pieces[:, 0]]
             order = passes(len(packing.first) - 1, self.num_samples or 0, seed)
@@ -174,14 +198,23 @@ class PackedGPTDataset(GPTDataset):
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         length, row, at = self.config.sequence_length, int(self.shuffle_index[idx]), 0
         text, counts = torch.zeros(length + 1, dtype=torch.int64), torch.zeros(length + 1)
-        for document, before in self.document_index[self.sample_index[row] : self.sample_index[row + 1]].tolist():
+        for document, before in self.document_index[
+            self.sample_index[row] : self.sample_index[row + 1]
+        ].tolist():
             start = before * length
             size = min(int(self.dataset.sequence_lengths[document]) - start, length + 1)
             end = at + size
-            text[at:end] = torch.from_numpy(self.dataset.get(document, start, size).astype(np.int64))
+            text[at:end] = torch.from_numpy(
+                self.dataset.get(document, start, size).astype(np.int64)
+            )
             counts[at + (start > 0) : end] = 1.0
             at = end
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": counts[1:], "position_ids": torch.arange(length)}
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": counts[1:],
+            "position_ids": torch.arange(length),
+        }
 
 
 def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
@@ -212,15 +245,33 @@ def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[G
 
         apart = True
 
-        def __init__(self, dataset: IndexedDataset, path: str, documents: Any, samples: int | None, split: Split, config: GPTDatasetConfig):
+        def __init__(
+            self,
+            dataset: IndexedDataset,
+            path: str,
+            documents: Any,
+            samples: int | None,
+            split: Split,
+            config: GPTDatasetConfig,
+        ):
             if split is Split.train:
-                documents = stage_documents(dataset.sequence_lengths, [need.get(path, 0) for need in taken], config.random_seed)
+                documents = stage_documents(
+                    dataset.sequence_lengths,
+                    [need.get(path, 0) for need in taken],
+                    config.random_seed,
+                )
             super().__init__(dataset, path, documents, samples, split, config)
 
     return StageGPTDataset
 
 
-def _fill(cache: IndexCache, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int], say: Callable[[str], None]) -> bool:
+def _fill(
+    cache: IndexCache,
+    kind: type[GPTDataset],
+    settings: GPTDatasetConfig,
+    sizes: Sequence[int],
+    say: Callable[[str], None],
+) -> bool:
     """Build the index where it is not there whole; whether that was so. Collective."""
     fault = from_rank_0(cache.fault)
     if fault is None:
@@ -239,21 +290,30 @@ def _fill(cache: IndexCache, kind: type[GPTDataset], settings: GPTDatasetConfig,
     return True
 
 
-def _open(folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]) -> list[Any]:
+def _open(
+    folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]
+) -> list[Any]:
     """Megatron's datasets of the three splits, their indices read from the folder, or built into it; collective."""
-    return BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))).build()
+    return BlendedMegatronDatasetBuilder(
+        kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
+    ).build()
 
 
 def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | None:
     if not sources:
         return None
-    prefixes = [identity(source.prefix) for source in sources]  # Megatron names the cache's files by them
+    prefixes = [
+        identity(source.prefix) for source in sources
+    ]  # Megatron names the cache's files by them
     return prefixes, [source.weight for source in sources] if len(sources) > 1 else None
 
 
 def _ensure_helpers() -> None:
     """Megatron's index builder is a C++ extension; wheels carry it, a source install compiles it once a host that lacks it; collective."""
-    for compiles in (torch.distributed.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"):  # one after another: hosts may share it
+    for compiles in (
+        torch.distributed.get_rank() == 0,
+        os.environ.get("LOCAL_RANK", "0") == "0",
+    ):  # one after another: hosts may share it
         if compiles and find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
         torch.distributed.barrier()
@@ -262,7 +322,10 @@ def _ensure_helpers() -> None:
 
 def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
     """The tokens of this context-parallel rank, and their positions; documents stay those of whole sequences."""
-    cut = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    cut = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
     context = known.get("context")
     if context is not None and context.positions is not None:
         known = {"context": replace(context, positions=own_tokens(context.positions, *cut, 0))}
@@ -272,7 +335,10 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
 def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
     """Raises ConfigError where a batch on the CPU has an id outside the vocabulary: an embedding that is split would pass over it."""
     size = dataset.config.tokenizer.vocab_size
-    if all(least >= 0 and most < size for least, most in (torch.aminmax(batch[key]) for key in ("tokens", "labels"))):
+    if all(
+        least >= 0 and most < size
+        for least, most in (torch.aminmax(batch[key]) for key in ("tokens", "labels"))
+    ):
         return
     for sample in samples:
         ids = torch.cat((sample["tokens"], sample["labels"]))
@@ -298,10 +364,17 @@ def batches(
     step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length / CP]; loss_mask is float32.
     ``reader``: the datasets', which then hears of samples before they are used. ``ends``: see `Ends.applied`.
     """
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     position = planned = first_sample + rank * micro_batch_size
     while True:
-        while reader is not None and reader.urls and planned <= position + _AHEAD * size * micro_batch_size:
+        while (
+            reader is not None
+            and reader.urls
+            and planned <= position + _AHEAD * size * micro_batch_size
+        ):
             with reader.planning():
                 for i in range(micro_batch_size):
                     dataset[(planned + i) % len(dataset)]

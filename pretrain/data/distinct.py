@@ -20,11 +20,16 @@ def check_distinct(sources: Iterable[SourceFacts]) -> None:
     """
     alike = dict[tuple[object, ...], list[SourceFacts]]()
     for source in sources:
-        alike.setdefault((source.split, source.tokens, source.documents, source.dtype), []).append(source)
+        alike.setdefault((source.split, source.tokens, source.documents, source.dtype), []).append(
+            source
+        )
     for group in alike.values():
         seen = dict[tuple[str, ...], SourceFacts]()
         for source in group if len(group) > 1 else ():
-            first = seen.setdefault(tuple(sample_digest(Path(source.local + ending)) for ending in (".idx", ".bin")), source)
+            first = seen.setdefault(
+                tuple(sample_digest(Path(source.local + ending)) for ending in (".idx", ".bin")),
+                source,
+            )
             if first is not source:
                 raise ConfigError(
                     f"{source.key} = {source.prefix} holds the same tokens as {first.key} = {first.prefix}, which would be read twice; "

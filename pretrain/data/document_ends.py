@@ -12,7 +12,10 @@ from fem_common.stores import is_url
 from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
-_EVERY, _DOCUMENTS = 8, 8  # every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it
+_EVERY, _DOCUMENTS = (
+    8,
+    8,
+)  # every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
@@ -45,7 +48,9 @@ def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
         width = size // source.tokens
 
         def begin(document: int) -> int:
-            place: int = struct.unpack("<q", os.pread(index.fileno(), 8, HEADER.size + 4 * count + 8 * document))[0]
+            place: int = struct.unpack(
+                "<q", os.pread(index.fileno(), 8, HEADER.size + 4 * count + 8 * document)
+            )[0]
             return place
 
         def token_before(place: int) -> int:
@@ -53,7 +58,9 @@ def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
 
         blocks, later = sample_ranges(size), range(1, count)
         for start, end in blocks[::_EVERY]:
-            first, last = (bisect_left(later, place, key=begin) for place in (start + width, end + 1))
+            first, last = (
+                bisect_left(later, place, key=begin) for place in (start + width, end + 1)
+            )
             for document in later[first:last][:: max(1, (last - first) // _DOCUMENTS)]:
                 yield document - 1, token_before(begin(document))
         if blocks[-1][1] == size or not is_url(source.prefix):

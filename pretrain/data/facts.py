@@ -25,8 +25,17 @@ from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
-_DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
+HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, dtype code, sequences, entries of the document index
+_DTYPES = {
+    1: ("uint8", 1),
+    2: ("int8", 1),
+    3: ("int16", 2),
+    4: ("int32", 4),
+    5: ("int64", 8),
+    8: ("uint16", 2),
+}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
 _MANIFEST_FORMAT = 2
 SAMPLE_BLOCKS = 64
@@ -72,7 +81,9 @@ class Contents:
     @property
     def key(self) -> str:
         """Identity of all the data, for the index cache and studies: hexadecimal, of the contents and the order of the sources alone."""
-        told = "".join(f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources)
+        told = "".join(
+            f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
+        )
         return hashlib.sha256(told.encode()).hexdigest()
 
     @property
@@ -94,7 +105,10 @@ class DataFacts:
     @property
     def tokens(self) -> dict[str, int]:
         """Split -> tokens of all its sources."""
-        return {split: sum(source.tokens for source in self.sources if source.split == split) for split in SPLITS}
+        return {
+            split: sum(source.tokens for source in self.sources if source.split == split)
+            for split in SPLITS
+        }
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
         """UTF-8 bytes of text a token stands for in a split of one source; None where no manifest tells, or where several are blended."""
@@ -134,7 +148,9 @@ def check_data(config: RunConfig) -> DataFacts:
         StorageError: a store does not answer.
     """
     if not config.data.train:
-        raise ConfigError("data.train is empty: name at least one source, as in data.train.0.prefix=FOLDER/train")
+        raise ConfigError(
+            "data.train is empty: name at least one source, as in data.train.0.prefix=FOLDER/train"
+        )
     bring(config)
     sources, tokenizers = [], []
     for split in SPLITS:
@@ -175,7 +191,10 @@ def check_contents(facts: DataFacts) -> Contents:
         sample = sample_digest(binary)
         with index.open("rb") as file:
             idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        for path, held, recorded in ((index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)):
+        for path, held, recorded in (
+            (index, idx_sha256, source.idx_sha256),
+            (binary, sample, source.bin_sample),
+        ):
             if recorded is None or held == recorded:
                 continue
             if is_url(source.prefix):
@@ -188,7 +207,11 @@ def check_contents(facts: DataFacts) -> Contents:
                 f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
             )
         if source.split != "test":
-            found.append(SourceContents(source.split, identity(source.prefix), idx_sha256, source.bin_sha256 or sample))
+            found.append(
+                SourceContents(
+                    source.split, identity(source.prefix), idx_sha256, source.bin_sha256 or sample
+                )
+            )
     return Contents(tuple(found))
 
 
@@ -200,14 +223,26 @@ def index_bytes(facts: DataFacts) -> int:
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
     """The configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the data where they are null."""
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
-    tokenizer = str(facts.tokenizer) if config.data.tokenizer is None and facts.tokenizer else config.data.tokenizer
-    return replace(config, model=replace(config.model, vocab_size=vocab_size), data=replace(config.data, tokenizer=tokenizer))
+    tokenizer = (
+        str(facts.tokenizer)
+        if config.data.tokenizer is None and facts.tokenizer
+        else config.data.tokenizer
+    )
+    return replace(
+        config,
+        model=replace(config.model, vocab_size=vocab_size),
+        data=replace(config.data, tokenizer=tokenizer),
+    )
 
 
 def any_on_disk(config: RunConfig) -> bool:
     """Whether any file of any source exists here."""
     cache = store_cache(config)
-    prefixes = [local_prefix(source.prefix, cache) for split in SPLITS for source in getattr(config.data, split)]
+    prefixes = [
+        local_prefix(source.prefix, cache)
+        for split in SPLITS
+        for source in getattr(config.data, split)
+    ]
     return any(Path(prefix + ending).exists() for prefix in prefixes for ending in (".bin", ".idx"))
 
 
@@ -222,24 +257,37 @@ def _place_told(key: str, prefix: str) -> Iterator[None]:
         raise ConfigError(f"{key} = {prefix}: {error}") from None
 
 
-def _source_facts(split: str, key: str, source: Source, local: str, manifest: Manifest | None) -> SourceFacts:
+def _source_facts(
+    split: str, key: str, source: Source, local: str, manifest: Manifest | None
+) -> SourceFacts:
     files = {ending: Path(f"{local}.{ending}") for ending in ("bin", "idx")}
     if manifest is None:
         _check_merged(key, source)
     for file in files.values():
         if not file.is_file():
-            raise ConfigError(f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix)}")
+            raise ConfigError(
+                f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix)}"
+            )
     recorded = _recorded(key, source, manifest) if manifest else {}
     for ending, file in files.items():
         size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
         if manifest and size != said:
-            raise ConfigError(f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}")
+            raise ConfigError(
+                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}"
+            )
     dtype, tokens, documents = _read_index(files["idx"], files["bin"])
     if manifest and dtype != manifest.dtype:
-        raise ConfigError(f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}")
+        raise ConfigError(
+            f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}"
+        )
     if manifest and tokens != recorded["tokens"]:
-        raise ConfigError(f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}")
-    told = {field: recorded.get(field) for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")}
+        raise ConfigError(
+            f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}"
+        )
+    told = {
+        field: recorded.get(field)
+        for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")
+    }
     return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told, local=local)
 
 
@@ -269,7 +317,10 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
 def sample_ranges(size: int) -> list[tuple[int, int]]:
     """[start, end) of blocks spread evenly over a file of so many bytes; all of it up to 4 MiB."""
     block = 1 << 16
-    starts = (number * max(block, (size - block) // (SAMPLE_BLOCKS - 1)) for number in range(SAMPLE_BLOCKS))
+    starts = (
+        number * max(block, (size - block) // (SAMPLE_BLOCKS - 1))
+        for number in range(SAMPLE_BLOCKS)
+    )
     return [(start, min(start + block, size)) for start in starts if start < size]
 
 
@@ -287,7 +338,13 @@ def _missing_hint(prefix: str) -> str:
     path = Path(prefix)
     if path.suffix in (".bin", ".idx"):
         return f"a prefix is given without its ending: {path.with_suffix('')}"
-    near = nearest(path.name, sorted(other.stem for other in path.parent.glob("*.bin") if other.with_suffix(".idx").exists()), 0.5)
+    near = nearest(
+        path.name,
+        sorted(
+            other.stem for other in path.parent.glob("*.bin") if other.with_suffix(".idx").exists()
+        ),
+        0.5,
+    )
     return f"did you mean {path.with_name(near)}?" if near and near != path.name else MAKE_DATA
 
 
@@ -296,14 +353,20 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
     with index.open("rb") as file:
         header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(_MAGIC):
-            raise ConfigError(f"{index} is not an index of Megatron's format (MMIDIDX); {MAKE_DATA}")
+            raise ConfigError(
+                f"{index} is not an index of Megatron's format (MMIDIDX); {MAKE_DATA}"
+            )
         _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
-            raise ConfigError(f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}")
+            raise ConfigError(
+                f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}"
+            )
         dtype, width = _DTYPES[code]
         size, plain = index.stat().st_size, HEADER.size + 12 * sequences + 8 * entries
         if size not in (plain, plain + sequences):
-            raise ConfigError(f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}")
+            raise ConfigError(
+                f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}"
+            )
         end = 0
         if sequences:
             file.seek(HEADER.size + 4 * (sequences - 1))
@@ -313,7 +376,9 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
             end = start + length * width
     held = tokens_file.stat().st_size
     if held != end:
-        raise ConfigError(f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not of one pair; {MAKE_DATA}")
+        raise ConfigError(
+            f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not of one pair; {MAKE_DATA}"
+        )
     return dtype, end // width, max(entries - 1, 0)
 
 
@@ -324,38 +389,73 @@ def read_manifest(path: Path) -> Manifest | None:
     try:
         raw = json.loads(path.read_bytes())
         if raw["format"] != _MANIFEST_FORMAT:
-            raise ConfigError(f"{path} has format {raw['format']!r}, readable: {_MANIFEST_FORMAT}; {MAKE_DATA}")
-        wanted = ("tokens", "text_bytes", "bin_sha256", "idx_sha256", "bin_bytes", "idx_bytes", "bin_sample")
-        splits = {name: {field: entry[field] for field in wanted} | {"ids": entry.get("ids")} for name, entry in raw["splits"].items()}
-        tokenizer = {field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")}
+            raise ConfigError(
+                f"{path} has format {raw['format']!r}, readable: {_MANIFEST_FORMAT}; {MAKE_DATA}"
+            )
+        wanted = (
+            "tokens",
+            "text_bytes",
+            "bin_sha256",
+            "idx_sha256",
+            "bin_bytes",
+            "idx_bytes",
+            "bin_sample",
+        )
+        splits = {
+            name: {field: entry[field] for field in wanted} | {"ids": entry.get("ids")}
+            for name, entry in raw["splits"].items()
+        }
+        tokenizer = {
+            field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")
+        }
         return Manifest(path, tokenizer, raw["dtype"], splits)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}); {MAKE_DATA}") from None
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {error}); {MAKE_DATA}"
+        ) from None
 
 
 def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
     entry = manifest.tokenizer
-    return _Tokenizer(key, entry["vocab_size"], entry["eod_id"], entry["sha256"], manifest.path.parent / entry["path"])
+    return _Tokenizer(
+        key,
+        entry["vocab_size"],
+        entry["eod_id"],
+        entry["sha256"],
+        manifest.path.parent / entry["path"],
+    )
 
 
 def _given_tokenizer(folder: Path) -> _Tokenizer:
     """The tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"data.tokenizer = {folder}: {file} not found; give the folder that holds tokenizer.json")
+        raise ConfigError(
+            f"data.tokenizer = {folder}: {file} not found; give the folder that holds tokenizer.json"
+        )
     try:
         raw = json.loads(file.read_bytes())
-        vocabulary = raw["model"]["vocab"]  # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score]
-        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {token: number for number, (token, _) in enumerate(vocabulary)}
+        vocabulary = raw["model"][
+            "vocab"
+        ]  # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score]
+        ids = (
+            dict(vocabulary)
+            if isinstance(vocabulary, dict)
+            else {token: number for number, (token, _) in enumerate(vocabulary)}
+        )
         ids.update({token["content"]: token["id"] for token in raw.get("added_tokens", [])})
         settings_file = folder / "tokenizer_config.json"
         settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
         eos = settings.get("eos_token")
         eod_id = ids.get(eos["content"] if isinstance(eos, dict) else eos)
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        return _Tokenizer(f"data.tokenizer = {folder}", max(ids.values()) + 1, eod_id, sha256, folder)
+        return _Tokenizer(
+            f"data.tokenizer = {folder}", max(ids.values()) + 1, eod_id, sha256, folder
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer ({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
@@ -377,14 +477,18 @@ def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
 
 def _check_ends(config: RunConfig, tokenizer: _Tokenizer | None) -> None:
     data = config.data
-    if (tokenizer is None or tokenizer.eod_id is None) and (data.documents == "separate" or data.reset_positions or not data.eod_loss):
+    if (tokenizer is None or tokenizer.eod_id is None) and (
+        data.documents == "separate" or data.reset_positions or not data.eod_loss
+    ):
         raise ConfigError(
             "data.documents, data.reset_positions and data.eod_loss need the id that ends a document, which nothing beside "
             f"{data.train[0].prefix} tells; set data.tokenizer to a folder whose tokenizer has an eos_token"
         )
 
 
-def _check_vocabulary(config: RunConfig, tokenizer: _Tokenizer | None, sources: list[SourceFacts]) -> None:
+def _check_vocabulary(
+    config: RunConfig, tokenizer: _Tokenizer | None, sources: list[SourceFacts]
+) -> None:
     given = config.model.vocab_size
     if tokenizer is None:
         if given is None:

@@ -43,7 +43,14 @@ class IndexCache:
     @property
     def folder(self) -> Path:
         """Where it is when it is whole."""
-        key = json.dumps([FORMAT, self.contents.key, [source.prefix for source in self.contents.sources], *self.identity])
+        key = json.dumps(
+            [
+                FORMAT,
+                self.contents.key,
+                [source.prefix for source in self.contents.sources],
+                *self.identity,
+            ]
+        )
         return self.root / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def fault(self) -> str | None:
@@ -60,8 +67,14 @@ class IndexCache:
             return f"{COMPLETE} cannot be read ({type(error).__name__})"
         for name, size in sizes.items():
             try:
-                found = (self.folder / name).stat().st_size  # asked once: another process may be replacing the folder
-            except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+                found = (
+                    (self.folder / name).stat().st_size
+                )  # asked once: another process may be replacing the folder
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+                ValueError,
+            ):  # ValueError: a name that no file can have
                 return f"{name} is missing"
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -121,30 +134,65 @@ class IndexCache:
         names = sorted(path.name for path in built.iterdir() if path.name not in (_LOCK, COMPLETE))
         for name in names:
             sync_file(built / name)
-        files = {name: {"bytes": (built / name).stat().st_size, "sha256": sha256(built / name)} for name in names}
-        record = {"format": FORMAT, "sources": [asdict(source) for source in self.contents.sources], "files": files}
+        files = {
+            name: {"bytes": (built / name).stat().st_size, "sha256": sha256(built / name)}
+            for name in names
+        }
+        record = {
+            "format": FORMAT,
+            "sources": [asdict(source) for source in self.contents.sources],
+            "files": files,
+        }
         write_synced(built / COMPLETE, (json.dumps(record, indent=1) + "\n").encode())
         sync_folder(built)
 
 
 def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
     """Samples of training, validation and test that an order is drawn for."""
-    return [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
+    return [
+        train_samples,
+        config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0,
+        0,
+    ]
 
 
 def index_cache(
-    config: RunConfig, contents: Contents, train_samples: int, default_cache: Path, megatron: str, needs: Sequence[Mapping[str, int]] = ()
+    config: RunConfig,
+    contents: Contents,
+    train_samples: int,
+    default_cache: Path,
+    megatron: str,
+    needs: Sequence[Mapping[str, int]] = (),
 ) -> IndexCache:
     """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it.
 
     needs: source -> tokens of each stage up to this one; none: no stages.
     """
-    weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
-    packing = [] if config.data.packing == "stream" else [config.data.packing]  # older caches know of none
-    staged = [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]] if needs else []
+    weights = [
+        [source.weight for source in split] for split in (config.data.train, config.data.valid)
+    ]
+    packing = (
+        [] if config.data.packing == "stream" else [config.data.packing]
+    )  # older caches know of none
+    staged = (
+        [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]]
+        if needs
+        else []
+    )
     lengths = (config.data.seq_length, config.train.seed)
-    identity = (samples_of_splits(config, train_samples), weights, *lengths, megatron, *packing, *staged)
-    return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
+    identity = (
+        samples_of_splits(config, train_samples),
+        weights,
+        *lengths,
+        megatron,
+        *packing,
+        *staged,
+    )
+    return IndexCache(
+        Path(config.data.index_cache) if config.data.index_cache else default_cache,
+        contents,
+        identity,
+    )
 
 
 @contextmanager
@@ -158,7 +206,11 @@ def _writing() -> Iterator[None]:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
             raise
-        raise told(refusal, "the index cache cannot be written: ", "; data.index_cache=FOLDER names another place") from None
+        raise told(
+            refusal,
+            "the index cache cannot be written: ",
+            "; data.index_cache=FOLDER names another place",
+        ) from None
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -22,19 +22,35 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
     length, sources = config.data.seq_length, config.data.train
     weights = np.array([source.weight for source in sources], dtype=np.float64)
     found = []
-    for weight, source in zip((weights / weights.sum()).tolist(), [one for one in facts.sources if one.split == "train"], strict=True):
-        share = math.ceil(math.ceil(samples * weight) * (1 + _SURPLUS)) if len(sources) > 1 else samples
-        passes = max(1, -(-(share * length + 1) // source.tokens))  # the last label takes one more token
+    for weight, source in zip(
+        (weights / weights.sum()).tolist(),
+        [one for one in facts.sources if one.split == "train"],
+        strict=True,
+    ):
+        share = (
+            math.ceil(math.ceil(samples * weight) * (1 + _SURPLUS)) if len(sources) > 1 else samples
+        )
+        passes = max(
+            1, -(-(share * length + 1) // source.tokens)
+        )  # the last label takes one more token
         before = ((passes - 1) * source.tokens - 1) // length
-        found.append((passes, passes > 1 and share - before < int(_APART * ((source.tokens - 1) // length))))
+        found.append(
+            (passes, passes > 1 and share - before < int(_APART * ((source.tokens - 1) // length)))
+        )
     return found
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
     """The most samples, from ``drawn`` up to ``wanted``, whose order begins with the one that was drawn for ``drawn`` samples."""
-    if wanted <= drawn or config.data.packing == "best_fit":  # of which each pass has an order of its own
+    if (
+        wanted <= drawn or config.data.packing == "best_fit"
+    ):  # of which each pass has an order of its own
         return max(drawn, wanted)
     if config.stages:  # whose documents end with the stage
         return drawn
     before = passes_drawn(config, facts, drawn)
-    return drawn + bisect_left(range(drawn + 1, wanted + 1), True, key=lambda samples: passes_drawn(config, facts, samples) != before)
+    return drawn + bisect_left(
+        range(drawn + 1, wanted + 1),
+        True,
+        key=lambda samples: passes_drawn(config, facts, samples) != before,
+    )

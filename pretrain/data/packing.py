@@ -103,7 +103,9 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
     A document without tokens is nowhere. Uses about 40 bytes a document.
     """
     room = length + 1
-    order = np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)  # numpy's frozen generator
+    order = (
+        np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
+    )  # numpy's frozen generator
     sizes = lengths[order]
     order, sizes = order[sizes > 0], sizes[sizes > 0]
     before = cuts(sizes, length).astype(np.int32)
@@ -118,7 +120,9 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
     place = np.argsort(where, kind="stable")
     whole = np.flatnonzero(before)  # and the sequences that one piece fills
     alone = np.repeat(whole, before[whole])
-    number = np.arange(len(alone)) - np.repeat(np.cumsum(before[whole]) - before[whole], before[whole])
+    number = np.arange(len(alone)) - np.repeat(
+        np.cumsum(before[whole]) - before[whole], before[whole]
+    )
     pieces = np.empty((len(order) + len(alone), 2), np.int32)
     pieces[: len(order), 0], pieces[: len(order), 1] = order[place], before[place]
     pieces[len(order) :, 0], pieces[len(order) :, 1] = order[alone], number
@@ -128,15 +132,24 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
 def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
     """The order of whole epochs, as many as so many samples take: of each its own, so that a longer run begins alike."""
     epochs = range(max(1, -(-samples // sequences)))
-    return np.concatenate([np.random.RandomState([seed, epoch]).permutation(sequences).astype(np.uint32) for epoch in epochs])
+    return np.concatenate(
+        [
+            np.random.RandomState([seed, epoch]).permutation(sequences).astype(np.uint32)
+            for epoch in epochs
+        ]
+    )
 
 
 def share(lengths: npt.NDArray[Any], length: int) -> Share:
     """What `pack` would cost, without doing it."""
     lengths = lengths[lengths > 0]
     before = cuts(lengths, length)
-    _, used, spaces = best_fit(np.bincount(lengths - before * length, minlength=length + 2).tolist(), length + 1)
-    padding = sum((space - 1) * count for space, count in spaces.items())  # of the room for length + 1, the first is a label's
+    _, used, spaces = best_fit(
+        np.bincount(lengths - before * length, minlength=length + 2).tolist(), length + 1
+    )
+    padding = sum(
+        (space - 1) * count for space, count in spaces.items()
+    )  # of the room for length + 1, the first is a label's
     return Share(used + int(before.sum()), padding, len(lengths), int(np.count_nonzero(before)))
 
 
@@ -147,11 +160,20 @@ def told(data: DataConfig, facts: DataFacts) -> str | None:
     words = []
     for split, title in (("train", "training"), ("valid", "validation")):
         weights = [source.weight for source in getattr(data, split)]
-        shares = [share(document_lengths(source.local), data.seq_length) for source in facts.sources if source.split == split]
+        shares = [
+            share(document_lengths(source.local), data.seq_length)
+            for source in facts.sources
+            if source.split == split
+        ]
         if shares:
-            parts = [weight * each.padding / each.sequences for weight, each in zip(weights, shares, strict=True)]
+            parts = [
+                weight * each.padding / each.sequences
+                for weight, each in zip(weights, shares, strict=True)
+            ]
             padding = sum(parts) / sum(weights) / data.seq_length
-            cut, documents = (sum(getattr(each, name) for each in shares) for name in ("cut", "documents"))
+            cut, documents = (
+                sum(getattr(each, name) for each in shares) for name in ("cut", "documents")
+            )
             words.append(f"{title} {padding:.2%} padding, {cut:,} of {documents:,} documents cut")
     return f"data.packing = best_fit: {'; '.join(words)}"
 

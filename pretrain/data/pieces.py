@@ -18,7 +18,10 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import DataFacts
 from pretrain.data.packing import best_fit, cuts, document_lengths
 
-_DOCUMENTS, _RUN = 1 << 23, 1 << 12  # of more documents than these so many are read, in as many runs of neighbours as it takes
+_DOCUMENTS, _RUN = (
+    1 << 23,
+    1 << 12,
+)  # of more documents than these so many are read, in as many runs of neighbours as it takes
 _LENGTHS = 1 << 13  # of more lengths than these so many are asked what a token costs
 
 
@@ -45,7 +48,10 @@ class Pieces:
         if held.size > _LENGTHS:
             asked = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
         told = [cost(length) for length in asked.tolist()]
-        return {name: float(self.shares[held] @ np.interp(held, asked, [costs[name] for costs in told])) for name in told[0]}
+        return {
+            name: float(self.shares[held] @ np.interp(held, asked, [costs[name] for costs in told]))
+            for name in told[0]
+        }
 
 
 def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
@@ -54,12 +60,24 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
     Raises:
         OSError: an .idx cannot be read.
     """
-    length, counted = config.data.seq_length, packed_shares if config.data.packing == "best_fit" else shares_of
-    read = [_some(document_lengths(source.local)) for source in facts.sources if source.split == "train"]
+    length, counted = (
+        config.data.seq_length,
+        packed_shares if config.data.packing == "best_fit" else shares_of,
+    )
+    read = [
+        _some(document_lengths(source.local)) for source in facts.sources if source.split == "train"
+    ]
     weights = [source.weight for source in config.data.train]
     shares = np.average([counted(lengths, length) for lengths, _ in read], axis=0, weights=weights)
-    mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)  # documents a token are what blends
-    return Pieces(shares, float(mean), sum(lengths.size for lengths, _ in read), sum(total for _, total in read))
+    mean = 1 / np.average(
+        [1 / lengths.mean() for lengths, _ in read], weights=weights
+    )  # documents a token are what blends
+    return Pieces(
+        shares,
+        float(mean),
+        sum(lengths.size for lengths, _ in read),
+        sum(total for _, total in read),
+    )
 
 
 def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 
-def stage_documents(lengths: npt.NDArray[Any], needs: Sequence[int], seed: int) -> npt.NDArray[np.int64]:
+def stage_documents(
+    lengths: npt.NDArray[Any], needs: Sequence[int], seed: int
+) -> npt.NDArray[np.int64]:
     """The documents of the last of some stages, of which each takes the next ones until they have as many tokens as it ``needs``.
 
     lengths: tokens of each document of the source. They are taken in the seed's order, every pass over them in one of its own: none comes
@@ -18,7 +20,9 @@ def stage_documents(lengths: npt.NDArray[Any], needs: Sequence[int], seed: int) 
     at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
 
     def shuffled() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        order = np.random.RandomState([seed, epoch]).permutation(len(lengths))  # numpy's frozen generator
+        order = np.random.RandomState([seed, epoch]).permutation(
+            len(lengths)
+        )  # numpy's frozen generator
         return order, lengths[order].cumsum(dtype=np.int64)
 
     order, ends = shuffled()

@@ -23,7 +23,11 @@ _PATIENCE = 60.0  # seconds that a store has to answer at the start
 
 def store_cache(config: RunConfig) -> Path:
     """The folder of all that is kept of stores."""
-    return Path(config.data.store_cache) if config.data.store_cache else run_directory(config) / "tokens"
+    return (
+        Path(config.data.store_cache)
+        if config.data.store_cache
+        else run_directory(config) / "tokens"
+    )
 
 
 def local_prefix(prefix: str, cache: Path) -> str:
@@ -54,6 +58,11 @@ def bring(config: RunConfig) -> None:
     if named:
         command = beside.command(CLIENT, "bring", store_cache(config), _PATIENCE, *named)
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, env=beside.environ()
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=beside.environ(),
         )
         beside.check(done, CLIENT)

@@ -44,7 +44,13 @@ _AT_ONCE = 16
 _PIECE = 8 * 2**20  # bytes of an .idx at a time
 _KNOWN = "brought.json"
 _MANIFEST = "manifest.json"
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # the rank's business
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # the rank's business
 
 Answer = TypeVar("Answer")
 
@@ -73,7 +79,11 @@ class Store:
                     fault = why
                     self.failing.add(me)
                 if bool(self.failing) != before:
-                    print(f"{self.url}: {f'{fault}; trying again' if why else 'is read again'}", file=sys.stderr, flush=True)
+                    print(
+                        f"{self.url}: {f'{fault}; trying again' if why else 'is read again'}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
         def over(pause: float) -> bool:
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
@@ -89,7 +99,9 @@ class Store:
         def work() -> bytes:
             content: bytes = self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
             if len(content) != end - start:
-                raise OSError(f"{len(content)} bytes of {name} came, where {end - start} were asked for")
+                raise OSError(
+                    f"{len(content)} bytes of {name} came, where {end - start} were asked for"
+                )
             return content
 
         return self.insist(work)
@@ -165,12 +177,19 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers, pool, out = SimpleQueue["Future[bytes]"](), ThreadPoolExecutor(_AT_ONCE), os.fdopen(os.dup(1), "wb")
+    answers, pool, out = (
+        SimpleQueue["Future[bytes]"](),
+        ThreadPoolExecutor(_AT_ONCE),
+        os.fdopen(os.dup(1), "wb"),
+    )
     os.dup2(2, 1)  # whatever else may be printed
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
     kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
-    files = [Blocks(Store(url, patience), prefix, allowed) for url, prefix, allowed in zip(urls, local, kept, strict=True)]
+    files = [
+        Blocks(Store(url, patience), prefix, allowed)
+        for url, prefix, allowed in zip(urls, local, kept, strict=True)
+    ]
     while request := sys.stdin.buffer.read(REQUEST.size):
         number, offset, length = REQUEST.unpack(request)
         answers.put(pool.submit(files[number].read, offset, length))
@@ -190,7 +209,14 @@ def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
             try:
                 right, content = True, answers.get().result()
             except Exception as error:
-                right, content = False, (str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}").encode()
+                right, content = (
+                    False,
+                    (
+                        str(error)
+                        if isinstance(error, CommandError)
+                        else f"{type(error).__name__}: {error}"
+                    ).encode(),
+                )
             out.write(ANSWER.pack(right, len(content)) + content)
             out.flush()
     os._exit(0)
@@ -200,7 +226,11 @@ class Source:
     """A source's files: what they are there, and what is known to be here."""
 
     def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
-        self.title, self.store, self.name = f"{key} = {url}", Store(url, patience), url.rpartition("/")[2]
+        self.title, self.store, self.name = (
+            f"{key} = {url}",
+            Store(url, patience),
+            url.rpartition("/")[2],
+        )
         self.folder = Path(local_prefix(url, cache)).parent
 
     def bring(self) -> None:
@@ -242,13 +272,16 @@ class Source:
 
     def _is_here(self, name: str, info: Mapping[str, Any]) -> bool:
         return self._is_the_same(name, info) and (
-            not name.endswith(".bin") or sample_digest(self.folder / name) == self._known().get(f"{name} sample")
+            not name.endswith(".bin")
+            or sample_digest(self.folder / name) == self._known().get(f"{name} sample")
         )
 
     def _is_the_same(self, name: str, info: Mapping[str, Any]) -> bool:
         """Whether what was brought once is what is there now, by its mark and size."""
         file = self.folder / name
-        return self._known().get(name) == _mark(info) and (file.stat().st_size if file.is_file() else None) == info.get("size")
+        return self._known().get(name) == _mark(info) and (
+            file.stat().st_size if file.is_file() else None
+        ) == info.get("size")
 
     def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
         """A file whole; of a .bin its sample among holes, or in the .bin that is here where no more than that is damaged."""
@@ -264,7 +297,9 @@ class Source:
             manifest = read_manifest(self.folder / _MANIFEST)
             recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None
             if recorded not in (None, sha256(target)):
-                raise ConfigError(f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again")
+                raise ConfigError(
+                    f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again"
+                )
         if not kept:
             Path(f"{file}.blocks").unlink(missing_ok=True)
             os.replace(target, file)
@@ -279,7 +314,11 @@ class Source:
 
         def listed() -> list[dict[str, Any]]:
             with suppress(FileNotFoundError):
-                return [entry for entry in self.store.fs.ls(f"{self.store.root}/{path}", detail=True) if entry["type"] == "file"]
+                return [
+                    entry
+                    for entry in self.store.fs.ls(f"{self.store.root}/{path}", detail=True)
+                    if entry["type"] == "file"
+                ]
             return []
 
         make_folder(self.folder / path)
@@ -290,10 +329,19 @@ class Source:
         """These parts of a file, the rest holes."""
         quiet = os.environ.get("LOCAL_RANK", "0") != "0"
         title = f"{self.store.folder}/{name}"
-        progress = Progress(sum(end - start for start, end in parts), "B", title, quiet=quiet, every=10.0)
-        with progress, target.open("r+b" if target.exists() else "w+b") as local, ThreadPoolExecutor(_AT_ONCE) as pool:
+        progress = Progress(
+            sum(end - start for start, end in parts), "B", title, quiet=quiet, every=10.0
+        )
+        with (
+            progress,
+            target.open("r+b" if target.exists() else "w+b") as local,
+            ThreadPoolExecutor(_AT_ONCE) as pool,
+        ):
             local.truncate(size)
-            for count in pool.map(lambda part: os.pwrite(local.fileno(), self.store.fetch(name, *part), part[0]), parts):
+            for count in pool.map(
+                lambda part: os.pwrite(local.fileno(), self.store.fetch(name, *part), part[0]),
+                parts,
+            ):
                 progress.advance(count)
             os.fsync(local.fileno())
 

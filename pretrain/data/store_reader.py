@@ -26,7 +26,9 @@ class StoreReader:
 
     def __init__(self, config: RunConfig) -> None:
         sources = (*config.data.train, *config.data.valid)
-        self.urls = list(dict.fromkeys(source.prefix for source in sources if is_url(source.prefix)))
+        self.urls = list(
+            dict.fromkeys(source.prefix for source in sources if is_url(source.prefix))
+        )
         self.cache, self.room = store_cache(config), int(config.data.store_cache_gb * 1e9)
         self.process: subprocess.Popen[bytes] | None = None
         self.asked = dict[Range, bytes | None]()  # None: it has not come yet
@@ -76,7 +78,11 @@ class StoreReader:
             command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
             # A session of its own: Ctrl-C at the training's terminal is not for it.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=beside.environ(), start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=beside.environ(),
+                start_new_session=True,
             )
         self.asked.update(dict.fromkeys(new))
         self.line.extend(new)
@@ -95,7 +101,9 @@ class StoreReader:
         return content
 
     def _gone(self) -> StorageError:
-        return StorageError(f"the process that reads {self.urls[0]} has ended; the same command continues")
+        return StorageError(
+            f"the process that reads {self.urls[0]} has ended; the same command continues"
+        )
 
 
 class StoredFile:
@@ -107,4 +115,6 @@ class StoredFile:
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
         """[count] items from a place in bytes on. Raises StorageError (see `StoreReader.read`)."""
         length = int(count) * np.dtype(dtype).itemsize
-        return np.frombuffer(self.reader.read((self.number, int(offset), length)) if length else b"", dtype)
+        return np.frombuffer(
+            self.reader.read((self.number, int(offset), length)) if length else b"", dtype
+        )

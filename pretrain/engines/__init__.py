@@ -22,7 +22,9 @@ class StepResult:
     lr: float
     skipped: bool  # loss or gradient was not finite, or unwanted: nothing was updated
     times: StepTimes | None = None  # this rank's, where they were asked for
-    beside: list[float] = field(default_factory=list)  # sums over the ranks of what was to be summed beside the loss
+    beside: list[float] = field(
+        default_factory=list
+    )  # sums over the ranks of what was to be summed beside the loss
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Engine(Protocol):
     def sharded_state(self) -> dict[str, Any]:
         """Model and optimizer as megatron.core.dist_checkpointing's sharded tensors: the same names and shapes from every engine."""
 
-    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
+    def restore(
+        self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
+    ) -> None:
         """Take over a checkpoint; ``read`` gives a dictionary of sharded tensors back with their values, as often as it is called."""
 
     def close(self) -> None:

@@ -52,7 +52,9 @@ def destroy_model_parallel() -> None:
 
     Megatron's own function forgets most of the groups, and torch keeps them until the default group goes.
     """
-    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    groups = [
+        group for group in parallel_state._global_process_group_list or [] if group is not None
+    ]
     parallel_state.destroy_model_parallel()
     for group in groups:
         with suppress(ValueError):  # Megatron has destroyed three of them
@@ -67,7 +69,9 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
         # Documents that are read apart are read by whole heads.
-        context_parallel_kind="all_to_all" if config.data.documents == "separate" else config.parallel.context_parallel_kind,
+        context_parallel_kind="all_to_all"
+        if config.data.documents == "separate"
+        else config.parallel.context_parallel_kind,
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute,
@@ -83,10 +87,20 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
     """What this rank's maps remember where train.fp8 is delayed; shared by the ranks of its pipeline stage."""
     if config.train.fp8 != "delayed":
         return None
-    named = [(fem_model.global_name(model, name), weight) for model in models for name, weight in model.named_parameters()]
-    maps = {name: weight for name, weight in named if name.startswith("decoder.layers.") and weight.spec.eight_bit}
+    named = [
+        (fem_model.global_name(model, name), weight)
+        for model in models
+        for name, weight in model.named_parameters()
+    ]
+    maps = {
+        name: weight
+        for name, weight in named
+        if name.startswith("decoder.layers.") and weight.spec.eight_bit
+    }
     group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    return fp8.Delayed(maps, config.train.fp8_history, config.train.fp8_margin, group, platform.device())
+    return fp8.Delayed(
+        maps, config.train.fp8_history, config.train.fp8_margin, group, platform.device()
+    )
 
 
 def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
@@ -134,7 +148,12 @@ def is_muons(parameter: torch.nn.Parameter) -> bool:
     return spec.orthogonal
 
 
-def group_overrides(model: ModelConfig, parameters: list[torch.nn.Parameter], settings: MegatronOptimizerConfig, muon: bool) -> Overrides:
+def group_overrides(
+    model: ModelConfig,
+    parameters: list[torch.nn.Parameter],
+    settings: MegatronOptimizerConfig,
+    muon: bool,
+) -> Overrides:
     """What departs from the settings, a group of parameters each: what is not decayed, what is Muon's, and muP's rates for the rest.
 
     The scheduler reads a group's max_lr and min_lr and its wd_mult; a checkpoint knows a group by its wd_mult and lr_mult. All ranks must
@@ -145,24 +164,41 @@ def group_overrides(model: ModelConfig, parameters: list[torch.nn.Parameter], se
     if muon:
         overrides[ParamKey(predicate=ParamPredicate("Muon's", is_muons))] = MUON
         parameters = [parameter for parameter in parameters if not is_muons(parameter)]
-    for exponent, weight in {parameter.spec.scaling.lr: parameter.spec for parameter in parameters}.items():  # type: ignore[attr-defined]
+    for exponent, weight in {
+        parameter.spec.scaling.lr: parameter.spec  # type: ignore[attr-defined]
+        for parameter in parameters
+    }.items():
         factor = lr_factor(model, weight)
         if factor == 1.0:
             continue
-        rate = {"lr_mult": factor, "max_lr": settings.lr * factor, "min_lr": settings.min_lr * factor}
+        rate = {
+            "lr_mult": factor,
+            "max_lr": settings.lr * factor,
+            "min_lr": settings.min_lr * factor,
+        }
         overrides[_key("rate", exponent, muon, decayed=False)] = ParamGroupOverride(**rate)
-        overrides[_key("decay", exponent, muon, decayed=True)] = ParamGroupOverride(wd_mult=decay_factor(model, weight))
+        overrides[_key("decay", exponent, muon, decayed=True)] = ParamGroupOverride(
+            wd_mult=decay_factor(model, weight)
+        )
     return overrides
 
 
 def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(f"{what} of m^{exponent:g}", partial(_matches, exponent, muon, decayed)))
+    return ParamKey(
+        predicate=ParamPredicate(
+            f"{what} of m^{exponent:g}", partial(_matches, exponent, muon, decayed)
+        )
+    )
 
 
 def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter learns by this power of m, unless it is ``muon``'s; ``decayed``: and is decayed."""
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
-    return spec.scaling.lr == exponent and (spec.decayed or not decayed) and not (muon and spec.orthogonal)
+    return (
+        spec.scaling.lr == exponent
+        and (spec.decayed or not decayed)
+        and not (muon and spec.orthogonal)
+    )
 
 
 class LearningRates:
@@ -206,7 +242,9 @@ def poisoned(total: torch.Tensor) -> torch.Tensor:
 
 
 def summed_over_ranks(
-    reports: Iterable[torch.Tensor], beside: Iterable[float] = (), squares: torch.Tensor | float = 0.0
+    reports: Iterable[torch.Tensor],
+    beside: Iterable[float] = (),
+    squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
     """What a step tells, in one all-reduce and one wait of the host: (mean loss, gradient norm, sums of ``beside``), alike on each rank.
 
@@ -219,7 +257,9 @@ def summed_over_ranks(
         for report in reports:
             total += report.double()
     part = torch.as_tensor(squares, dtype=torch.float64, device=total.device).view(1)
-    summed = torch.cat([total, part, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
+    summed = torch.cat(
+        [total, part, torch.tensor([*beside], dtype=torch.float64, device=total.device)]
+    )
     torch.distributed.all_reduce(summed)
     loss, tokens, square, *sums = summed.tolist()
     return (loss / tokens, math.sqrt(square), sums) if tokens else (math.nan, math.nan, sums)

@@ -47,9 +47,15 @@ from pretrain.schedule import Schedule
 class MegatronGroups:
     """Megatron's process groups as DeepSpeed asks a "model parallel unit" for them; its ZeRO group is the data-parallel one."""
 
-    get_tensor_model_parallel_group = get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
-    get_tensor_model_parallel_rank = get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_group = get_model_parallel_group = staticmethod(
+        parallel_state.get_tensor_model_parallel_group
+    )
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size = staticmethod(
+        parallel_state.get_tensor_model_parallel_world_size
+    )
+    get_tensor_model_parallel_rank = get_model_parallel_rank = staticmethod(
+        parallel_state.get_tensor_model_parallel_rank
+    )
 
     @staticmethod
     def get_data_parallel_group() -> torch.distributed.ProcessGroup:
@@ -70,7 +76,14 @@ class MegatronGroups:
 class DeepSpeedEngine:
     """The run's model under DeepSpeed. See :class:`pretrain.engines.Engine`."""
 
-    def __init__(self, config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None, *, draw: bool = True) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        schedule: Schedule,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        draw: bool = True,
+    ) -> None:
         prepare_environment()
         import deepspeed
 
@@ -78,14 +91,20 @@ class DeepSpeedEngine:
         self.around_update: AroundUpdate = unobserved
         self.data_parallel = MegatronGroups.get_data_parallel_world_size()
         replicas = parallel_state.get_data_parallel_world_size()
-        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
-        (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw)
+        self.micro_batches = config.train.global_batch_size // (
+            config.train.micro_batch_size * replicas
+        )
+        (self.model,) = fem_model.build(
+            config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw
+        )
         self.scales = delayed_scales(config, [self.model])
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)
         weights = places(self.model, MegatronGroups.get_data_parallel_group())
         numel = sum(parameter.numel() for parameter in self.model.parameters())
-        settings, told = deepspeed_config(config, replicas, parameters=numel, cuda=platform.has_cuda())
+        settings, told = deepspeed_config(
+            config, replicas, parameters=numel, cuda=platform.has_cuda()
+        )
         for line in told:
             say(line)
         if not deepspeed.comm.is_initialized():
@@ -137,7 +156,11 @@ class DeepSpeedEngine:
         reports, times, known = [], None, None
         self.norm, self.unwanted, self.judge = math.nan, False, None
         for number, batch in enumerate(step):
-            started = platform.Moment() if timed and number == 0 and self.config.engine.zero_stage < 3 else None
+            started = (
+                platform.Moment()
+                if timed and number == 0 and self.config.engine.zero_stage < 3
+                else None
+            )
             total, tokens = self._forward(batch)
             times = self._times(started) if started is not None else times
             reports.append(torch.stack([total.detach(), tokens]))
@@ -148,7 +171,11 @@ class DeepSpeedEngine:
             with self._updates_looked_at():
                 self.engine.step()
         if known:
-            loss, grad_norm, sums = known[0], math.nan if math.isnan(known[1]) else self.norm, known[2]
+            loss, grad_norm, sums = (
+                known[0],
+                math.nan if math.isnan(known[1]) else self.norm,
+                known[2],
+            )
         else:
             squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
             loss, grad_norm, sums = summed_over_ranks(reports, beside(), squares)
@@ -161,7 +188,10 @@ class DeepSpeedEngine:
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Mean loss in nats a token over ``global_batches`` global batches."""
         self.engine.eval()
-        reports = [torch.stack(self._forward(batch)) for batch in itertools.islice(batches, global_batches * self.micro_batches)]
+        reports = [
+            torch.stack(self._forward(batch))
+            for batch in itertools.islice(batches, global_batches * self.micro_batches)
+        ]
         self.engine.train()
         return summed_over_ranks(reports)[0]
 
@@ -189,13 +219,20 @@ class DeepSpeedEngine:
         """AdamW or Muon over Megatron's own groups of parameters."""
         settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
         muon = self.config.optimizer.name == "muon"
-        overrides = group_overrides(self.config.model, list(self.model.parameters()), settings, muon)
+        overrides = group_overrides(
+            self.config.model, list(self.model.parameters()), settings, muon
+        )
         groups = _get_param_groups([self.model], settings, overrides)
         groups = [group for group in groups if group["params"]]
         for group in groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         ours = self.config.optimizer
-        arguments: dict[str, Any] = {"lr": ours.lr, "betas": (ours.beta1, ours.beta2), "eps": ours.eps, "weight_decay": ours.weight_decay}
+        arguments: dict[str, Any] = {
+            "lr": ours.lr,
+            "betas": (ours.beta1, ours.beta2),
+            "eps": ours.eps,
+            "weight_decay": ours.weight_decay,
+        }
         if muon:
             dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
             return Muon(groups, ours, dtype)
@@ -206,7 +243,11 @@ class DeepSpeedEngine:
         return torch.optim.AdamW(groups, fused=True, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": batch.get("context")}
+        known = {
+            "labels": batch["labels"],
+            "loss_mask": batch["loss_mask"],
+            "packed_seq_params": batch.get("context"),
+        }
         losses = self.engine(batch["tokens"], batch["position_ids"], None, **known)
         total, tokens = summed_loss(losses, batch)
         return total, tokens.to(total.dtype)
@@ -248,7 +289,11 @@ class DeepSpeedEngine:
     def _clipped(self) -> float:
         """What DeepSpeed has multiplied this step's gradients by."""
         limit = self.engine.gradient_clipping()
-        norm = self.norm if self.config.engine.zero_stage == 0 else float(self.engine.optimizer._global_grad_norm)
+        norm = (
+            self.norm
+            if self.config.engine.zero_stage == 0
+            else float(self.engine.optimizer._global_grad_norm)
+        )
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def _clip(self) -> None:
@@ -256,7 +301,9 @@ class DeepSpeedEngine:
         from deepspeed.runtime.utils import clip_grad_norm_
 
         limit = self.engine.gradient_clipping()
-        norm = clip_grad_norm_(parameters=self.model.parameters(), max_norm=limit, mpu=self.engine.mpu)
+        norm = clip_grad_norm_(
+            parameters=self.model.parameters(), max_norm=limit, mpu=self.engine.mpu
+        )
         if self._skips(float(norm)):
             self.engine.zero_grad()
 
@@ -272,17 +319,36 @@ class DeepSpeedEngine:
         """From the step's start to here, and the wait for the others: by its end the ranks have met in many reductions."""
         ready = platform.Moment()
         torch.distributed.barrier()
-        return StepTimes(busy=started.seconds_until(ready), waiting=ready.seconds_until(platform.Moment()))
+        return StepTimes(
+            busy=started.seconds_until(ready), waiting=ready.seconds_until(platform.Moment())
+        )
 
 
-def _initialized(deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    split = [parameter for parameter in model.parameters() if getattr(parameter, "tensor_model_parallel", False)]
+def _initialized(
+    deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, settings: dict[str, Any]
+) -> Any:
+    split = [
+        parameter
+        for parameter in model.parameters()
+        if getattr(parameter, "tensor_model_parallel", False)
+    ]
     # Its gradient norm counts what is not marked once, on the first tensor-parallel rank.
     assert split or MegatronGroups.get_tensor_model_parallel_world_size() == 1
     try:
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adam, mpu=MegatronGroups(), config=settings, dist_init_required=False)
-    except (ValueError, AssertionError) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
-        raise ConfigError(f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}") from None
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=adam,
+            mpu=MegatronGroups(),
+            config=settings,
+            dist_init_required=False,
+        )
+    except (
+        ValueError,
+        AssertionError,
+    ) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
+        raise ConfigError(
+            f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}"
+        ) from None
     return engine
 
 
@@ -315,7 +381,13 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 
         def judged_gradients(for_clipping: bool = False) -> Any:
             found = gradients(for_clipping)
-            if for_clipping or not skips(float(get_global_norm_of_tensors(found[0], mpu=optimizer.mpu, norm_type=optimizer.norm_type))):
+            if for_clipping or not skips(
+                float(
+                    get_global_norm_of_tensors(
+                        found[0], mpu=optimizer.mpu, norm_type=optimizer.norm_type
+                    )
+                )
+            ):
                 return found
             return [torch.full_like(found[0][0], math.inf)], {}
 
@@ -328,7 +400,9 @@ def _forget(model: GPTModel) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
-    to_release: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    to_release: Any = (
+        PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    )
     to_release.__closure__[0].cell_contents.cache_clear()
 
 

@@ -38,7 +38,9 @@ INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]
 
-_NETWORK = tuple("nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split())
+_NETWORK = tuple(
+    "nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split()
+)
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
 # SIGTERM as an exception, so that torch's `finally` removes the lock.
 _LOAD = """
@@ -64,9 +66,13 @@ def prepare_environment() -> None:
 
     What is set already stays, ninja's folder comes last on PATH. DeepSpeed's logger says warnings alone by itself.
     """
-    os.environ.setdefault("DS_ACCELERATOR", _accelerator())  # by itself it tries seven kinds, and warns where it ends at the CPU
+    os.environ.setdefault(
+        "DS_ACCELERATOR", _accelerator()
+    )  # by itself it tries seven kinds, and warns where it ends at the CPU
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
-    beside = Path(sys.executable).parent  # a virtual environment that was not activated is not on PATH
+    beside = Path(
+        sys.executable
+    ).parent  # a virtual environment that was not activated is not on PATH
     if shutil.which("ninja") is None and os.access(beside / "ninja", os.X_OK):
         os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), str(beside)])
 
@@ -83,12 +89,19 @@ def default_directory() -> Path:
     if not os.path.isabs(cache):
         cache = os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):
-        raise OpError("this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's compiled operations")
+        raise OpError(
+            "this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's compiled operations"
+        )
     facts = [cpu_identity(), *platform.libc_ver(), str(sys.implementation.cache_tag)]
     for package in ("torch", "deepspeed"):
         found = find_spec(package)
         facts += [_version(package), (found.origin if found else None) or ""]
-    return Path(cache, "fem_megatron", "torch_extensions", hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12])
+    return Path(
+        cache,
+        "fem_megatron",
+        "torch_extensions",
+        hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12],
+    )
 
 
 def extensions_directory() -> Path:
@@ -104,17 +117,25 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         text = ""
     core = re.split(r"\n\s*\n", text)[0]
-    words = {word for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE) for word in line.split()}
+    words = {
+        word
+        for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE)
+        for word in line.split()
+    }
     model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # Arm's
     return " ".join(
-        [platform.machine(), *(word.strip() for word in model), *sorted(words)] if text else [platform.machine(), platform.processor()]
+        [platform.machine(), *(word.strip() for word in model), *sorted(words)]
+        if text
+        else [platform.machine(), platform.processor()]
     )
 
 
 def file_system(path: Path) -> tuple[str, bool]:
     """(type, whether other machines may see it, too) of the file system that will hold ``path``; ("unknown", True) without /proc."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        mounts = (
+            Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return "unknown", True
     real, kind, longest = os.path.realpath(path), "unknown", -1
@@ -186,7 +207,9 @@ def lock_holders(name: str) -> list[int]:
         with contextlib.suppress(OSError):  # it ended, or is another's
             for descriptor in Path("/proc", process, "fd").iterdir():
                 with contextlib.suppress(OSError):  # it was closed
-                    if os.readlink(descriptor).endswith("/lock") and os.path.samestat(descriptor.stat(), held):
+                    if os.readlink(descriptor).endswith("/lock") and os.path.samestat(
+                        descriptor.stat(), held
+                    ):
                         found.add(int(process))
     return sorted(found)
 
@@ -204,7 +227,9 @@ def _owner_would_be_seen(lock: Path) -> bool:
         return False
     kind, shared = file_system(lock)
     # An overlay is one container's own; any other file system may be seen from several.
-    return not shared and (kind == "overlay" or os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE)
+    return not shared and (
+        kind == "overlay" or os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
+    )
 
 
 def _linked(folder: Path, library: str) -> bool:
@@ -213,7 +238,9 @@ def _linked(folder: Path, library: str) -> bool:
         log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return (folder / library).is_file() and any(line.split("\t")[3:4] == [library] for line in log.splitlines())
+    return (folder / library).is_file() and any(
+        line.split("\t")[3:4] == [library] for line in log.splitlines()
+    )
 
 
 def _came_with_deepspeed(name: str) -> bool:
@@ -222,11 +249,19 @@ def _came_with_deepspeed(name: str) -> bool:
     if found is None or found.origin is None:
         return False
     try:
-        text = Path(found.origin).with_name("git_version_info_installed.py").read_text(encoding="utf-8")
+        text = (
+            Path(found.origin)
+            .with_name("git_version_info_installed.py")
+            .read_text(encoding="utf-8")
+        )
     except OSError:
         return False
     accelerator = re.search(r"^accelerator_name='(\w*)'", text, re.MULTILINE)
-    return f"'{name}': True" in text and accelerator is not None and accelerator[1] == os.environ.get("DS_ACCELERATOR", _accelerator())
+    return (
+        f"'{name}': True" in text
+        and accelerator is not None
+        and accelerator[1] == os.environ.get("DS_ACCELERATOR", _accelerator())
+    )
 
 
 # --- what stands in the way, and compiling -----------------------------------------------------------------------------------------
@@ -287,14 +322,19 @@ def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None)
     Raises:
         OpError: what stands in the way; the compiler's first error, and where all that it said is.
     """
-    obstacle = check_ops(offload_optimizer=False) if find_spec("deepspeed") is None else _obstacle(name)
+    obstacle = (
+        check_ops(offload_optimizer=False) if find_spec("deepspeed") is None else _obstacle(name)
+    )
     if obstacle:
         raise OpError(obstacle)
     prepare_environment()
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         child = subprocess.Popen(
-            [sys.executable, "-c", _LOAD, BUILDERS[name]], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-c", _LOAD, BUILDERS[name]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             _wait(child, name, lambda: waiting(time.monotonic() - start))
@@ -306,17 +346,27 @@ def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None)
         return time.monotonic() - start
     log = extensions_directory() / f"{name}.log"
     log.write_text(said, encoding="utf-8")
-    raise OpError(f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (all of it: {log})")
+    raise OpError(
+        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (all of it: {log})"
+    )
 
 
 def _obstacle(name: str) -> str | None:
     if _came_with_deepspeed(name):
         return None
-    fault = lacks_ninja() or (lacks_compiler() if op_state(name) == "missing" else None) or cannot_write(extensions_directory())
+    fault = (
+        lacks_ninja()
+        or (lacks_compiler() if op_state(name) == "missing" else None)
+        or cannot_write(extensions_directory())
+    )
     if fault:
         return f"DeepSpeed's {name}: {fault}"
     lock = stale_lock(name)
-    return f"{lock} was left by a process that was killed, and DeepSpeed would wait for it for ever: {FIX}" if lock else None
+    return (
+        f"{lock} was left by a process that was killed, and DeepSpeed would wait for it for ever: {FIX}"
+        if lock
+        else None
+    )
 
 
 def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]) -> None:
@@ -327,7 +377,9 @@ def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]
         except subprocess.TimeoutExpired:
             waiting()
         if second % 10 == 0 and stale_lock(name):  # another build was first, and was killed
-            raise OpError(f"another process that compiled DeepSpeed's {name} was killed: {FIX}, then {BUILD}")
+            raise OpError(
+                f"another process that compiled DeepSpeed's {name} was killed: {FIX}, then {BUILD}"
+            )
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -343,7 +395,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _reason(said: str, code: int) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\b(fatal )?error: |command not found|undefined reference", line)]
+    errors = [
+        line
+        for line in lines
+        if re.search(r"\b(fatal )?error: |command not found|undefined reference", line)
+    ]
     if code < 0:
-        return f"{signal_name(-code)}" + (", as of code compiled for another CPU" if -code == signal.SIGILL else "")
+        return f"{signal_name(-code)}" + (
+            ", as of code compiled for another CPU" if -code == signal.SIGILL else ""
+        )
     return (errors or lines[-1:] or ["it says nothing"])[0]

@@ -113,7 +113,9 @@ def read_file(config: RunConfig) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"engine.deepspeed.file = {name}: not valid JSON, line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"engine.deepspeed.file = {name}: not valid JSON, line {error.lineno}: {error.msg}"
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"engine.deepspeed.file = {name}: expected a mapping")
     for key in values:
@@ -126,7 +128,9 @@ def read_file(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def deepspeed_config(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> tuple[dict[str, Any], list[str]]:
+def deepspeed_config(
+    config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool
+) -> tuple[dict[str, Any], list[str]]:
     """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise, what is not used.
 
     parameters: elements that one rank's whole model holds, which no bucket need exceed.
@@ -138,7 +142,9 @@ def deepspeed_config(config: RunConfig, data_parallel: int, *, parameters: int, 
         for key, there, here in _differences(theirs, ours)
     ]
     if config.parallel.overlap_param_gather:
-        told.append("parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says")
+        told.append(
+            "parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"
+        )
     for key in ("optimizer", "scheduler", "activation_checkpointing"):
         theirs.pop(key, None)
     return _laid_over(theirs, ours), told
@@ -148,10 +154,17 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
     engine, train, settings = config.engine, config.train, config.engine.deepspeed
     bf16 = train.precision == "bf16"
     bucket = max(2, min(BUCKET, parameters + parameters % 2))
-    zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": bool(config.parallel.overlap_grad_reduce)}
+    zero: dict[str, Any] = {
+        "stage": engine.zero_stage,
+        "overlap_comm": bool(config.parallel.overlap_grad_reduce),
+    }
     if settings.file is None or "zero_optimization" not in read_file(config):
         zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    zero |= {_ZERO_NAMES.get(key, key): value for key in _ZERO if (value := getattr(settings, key)) is not None}
+    zero |= {
+        _ZERO_NAMES.get(key, key): value
+        for key in _ZERO
+        if (value := getattr(settings, key)) is not None
+    }
     pinned = cuda if settings.pin_memory is None else settings.pin_memory
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
@@ -159,9 +172,11 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
         zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     clip = config.optimizer.clip_grad
     return {
-        "train_batch_size": train.global_batch_size * config.parallel.context_parallel_size,  # to it, these ranks have data of their own
+        "train_batch_size": train.global_batch_size
+        * config.parallel.context_parallel_size,  # to it, these ranks have data of their own
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": train.global_batch_size // (train.micro_batch_size * data_parallel),
+        "gradient_accumulation_steps": train.global_batch_size
+        // (train.micro_batch_size * data_parallel),
         "gradient_clipping": clip if clip > 0 or engine.zero_stage else NO_CLIPPING,
         "fp16": {"enabled": False},
         # check_grad_overflow: a step that is not finite on any rank is skipped on all.
@@ -183,7 +198,9 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str
         if there is None or there == "auto":
             continue
         if isinstance(there, dict) and isinstance(here, dict):
-            same = all(value == "auto" or here.get(name, value) == value for name, value in there.items())
+            same = all(
+                value == "auto" or here.get(name, value) == value for name, value in there.items()
+            )
         else:
             same = there == here
         if not same:
@@ -200,7 +217,11 @@ def _at(values: dict[str, Any], key: str) -> Any:
 def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = {key: value for key, value in under.items() if value != "auto"}
     for key, value in over.items():
-        merged[key] = _laid_over(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        merged[key] = (
+            _laid_over(merged[key], value)
+            if isinstance(value, dict) and isinstance(merged.get(key), dict)
+            else value
+        )
     # What the run does not offload, the file must not.
     if "stage" in over:
         for key in ("offload_optimizer", "offload_param"):

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -34,7 +38,17 @@ from pretrain.engines.building import (
     summed_over_ranks,
 )
 from pretrain.engines.muon import Muon, Part
-from pretrain.engines.sharding import MOMENTS, SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
+from pretrain.engines.sharding import (
+    MOMENTS,
+    SHARDING,
+    STATE,
+    Held,
+    Read,
+    only_here,
+    optimizer_state,
+    places,
+    read_optimizer,
+)
 from pretrain.schedule import Schedule
 
 _STATE = ("params", "step")  # what of an optimizer's group is no setting
@@ -47,15 +61,25 @@ class MegatronEngine:
         self.config = config
         self.around_update: AroundUpdate = unobserved
         data_parallel = parallel_state.get_data_parallel_world_size()
-        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
-        bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw)
+        self.micro_batches = config.train.global_batch_size // (
+            config.train.micro_batch_size * data_parallel
+        )
+        bare = fem_model.build(
+            config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw
+        )
         self.settings = bare[0].config
         self.scales = delayed_scales(config, bare)
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
         self.optimizer = self._optimizer()
-        self.split = _SplitState(self.optimizer, self.models) if config.parallel.use_distributed_optimizer else None
+        self.split = (
+            _SplitState(self.optimizer, self.models)
+            if config.parallel.use_distributed_optimizer
+            else None
+        )
         self.rates = LearningRates(config, schedule, self.optimizer)
-        self.reduction: list[platform.Moment] | None = None  # its beginning and end, noted where it is a list
+        self.reduction: list[platform.Moment] | None = (
+            None  # its beginning and end, noted where it is a list
+        )
         self._connect_schedule()
 
     @property
@@ -101,7 +125,9 @@ class MegatronEngine:
         """Mean loss in nats a token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
-        loss, _, _ = summed_over_ranks(self._run(batches, global_batches * self.micro_batches, forward_only=True))
+        loss, _, _ = summed_over_ranks(
+            self._run(batches, global_batches * self.micro_batches, forward_only=True)
+        )
         for chunk in self.chunks:
             chunk.train()
         return loss
@@ -110,15 +136,26 @@ class MegatronEngine:
         """Sharded tensors named layer by layer, so that any layout can read them."""
         state = self._model_state()
         if self.split is None:
-            return {**state, "optimizer": self.optimizer.sharded_state_dict(_whole(state), metadata=self._metadata())}
+            return {
+                **state,
+                "optimizer": self.optimizer.sharded_state_dict(
+                    _whole(state), metadata=self._metadata()
+                ),
+            }
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
         """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
         asked = self._model_state()
         if not model_only and self.split is None:
-            asked["optimizer"] = self.optimizer.sharded_state_dict(_whole(asked), is_loading=True, metadata=self._metadata())
-        state = read(asked) if model_only or self.split is None else read_optimizer(read, self.split.held(), asked)
+            asked["optimizer"] = self.optimizer.sharded_state_dict(
+                _whole(asked), is_loading=True, metadata=self._metadata()
+            )
+        state = (
+            read(asked)
+            if model_only or self.split is None
+            else read_optimizer(read, self.split.held(), asked)
+        )
         for i, model in enumerate(self.models):
             model.load_state_dict(state[f"model{i}"], strict=True)
         if model_only:
@@ -126,7 +163,10 @@ class MegatronEngine:
         elif self.split:
             self.split.take_step(state["optimizer"]["optimizer"]["param_groups"][0]["step"])
         else:
-            ours = [{key: value for key, value in group.items() if key not in _STATE} for group in self.optimizer.param_groups]
+            ours = [
+                {key: value for key, value in group.items() if key not in _STATE}
+                for group in self.optimizer.param_groups
+            ]
             self.optimizer.load_state_dict(state["optimizer"])
             # The checkpoint's groups come with the rates, betas, epsilon and decay of the attempt that wrote it.
             for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
@@ -141,26 +181,49 @@ class MegatronEngine:
     @cached_property
     def _places(self) -> dict[torch.nn.Parameter, ShardedTensor]:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return {parameter: place for model in self.models for parameter, place in places(model, group).items()}
+        return {
+            parameter: place
+            for model in self.models
+            for parameter, place in places(model, group).items()
+        }
 
     def _whole_parts(self) -> Iterator[Held]:
         """Of the optimizer that is not split: every parameter of this rank, with its gradient."""
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)
-            state = {"param": main, **{name: one for name, one in optimizer.optimizer.state[main].items() if name in MOMENTS}}
+            state = {
+                "param": main,
+                **{
+                    name: one
+                    for name, one in optimizer.optimizer.state[main].items()
+                    if name in MOMENTS
+                },
+            }
             gradient = None if main.grad is None else main.grad.view(-1)
-            yield Held(place, 0, main.numel(), {name: one.detach().view(-1) for name, one in state.items()}, gradient)
+            yield Held(
+                place,
+                0,
+                main.numel(),
+                {name: one.detach().view(-1) for name, one in state.items()},
+                gradient,
+            )
 
     def _model_state(self) -> dict[str, Any]:
         if self.config.parallel.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        return {f"model{i}": model.sharded_state_dict(metadata=self._metadata()) for i, model in enumerate(self.models)}
+        return {
+            f"model{i}": model.sharded_state_dict(metadata=self._metadata())
+            for i, model in enumerate(self.models)
+        }
 
     @staticmethod
     def _metadata() -> dict[str, Any]:
-        return {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        return {
+            **SHARDING,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
 
     def _wrap(self, chunk: GPTModel, *, first: bool) -> DistributedDataParallel:
         layout = self.config.parallel
@@ -171,7 +234,9 @@ class MegatronEngine:
             use_distributed_optimizer=layout.use_distributed_optimizer,
         )
         # Megatron overlaps within the first chunk alone: later ones finish while it still computes.
-        wrapped = DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=not first)
+        wrapped = DistributedDataParallel(
+            chunk.config, settings, chunk, disable_bucketing=not first
+        )
         if layout.overlap_param_gather:
             _gather_layers_whole(wrapped)
         return wrapped
@@ -180,7 +245,9 @@ class MegatronEngine:
         settings = optimizer_settings(self.config)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         muon = self.config.optimizer.name == "muon"
-        made = get_megatron_optimizer(settings, self.chunks, group_overrides(self.config.model, parameters, settings, muon))
+        made = get_megatron_optimizer(
+            settings, self.chunks, group_overrides(self.config.model, parameters, settings, muon)
+        )
         if muon:
             (inner,) = made.chained_optimizers
             self._let_muon_update(inner, parameters)
@@ -193,9 +260,14 @@ class MegatronEngine:
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
-        numbers = {parameter: number for number, parameter in enumerate(parameters) if is_muons(parameter)}
+        numbers = {
+            parameter: number for number, parameter in enumerate(parameters) if is_muons(parameter)
+        }
         if not self.config.parallel.use_distributed_optimizer:
-            parts = [Part(number, one, getattr(one, "main_param", one), 0, one.numel()) for one, number in numbers.items()]
+            parts = [
+                Part(number, one, getattr(one, "main_param", one), 0, one.numel())
+                for one, number in numbers.items()
+            ]
             optimizer.optimizer.connect(self.config.model, parts, all_parts=[parts])
             return
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -203,7 +275,11 @@ class MegatronEngine:
         for rank, parameter, start, numel in _shares(optimizer, group.size()):
             if parameter in numbers:
                 here = rank == group.rank()
-                main = optimizer._get_main_param_and_optimizer_states(parameter)["param"] if here else parameter
+                main = (
+                    optimizer._get_main_param_and_optimizer_states(parameter)["param"]
+                    if here
+                    else parameter
+                )
                 all_parts[rank].append(Part(numbers[parameter], parameter, main, start, numel))
         for some in all_parts:
             some.sort(key=lambda part: part.number)
@@ -224,12 +300,18 @@ class MegatronEngine:
         self.forward_backward = get_forward_backward_func()
 
     def _reduce(
-        self, model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, force_all_reduce: bool | None = False
+        self,
+        model: list[Any],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
     ) -> None:
         """Megatron's reduction of the gradients, its beginning and end noted on the compute stream in a timed step."""
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
-        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(
+            model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
+        )
         if num_tokens is not None:
             _divide(model, num_tokens)
         if self.reduction is not None:
@@ -241,7 +323,9 @@ class MegatronEngine:
         begun, done = self.reduction
         return StepTimes(busy=started.seconds_until(begun), waiting=begun.seconds_until(done))
 
-    def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> list[torch.Tensor]:
+    def _run(
+        self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool
+    ) -> list[torch.Tensor]:
         """All micro-batches of a step through the pipeline; on its last stage their reports ``[sum of losses, tokens]``."""
         streams: Any = batches
         if len(self.chunks) > 1:
@@ -263,8 +347,14 @@ class MegatronEngine:
 
         Upstream's own norm (clip_grads.py:54, 0.16.1) has an all-reduce in fp32 of its own, and the host wait for it.
         """
-        gradients = [one for optimizer in self.optimizer.chained_optimizers for one in optimizer.get_main_grads_for_grad_norm()]
-        if not gradients or (self.split is None and parallel_state.get_data_parallel_rank(with_context_parallel=True)):
+        gradients = [
+            one
+            for optimizer in self.optimizer.chained_optimizers
+            for one in optimizer.get_main_grads_for_grad_norm()
+        ]
+        if not gradients or (
+            self.split is None and parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        ):
             return 0.0
         flag = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
         norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [gradients], False)
@@ -274,7 +364,9 @@ class MegatronEngine:
         limit = self.config.optimizer.clip_grad
         for optimizer in self.optimizer.chained_optimizers:
             if limit > 0 and optimizer.get_parameters():
-                clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm
+                )
 
 
 def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
@@ -310,7 +402,11 @@ class _SplitState:
         (self.optimizer,) = optimizer.chained_optimizers
         self.adam: torch.optim.Optimizer = self.optimizer.optimizer
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.places = {parameter: only_here(place) for model in models for parameter, place in places(model, group).items()}
+        self.places = {
+            parameter: only_here(place)
+            for model in models
+            for parameter, place in places(model, group).items()
+        }
 
     def held(self) -> Iterator[Held]:
         """This rank's parts of the parameters, of a fresh optimizer too."""
@@ -323,7 +419,9 @@ class _SplitState:
 
     def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
         for parameter, place in self.places.items():
-            if parameter in self.optimizer.model_param_gbuf_map:  # which knows those of which a part is here
+            if (
+                parameter in self.optimizer.model_param_gbuf_map
+            ):  # which knows those of which a part is here
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
                 tensors = {name: state[name].detach().view(-1) for name in STATE if name in state}
@@ -346,9 +444,13 @@ class _SplitState:
 
     def _prepare(self) -> None:
         self.optimizer.init_state_fn(self.adam, self.optimizer.config)
-        if isinstance(self.adam, torch.optim.Adam):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
+        if isinstance(
+            self.adam, torch.optim.Adam
+        ):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
             for parameter, state in self.adam.state.items():
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+                state.setdefault(
+                    "step", torch.zeros((), dtype=torch.float32, device=parameter.device)
+                )
 
 
 class _Replay:
@@ -378,19 +480,33 @@ def _divide(model: list[Any], tokens: torch.Tensor) -> None:
     Upstream (finalize_model_grads.py:495, 0.16.1) asks on the host whether there are, for which it waits in every step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    torch.distributed.broadcast(tokens, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)
-    torch.distributed.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    torch.distributed.broadcast(
+        tokens, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline
+    )
+    torch.distributed.all_reduce(
+        tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
     for chunk in model:
         chunk.scale_gradients(1.0 / tokens.clamp(min=1))
 
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], "packed_seq_params": batch.get("context")}
+    known = {
+        "labels": batch["labels"],
+        "loss_mask": batch["loss_mask"],
+        "packed_seq_params": batch.get("context"),
+    }
     return chunk(batch["tokens"], batch["position_ids"], None, **known), partial(_loss, batch)
 
 
-def _loss(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(
+    batch: Batch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
     total, tokens = summed_loss(losses, batch)
-    return poisoned(total), tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+    return (
+        poisoned(total),
+        tokens.to(torch.int),
+        {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])},
+    )

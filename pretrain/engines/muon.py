@@ -85,11 +85,17 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
         lead, top = divmod(first, spec.shape[-2])
         here = range(max(top, row), min(top + size, row + rows))
         begin = (lead * rows + here.start - row) * columns
-        low, high = max(begin, part.start), min(begin + len(here) * columns, part.start + part.numel)
+        low, high = (
+            max(begin, part.start),
+            min(begin + len(here) * columns, part.start + part.numel),
+        )
         if here and low < high:
             box = (here.start - top, column, len(here), columns)
             key = (part.number, rank if split is None else 0, first)
-            yield Stretch(key, (size, spec.shape[-1]), box, low - begin, high - low), low - part.start
+            yield (
+                Stretch(key, (size, spec.shape[-1]), box, low - begin, high - low),
+                low - part.start,
+            )
 
 
 @dataclass(frozen=True)
@@ -113,18 +119,26 @@ class Muon(torch.optim.AdamW):
     momentum B), which is Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step together.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype
+    ) -> None:
         betas = (config.beta1, config.beta2)
-        super().__init__([{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=True)
+        super().__init__(
+            [{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=True
+        )
         # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
-        self.param_groups = [{**self.defaults, "muon": False, **group, "fused": True} for group in groups]
+        self.param_groups = [
+            {**self.defaults, "muon": False, **group, "fused": True} for group in groups
+        ]
         self.momentum, self.dtype = config.momentum, dtype
         self.mine: dict[Stretch, Place] = {}
         self.exchange = _Exchange([[]], 0, None)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
         """The names of the moments that it keeps of one of its tensors."""
-        found = any(tensor is one for group in self.param_groups if group["muon"] for one in group["params"])
+        found = any(
+            tensor is one for group in self.param_groups if group["muon"] for one in group["params"]
+        )
         return ("exp_avg",) if found else ("exp_avg", "exp_avg_sq")
 
     def prepare(self) -> None:
@@ -136,16 +150,27 @@ class Muon(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                     state.update({name: torch.zeros_like(tensor) for name in self.moments(tensor)})
 
-    def connect(self, model: ModelConfig, parts: Sequence[Part], *, all_parts: Sequence[Sequence[Part]] | None = None) -> None:
+    def connect(
+        self,
+        model: ModelConfig,
+        parts: Sequence[Part],
+        *,
+        all_parts: Sequence[Sequence[Part]] | None = None,
+    ) -> None:
         """Say what lies where: this rank's parts of Muon's weights.
 
         all_parts: of each data-parallel rank (others' ``flat`` is not looked at); of one, where all have the same and each does all of
         it. None: the ranks that share these weights are asked, which is collective.
         """
-        rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+        rank, group = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
         sizes = range(group.size())
         if all_parts is None or len(all_parts) > 1:
-            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)  # tensor-parallel ranks side by side
+            group = parallel_state.get_tensor_and_data_parallel_group(
+                with_context_parallel=True
+            )  # tensor-parallel ranks side by side
         self.prepare()
         self.mine = {}
         for part in parts:
@@ -157,7 +182,11 @@ class Muon(torch.optim.AdamW):
         if all_parts is None:
             torch.distributed.all_gather_object(table, list(self.mine), group=group)
         else:
-            table = [[one for part in some for one, _ in stretches(part, number)] for some in all_parts for number in sizes]
+            table = [
+                [one for part in some for one, _ in stretches(part, number)]
+                for some in all_parts
+                for number in sizes
+            ]
         self.exchange = _Exchange(table, group.rank(), group)
 
     @torch.no_grad()
@@ -181,7 +210,9 @@ class Muon(torch.optim.AdamW):
             tensor.mul_(1 - group["lr"] * group["weight_decay"])
         for some in self.exchange.rounds:
             directions = {one: self._direction(self.mine[one]) for one in some[self.exchange.rank]}
-            updates = self.exchange.made(some, directions, torch.empty(0, dtype=self.dtype, device=platform.device()))
+            updates = self.exchange.made(
+                some, directions, torch.empty(0, dtype=self.dtype, device=platform.device())
+            )
             for one in directions:
                 place = self.mine[one]
                 place.of(place.flat.detach()).add_(updates[one], alpha=-group["lr"] * place.scale)
@@ -212,13 +243,24 @@ class _Exchange:
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]
         self.cut = {key for key, found in holders.items() if len(found) > 1}
-        self.rounds = [[[one for one in some if one.map in keys] for some in table] for keys in _rounds(shapes, ROUND * self.size)]
+        self.rounds = [
+            [[one for one in some if one.map in keys] for some in table]
+            for keys in _rounds(shapes, ROUND * self.size)
+        ]
 
-    def made(self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor) -> dict[Stretch, Tensor]:
+    def made(
+        self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor
+    ) -> dict[Stretch, Tensor]:
         """The maps of a round made orthogonal: this rank's stretches of them -> its stretches of what was made. All is as ``empty`` is."""
         others = [number for number in range(self.size) if number != self.rank]
-        theirs = {number: [one for one in some[number] if self.owner[one.map] == self.rank] for number in others}
-        sent = {number: [one for one in some[self.rank] if self.owner[one.map] == number] for number in others}
+        theirs = {
+            number: [one for one in some[number] if self.owner[one.map] == self.rank]
+            for number in others
+        }
+        sent = {
+            number: [one for one in some[self.rank] if self.owner[one.map] == number]
+            for number in others
+        }
         kept = [one for one in mine if self.owner[one.map] == self.rank]
         moves = any(one.map in self.cut for found in some for one in found)
         came = self._all_to_all(mine, sent, theirs, empty) if moves else {}
@@ -231,9 +273,14 @@ class _Exchange:
         made = {one: _cut(maps[one.map], one) for one in (*kept, *came)}
         return made | (self._all_to_all(made, theirs, sent, empty) if moves else {})
 
-    def _all_to_all(self, given: dict[Stretch, Tensor], sent: _Ways, wanted: _Ways, empty: Tensor) -> dict[Stretch, Tensor]:
+    def _all_to_all(
+        self, given: dict[Stretch, Tensor], sent: _Ways, wanted: _Ways, empty: Tensor
+    ) -> dict[Stretch, Tensor]:
         """Sends what is ``given`` as ``sent`` says, to each rank so much; what came of each."""
-        sizes = [[sum(one.numel for one in ways.get(number, ())) for number in range(self.size)] for ways in (sent, wanted)]
+        sizes = [
+            [sum(one.numel for one in ways.get(number, ())) for number in range(self.size)]
+            for ways in (sent, wanted)
+        ]
         out = torch.cat([empty, *(given[one] for number in sorted(sent) for one in sent[number])])
         back = empty.new_empty(sum(sizes[1]))
         torch.distributed.all_to_all_single(back, out, sizes[1], sizes[0], group=self.group)
@@ -278,4 +325,6 @@ def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
 def _cut(whole: Tensor, one: Stretch) -> Tensor:
     """A stretch of a whole map, flat."""
     row, column, rows, columns = one.box
-    return whole[row : row + rows, column : column + columns].reshape(-1)[one.start : one.start + one.numel]
+    return whole[row : row + rows, column : column + columns].reshape(-1)[
+        one.start : one.start + one.numel
+    ]

@@ -26,7 +26,9 @@ SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "full
 # beside what is written with it: a thousand bytes of archive, and a thousand instructions of Python at every step of a save.
 _PARTS_OF_A_RANK = 64
 _SMALLEST_PART = 2**20  # elements
-Read = Callable[[dict[str, Any]], dict[str, Any]]  # a dictionary of sharded tensors comes back with their values
+Read = Callable[
+    [dict[str, Any]], dict[str, Any]
+]  # a dictionary of sharded tensors comes back with their values
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Held:
     clipped: float = 1.0
 
 
-def places(model: GPTModel, group: torch.distributed.ProcessGroup) -> dict[torch.nn.Parameter, ShardedTensor]:
+def places(
+    model: GPTModel, group: torch.distributed.ProcessGroup
+) -> dict[torch.nn.Parameter, ShardedTensor]:
     """Every parameter's place in the checkpoint, without its values; while the model's parameters are still whole."""
     found = {}
     for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():
@@ -59,7 +63,11 @@ def places(model: GPTModel, group: torch.distributed.ProcessGroup) -> dict[torch
 
 def only_here(place: ShardedTensor) -> ShardedTensor:
     """The place of what no other data-parallel rank holds: its replica id is the first one's."""
-    return replace(place, replica_id=(*place.replica_id[:-1], 0)) if isinstance(place.replica_id, tuple) else place
+    return (
+        replace(place, replica_id=(*place.replica_id[:-1], 0))
+        if isinstance(place.replica_id, tuple)
+        else place
+    )
 
 
 def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,16 +82,23 @@ def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[
 
 
 @torch.no_grad()
-def read_optimizer(read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_optimizer(
+    read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Read a checkpoint into what is held, in place; returns all that was read, ``beside`` it too, and the groups (`optimizer_state`)."""
     asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
-    targets = {number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()} for number, one in asked.items()}
+    targets = {
+        number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
+        for number, one in asked.items()
+    }
     given = read({**(beside or {}), "optimizer": {"param_state": asked}})
     for number, one in targets.items():
         for name, parts_of_one in one.items():
             for n, target in parts_of_one.items():
                 value = given["optimizer"]["param_state"][number][name][n]
-                if value.data_ptr() != target.data_ptr():  # what several ranks hold, one of them has read
+                if (
+                    value.data_ptr() != target.data_ptr()
+                ):  # what several ranks hold, one of them has read
                     target.copy_(value)
     return given
 
@@ -94,15 +109,25 @@ def largest_part(held: Iterable[Held]) -> int:
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
-    named = {name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}") for name in held.tensors}
-    return {name: parts(place, held.start, held.tensors[name][: held.numel], largest) for name, place in named.items()}
+    named = {
+        name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}")
+        for name in held.tensors
+    }
+    return {
+        name: parts(place, held.start, held.tensors[name][: held.numel], largest)
+        for name, place in named.items()
+    }
 
 
-def parts(place: ShardedTensor, start: int, flat: torch.Tensor, largest: int) -> dict[int, ShardedTensor]:
+def parts(
+    place: ShardedTensor, start: int, flat: torch.Tensor, largest: int
+) -> dict[int, ShardedTensor]:
     """The elements from ``start`` on of the tensor at ``place``, flattened, as parts of it: views into ``flat``."""
     assert not place.prepend_axis_num
     found, position = {}, 0
-    for number, (offset, shape) in enumerate(boxes(tuple(place.local_shape), start, start + flat.numel(), largest)):
+    for number, (offset, shape) in enumerate(
+        boxes(tuple(place.local_shape), start, start + flat.numel(), largest)
+    ):
         numel = math.prod(shape)
         found[number] = replace(
             place,
@@ -145,7 +170,9 @@ def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterato
     yield from _in_row(shape, last, last * row, end, largest)
 
 
-def _in_row(shape: tuple[int, ...], index: int, start: int, end: int, largest: int) -> Iterator[Box]:
+def _in_row(
+    shape: tuple[int, ...], index: int, start: int, end: int, largest: int
+) -> Iterator[Box]:
     begin = index * math.prod(shape[1:])
     for offset, size in boxes(shape[1:], start - begin, end - begin, largest):
         yield (index, *offset), (1, *size)

@@ -17,7 +17,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from fem_megatron.config import ModelConfig
 from pretrain.engines.building import is_muons
 from pretrain.engines.muon import Muon, Part
-from pretrain.engines.sharding import MOMENTS, Held, Read, largest_part, only_here, optimizer_state, parts, read_optimizer
+from pretrain.engines.sharding import (
+    MOMENTS,
+    Held,
+    Read,
+    largest_part,
+    only_here,
+    optimizer_state,
+    parts,
+    read_optimizer,
+)
 
 PIECE = 2**28  # elements of whole weights that are read at a time
 
@@ -52,7 +61,11 @@ class ZeroState:
         """Tell Muon, where it is the optimizer, which parts of its weights this rank updates. Collective."""
         if isinstance(self.adam, Muon):
             numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))
-            parts = [Part(number, parameter, *place) for number, parameter in numbered if (place := self._part(parameter))]
+            parts = [
+                Part(number, parameter, *place)
+                for number, parameter in numbered
+                if (place := self._part(parameter))
+            ]
             self.adam.connect(model, parts, all_parts=None if self.stage else [parts])
 
     def _moments(self, flat: torch.Tensor) -> tuple[str, ...]:
@@ -64,25 +77,48 @@ class ZeroState:
         held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
         largest = largest_part(held.values())
         weights = {
-            self.names[parameter]: parts(one.place, one.start, one.tensors["param"].to(one.place.dtype), largest)
+            self.names[parameter]: parts(
+                one.place, one.start, one.tensors["param"].to(one.place.dtype), largest
+            )
             for parameter, one in held.items()
         }
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups without their parameters, with their step, as Megatron's optimizer stores them."""
-        defaults = {key: value for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if key != "params"}
+        defaults = {
+            key: value
+            for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items()
+            if key != "params"
+        }
         steps = {float(self.adam.state[flat]["step"]) for flat in self.flat()}
         assert len(steps) == 1, steps
-        ours = [{key: value for key, value in group.items() if key != "params"} for group in self.engine.optimizer.param_groups]
-        return [{**defaults, **{k: v for k, v in group.items() if k != "bias_correction"}, "step": max(steps)} for group in ours]
+        ours = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.engine.optimizer.param_groups
+        ]
+        return [
+            {
+                **defaults,
+                **{k: v for k, v in group.items() if k != "bias_correction"},
+                "step": max(steps),
+            }
+            for group in ours
+        ]
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
         """Read the state in place, and the weights PIECE elements at a time; without a state the fp32 weights are the weights."""
         self.prepare()
         for piece in self._pieces():
-            given = read({"model0": {self.names[parameter]: _empty(self.weights[parameter]) for parameter in piece}})
+            given = read(
+                {
+                    "model0": {
+                        self.names[parameter]: _empty(self.weights[parameter])
+                        for parameter in piece
+                    }
+                }
+            )
             for parameter in piece:
                 self._take(parameter, given["model0"][self.names[parameter]], with_main=model_only)
         if model_only:
@@ -102,11 +138,19 @@ class ZeroState:
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
-        rest = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        rest = (
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+        )
         weight, gradient, mean, square = (torch.zeros(1) for _ in range(4))
         for step in range(1, steps + 1):
             for _ in self.flat():
-                adam.ds_opt_adam.adam_update(adam.opt_id, step, *rest, weight, gradient, mean, square)
+                adam.ds_opt_adam.adam_update(
+                    adam.opt_id, step, *rest, weight, gradient, mean, square
+                )
 
     def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
         piece: list[torch.nn.Parameter] = []
@@ -127,7 +171,9 @@ class ZeroState:
         if self.stage:
             # Stage 1 in bf16 is another optimizer of DeepSpeed's.
             names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-            return list(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name)))
+            return list(
+                next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+            )
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
@@ -142,8 +188,14 @@ class ZeroState:
         if part is None:
             return None
         flat, start, numel, offset = part
-        state = {"param": flat, **{name: one for name, one in self.adam.state[flat].items() if name in MOMENTS}}
-        tensors = {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()}
+        state = {
+            "param": flat,
+            **{name: one for name, one in self.adam.state[flat].items() if name in MOMENTS},
+        }
+        tensors = {
+            name: tensor.detach().view(-1).narrow(0, offset, numel)
+            for name, tensor in state.items()
+        }
         gradient = None if flat.grad is None else flat.grad.view(-1).narrow(0, offset, numel)
         return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
 
@@ -174,7 +226,9 @@ class ZeroState:
             offset = mapping.hp_fragment_address.start
         return (flat, start, numel, offset) if numel > 0 else None
 
-    def _take(self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool) -> None:
+    def _take(
+        self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool
+    ) -> None:
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters
 

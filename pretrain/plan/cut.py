@@ -45,7 +45,9 @@ def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool
     training, again = training_of(config, cuda=cuda), train.recompute == "full"
     of_layers = 0.0
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
-        of_layers += block.recurrence * of(block.mixer.cut_bytes(training, kinds[name]), training, again=again)
+        of_layers += block.recurrence * of(
+            block.mixer.cut_bytes(training, kinds[name]), training, again=again
+        )
     micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
     return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
 
@@ -54,7 +56,10 @@ def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
     """The plan's lines; none where no sequence is cut."""
     kinds, size = kinds_of_cut(config), config.parallel.context_parallel_size
     if kinds:
-        reads = ", ".join(f"{name}: {_reads_told(block.mixer, kinds[name])}" for name, block in _layers(config).items())
+        reads = ", ".join(
+            f"{name}: {_reads_told(block.mixer, kinds[name])}"
+            for name, block in _layers(config).items()
+        )
         sent = gib(int(cut_bytes(config, data_parallel, cuda=cuda)))
         yield f"  each rank has {config.data.seq_length // size:,} tokens of a sequence ({reads})"
         yield f"  and sends {sent} to the other {size - 1} of its group in a step"
@@ -64,11 +69,16 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
     """The run with twice, four times, ... its context-parallel size, and its processes: as many if they are enough, else more."""
     layout, length = config.parallel, config.data.seq_length
     for times in (2**n for n in range(1, length.bit_length())):
-        cut = replace(layout, world_size=None, context_parallel_size=layout.context_parallel_size * times)
+        cut = replace(
+            layout, world_size=None, context_parallel_size=layout.context_parallel_size * times
+        )
         world = world_size if world_size % cut.model_parallel == 0 else world_size * times
         sequences = config.train.micro_batch_size * world // cut.model_parallel
         made = replace(config, parallel=cut)
-        if length % (2 * cut.context_parallel_size * layout.tensor_model_parallel_size) or config.train.global_batch_size % sequences:
+        if (
+            length % (2 * cut.context_parallel_size * layout.tensor_model_parallel_size)
+            or config.train.global_batch_size % sequences
+        ):
             continue
         if not _cuts(made):
             return
@@ -77,7 +87,11 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
 
 def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
     """What is wrong with the run's context parallelism, each with the nearest that is right."""
-    layout, length, size = config.parallel, config.data.seq_length, config.parallel.context_parallel_size
+    layout, length, size = (
+        config.parallel,
+        config.data.seq_length,
+        config.parallel.context_parallel_size,
+    )
     kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
     if size == 1:
         if kind is not None:
@@ -86,23 +100,40 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
     if kind in ("all_gather", "ring") and config.data.documents == "separate":
         yield f"parallel.context_parallel_kind = {kind}: data.documents = separate is read by whole heads; leave it out"
         return
-    uncut = next((name for name in mixer_names(config.model) if "CP" not in describe(name).layouts.split()), None)
+    uncut = next(
+        (name for name in mixer_names(config.model) if "CP" not in describe(name).layouts.split()),
+        None,
+    )
     if uncut is not None:
         yield f"{key}: the sequences of {uncut} cannot be cut; set it to 1"
         return
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):
         near = max(1, round(length / (size * part))) * size * part
-        what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
+        what = (
+            f"2 x {size} chunks"
+            if part == 2
+            else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
+        )
         yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
     try:
         found = kinds_of_cut(config).values()
-        if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(getattr(each, wanted[kind]) for each in found):
+        if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(
+            getattr(each, wanted[kind]) for each in found
+        ):
             yield f"parallel.context_parallel_kind = {kind}: no layer's reads can be made so; leave it out"
     except ValueError as error:
         others = layout.model_parallel // size
-        fit = [count for count in range(1, world_size + 1) if world_size % (count * others) == 0 or world_size % layout.model_parallel]
-        fit = [count for count in fit if _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))]
+        fit = [
+            count
+            for count in range(1, world_size + 1)
+            if world_size % (count * others) == 0 or world_size % layout.model_parallel
+        ]
+        fit = [
+            count
+            for count in fit
+            if _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))
+        ]
         yield f"{error}; the nearest that does: {min(fit, key=lambda count: abs(count - size))}"
 
 
@@ -121,7 +152,9 @@ def _layers(config: RunConfig) -> dict[str, BlockShape]:
 def _reads_told(mixer: Shape, kinds: CutKinds) -> str:
     widths = mixer.cut_widths()
     said = {
-        "all_to_all": widths.always or (widths.keyed and not kinds.gathers) or (widths.scanned and not kinds.states),
+        "all_to_all": widths.always
+        or (widths.keyed and not kinds.gathers)
+        or (widths.scanned and not kinds.states),
         "all_gather": widths.keyed and kinds.gathers and not kinds.ring,
         "ring": kinds.ring,
         "states": widths.scanned and kinds.states,

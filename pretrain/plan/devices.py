@@ -17,7 +17,15 @@ DEVICE_PEAK_TFLOPS = {
 }
 
 # GiB that torch finds on them (total_memory), rounded down; an A100 without its size in its name is taken for the larger one.
-DEVICE_MEMORY_GIB = {"B200": 178, "H200": 139, "H100": 79, "A100": 79, "A100-SXM4-40GB": 39, "A100-PCIE-40GB": 39, "L40S": 44}
+DEVICE_MEMORY_GIB = {
+    "B200": 178,
+    "H200": 139,
+    "H100": 79,
+    "A100": 79,
+    "A100-SXM4-40GB": 39,
+    "A100-PCIE-40GB": 39,
+    "L40S": 44,
+}
 
 T = TypeVar("T")
 

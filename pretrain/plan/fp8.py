@@ -24,7 +24,11 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
         for weight, one in eight_bit(block).items():
             rows, columns = math.prod(one.shape[:-1]), one.shape[-1]
             cut = layout.tensor_model_parallel_size
-            rows, columns = (rows, columns // cut) if one.split == len(one.shape) - 1 else (rows // cut, columns)
+            rows, columns = (
+                (rows, columns // cut)
+                if one.split == len(one.shape) - 1
+                else (rows // cut, columns)
+            )
             if rows % TILE or columns % TILE:
                 yield (
                     f"{key} needs sizes that {TILE} divides, and {weight} of {name} is {rows} x {columns} on a rank; take other widths "
@@ -51,7 +55,10 @@ def eight_bit(block: BlockShape) -> Weights:
 
 def forward_flops(model: ModelConfig) -> float:
     """FLOPs of 8-bit floats in a token's forward pass: each such map is applied once an iteration."""
-    return sum(2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values()) for block in model.blocks())
+    return sum(
+        2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values())
+        for block in model.blocks()
+    )
 
 
 def told(config: RunConfig, forward: float) -> str:

@@ -16,17 +16,54 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     layout, train, data = config.parallel, config.train, config.data
     for key, value, wanted, why in (
-        ("engine.name", config.engine.name, "megatron", "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones"),
-        ("parallel.pipeline_model_parallel_size", layout.pipeline_model_parallel_size, 1, "a graph has room for one micro-batch under way"),
-        ("parallel.context_parallel_size", layout.context_parallel_size, 1, "the exchange of a cut sequence has not been captured yet"),
-        ("train.recompute", train.recompute, "none", "a graph keeps all that it computes with, to the end of the run"),
-        ("train.offload_activations", train.offload_activations, False, "a graph's activations stay where they are"),
-        ("data.documents", data.documents, "joined", "documents that are read apart have other sizes in every micro-batch"),
-        ("data.reset_positions", bool(data.reset_positions), False, "a graph has the positions that it was captured with"),
+        (
+            "engine.name",
+            config.engine.name,
+            "megatron",
+            "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones",
+        ),
+        (
+            "parallel.pipeline_model_parallel_size",
+            layout.pipeline_model_parallel_size,
+            1,
+            "a graph has room for one micro-batch under way",
+        ),
+        (
+            "parallel.context_parallel_size",
+            layout.context_parallel_size,
+            1,
+            "the exchange of a cut sequence has not been captured yet",
+        ),
+        (
+            "train.recompute",
+            train.recompute,
+            "none",
+            "a graph keeps all that it computes with, to the end of the run",
+        ),
+        (
+            "train.offload_activations",
+            train.offload_activations,
+            False,
+            "a graph's activations stay where they are",
+        ),
+        (
+            "data.documents",
+            data.documents,
+            "joined",
+            "documents that are read apart have other sizes in every micro-batch",
+        ),
+        (
+            "data.reset_positions",
+            bool(data.reset_positions),
+            False,
+            "a graph has the positions that it was captured with",
+        ),
     ):
         if value != wanted:
             yield f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or train.cuda_graphs=false"
-    for name, block in dict(zip(mixer_names(config.model), config.model.blocks(), strict=True)).items():
+    for name, block in dict(
+        zip(mixer_names(config.model), config.model.blocks(), strict=True)
+    ).items():
         if reason := block.mixer.uncapturable():
             yield f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or train.cuda_graphs=false"
 
@@ -38,9 +75,19 @@ def graph_bytes(config: RunConfig, hidden_state: float) -> int:
     """
     if not config.train.cuda_graphs:
         return 0
-    ranks, element = config.parallel.tensor_model_parallel_size, 2 if config.train.precision == "bf16" else 4
-    weights = [(weight, count) for block, count in config.model.kinds for weight in block.weights().values()]
-    gradients = sum(element * count * weight.size / (1 if weight.split is None else ranks) for weight, count in weights)
+    ranks, element = (
+        config.parallel.tensor_model_parallel_size,
+        2 if config.train.precision == "bf16" else 4,
+    )
+    weights = [
+        (weight, count)
+        for block, count in config.model.kinds
+        for weight in block.weights().values()
+    ]
+    gradients = sum(
+        element * count * weight.size / (1 if weight.split is None else ranks)
+        for weight, count in weights
+    )
     return int(gradients + _OWN * config.model.num_layers * hidden_state)
 
 

@@ -62,20 +62,39 @@ class StageMemory:
     activations: int
     workspace: int
     host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads, and what the layers keep
-    apart: int = 0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
+    apart: int = (
+        0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
+    )
     muons: int = 0  # of the parameters, those of which the optimizer keeps one moment alone
 
     @property
     def total(self) -> int:
         """The peak, without the host's."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace - self.apart
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.workspace
+            - self.apart
+        )
 
 
-def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool, muons: int = 0) -> StageMemory:
+def stage_memory(
+    config: RunConfig,
+    stage: int,
+    parameters: int,
+    data_parallel: int,
+    *,
+    cuda: bool,
+    muons: int = 0,
+) -> StageMemory:
     """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters, of which Muon updates ``muons``."""
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
-        return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda, muons=muons)
+        return _zero_stage_memory(
+            config, config.engine, parameters, data_parallel, cuda=cuda, muons=muons
+        )
     ranks = data_parallel * layout.context_parallel_size
     sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
     single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
@@ -83,8 +102,12 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     # When the activations are gone: gloo reduces and scatters a copy of all gradients, which lives until the weights are
     # gathered (CPU). AdamW is fused and makes no temporaries.
     step = WIDE * parameters if layout.use_distributed_optimizer and not cuda else 0
-    step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(config, parameters, data_parallel)
-    graphs = graph_bytes(config, _residual(config) * config.train.micro_batch_size * _own_length(config))
+    step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(
+        config, parameters, data_parallel
+    )
+    graphs = graph_bytes(
+        config, _residual(config) * config.train.micro_batch_size * _own_length(config)
+    )
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -102,18 +125,35 @@ def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> in
     """Bytes of the copy that `TensorNorms` makes of the fp32 weights that a rank updates, at the steps that it looks at."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
-    split = config.engine.zero_stage > 0 if config.engine.name == "deepspeed" else config.parallel.use_distributed_optimizer
-    return WIDE * (-(-parameters // (data_parallel * config.parallel.context_parallel_size)) if split else parameters)
+    split = (
+        config.engine.zero_stage > 0
+        if config.engine.name == "deepspeed"
+        else config.parallel.use_distributed_optimizer
+    )
+    return WIDE * (
+        -(-parameters // (data_parallel * config.parallel.context_parallel_size))
+        if split
+        else parameters
+    )
 
 
 def _zero_stage_memory(
-    config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool, muons: int
+    config: RunConfig,
+    engine: EngineConfig,
+    parameters: int,
+    data_parallel: int,
+    *,
+    cuda: bool,
+    muons: int,
 ) -> StageMemory:
     kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda, muons=muons)
     copy = copied_weights(replace(config, engine=engine), parameters, data_parallel)
     there = "host" if engine.offload_optimizer and cuda else "reduction"
     kept = replace(kept, **{there: getattr(kept, there) + copy})
-    activations, workspace = stage_activations(config, 0, data_parallel, cuda=cuda), backward_workspace(config, 0, cuda=cuda)
+    activations, workspace = (
+        stage_activations(config, 0, data_parallel, cuda=cuda),
+        backward_workspace(config, 0, cuda=cuda),
+    )
     sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
         stage=0,
@@ -129,10 +169,15 @@ def _zero_stage_memory(
     )
 
 
-def zero_variants(config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool) -> dict[str, StageMemory]:
+def zero_variants(
+    config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool
+) -> dict[str, StageMemory]:
     """The memory of every ZeRO stage and offload that the run, whose ``own`` is given, could have, by name."""
     rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
-    return {name: _zero_stage_memory(config, engine, **rank, cuda=cuda) for name, engine in variants(config)}
+    return {
+        name: _zero_stage_memory(config, engine, **rank, cuda=cuda)
+        for name, engine in variants(config)
+    }
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
@@ -142,7 +187,11 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
     for shape in filter(None, (block.mixer, block.mlp)):
-        kept = norms | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": _residual(config)}
+        kept = (
+            norms | shape.kept_bytes(training)
+            if shape is block.mixer or not again
+            else {"MLP": _residual(config)}
+        )
         for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
@@ -166,7 +215,9 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
 
 def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
     """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
-    return any(ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds)
+    return any(
+        ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds
+    )
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
@@ -183,7 +234,10 @@ def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
 def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
     """Forward passes of a model chunk whose backward pass is still to come, at most (Megatron's 1F1B and interleaved schedules)."""
     layout, train = config.parallel, config.train
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    stages, chunks = (
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size or 1,
+    )
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
     if chunks == 1:
         return min(stages - stage, micro_batches)
@@ -193,7 +247,11 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
 def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
     """Bytes kept on a rank of ``stage`` at the peak: its layers' for every micro-batch in flight, and on the last stage the loss's."""
     stages = config.parallel.pipeline_model_parallel_size
-    per_token = 0.0 if _offloads(config, cuda=cuda) else _layers_activations(config, stage, data_parallel, cuda=cuda)
+    per_token = (
+        0.0
+        if _offloads(config, cuda=cuda)
+        else _layers_activations(config, stage, data_parallel, cuda=cuda)
+    )
     if stages > 1:
         per_token += chunks_in_flight(config, stage, data_parallel) * _residual(config)
     if stage == stages - 1:
@@ -203,7 +261,11 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
 
 def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
     """Bytes that a rank of ``stage`` keeps on the host at the peak (train.offload_activations): what its layers would keep."""
-    per_token = _layers_activations(config, stage, data_parallel, cuda=cuda) if _offloads(config, cuda=cuda) else 0.0
+    per_token = (
+        _layers_activations(config, stage, data_parallel, cuda=cuda)
+        if _offloads(config, cuda=cuda)
+        else 0.0
+    )
     return int(per_token * config.train.micro_batch_size * _own_length(config))
 
 
@@ -212,7 +274,11 @@ def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cu
     layout, layers = config.parallel, 0.0
     for block, count in config.model.kinds:
         again = config.train.recompute == "full"
-        layers += count * (_residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values()))
+        layers += count * (
+            _residual(config)
+            if again
+            else sum(layer_activations(config, block, cuda=cuda).values())
+        )
     parts = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     return chunks_in_flight(config, stage, data_parallel) * layers / parts
 
@@ -227,10 +293,19 @@ def _residual(config: RunConfig) -> float:
     return _element(config) * config.model.stream_size / _sequence_split(config)
 
 
-def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: int, data_parallel: int, *, cuda: bool) -> Iterator[str]:
+def beside_told(
+    config: RunConfig,
+    memory: Sequence[StageMemory],
+    world_size: int,
+    data_parallel: int,
+    *,
+    cuda: bool,
+) -> Iterator[str]:
     """What the table of all stages' memory leaves out, in lines: offloaded activations, and that a copy for tensors' norms is in it."""
     ranks = min(world_size, RANKS_OF_A_NODE)
-    sizes = [offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory]
+    sizes = [
+        offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory
+    ]
     if any(sizes):
         node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
         yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
@@ -247,38 +322,66 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, on a CPU in bf16 as much
     again; and what its mixer alone holds (``Shape.moment_bytes``).
     """
-    model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
+    model, train, e, t = (
+        config.model,
+        config.train,
+        _element(config),
+        config.parallel.tensor_model_parallel_size,
+    )
     tokens = train.micro_batch_size * _own_length(config)
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
-    per_token = e * 3 * max(inner, packed) if cuda else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
+    per_token = (
+        e * 3 * max(inner, packed)
+        if cuda
+        else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
+    )
     # Under recompute what was not kept of a layer is made again; on a CPU in bf16 its fp32 parts have fp32 gradients, about as much as it
     # has activations (seen, not derived).
     plain = replace(config, train=replace(train, recompute="none"))
-    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds)
+    whole = max(
+        sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds
+    )
     kept = {
         "none": whole,
-        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block, _ in model.kinds),
+        "selective": min(
+            sum(layer_activations(config, block, cuda=cuda).values()) for block, _ in model.kinds
+        ),
         "full": 0.0,
     }
-    per_token += whole - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute]) + (e < WIDE and not cuda) * whole
+    per_token += (
+        whole
+        - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute])
+        + (e < WIDE and not cuda) * whole
+    )
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
-    layer += max(block.mixer.moment_bytes(training_of(config, cuda=cuda)) for block, _ in model.kinds)
+    layer += max(
+        block.mixer.moment_bytes(training_of(config, cuda=cuda)) for block, _ in model.kinds
+    )
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
     if train.loss_chunk:
         some, copied = min(train.loss_chunk, tokens), WIDE * (e < WIDE)
-        loss = rows * (max((e + copied) * some, e * (some + model.hidden_size)) + WIDE * model.hidden_size) + _residual(config) * tokens
+        loss = (
+            rows
+            * (max((e + copied) * some, e * (some + model.hidden_size)) + WIDE * model.hidden_size)
+            + _residual(config) * tokens
+        )
     else:
         # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
         wide = 0 if cuda and not train.z_loss else WIDE
-        loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+        loss = (
+            rows * (e + wide) * (e < WIDE) + e * model.hidden_size
+        ) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 
 def _packed_width(block: BlockShape) -> int:
     """Channels of the mixer's widest linear map."""
-    return max((max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2), default=0)
+    return max(
+        (max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2),
+        default=0,
+    )
 
 
 def _element(config: RunConfig) -> int:

@@ -21,13 +21,25 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 
 def step_flops(weights: Iterable[Weight]) -> float:
     """FLOPs of one optimizer step for all maps of these whole weights."""
-    return sum(newton_schulz_flops(rows, one.shape[-1]) for one in weights if one.orthogonal for _, rows in one.linear_maps())
+    return sum(
+        newton_schulz_flops(rows, one.shape[-1])
+        for one in weights
+        if one.orthogonal
+        for _, rows in one.linear_maps()
+    )
 
 
 def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, training: float) -> str:
     """What Muon does, in a line. training: FLOPs of a step's passes. An optimizer that is not split does its work on each rank."""
-    split = config.engine.zero_stage > 0 if config.engine.name == "deepspeed" else config.parallel.use_distributed_optimizer
+    split = (
+        config.engine.zero_stage > 0
+        if config.engine.name == "deepspeed"
+        else config.parallel.use_distributed_optimizer
+    )
     muons = [one for one in weights if one.orthogonal]
-    maps, flops = sum(len([*one.linear_maps()]) for one in muons), step_flops(muons) * (1 if split else data_parallel)
+    maps, flops = (
+        sum(len([*one.linear_maps()]) for one in muons),
+        step_flops(muons) * (1 if split else data_parallel),
+    )
     size = sum(one.size for one in muons)
     return f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, {100 * flops / training:.2g}% of training"

@@ -43,7 +43,9 @@ def model_weights(model: ModelConfig) -> Weights:
     embedding = "embedding.word_embeddings.weight"
     weights: Weights = {embedding: outer.pop(embedding)}
     for layer, block in enumerate(model.blocks()):
-        weights.update({f"decoder.layers.{layer}.{name}": weight for name, weight in block.weights().items()})
+        weights.update(
+            {f"decoder.layers.{layer}.{name}": weight for name, weight in block.weights().items()}
+        )
     return weights | outer
 
 
@@ -84,9 +86,15 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
 
     def own(weight: Weight) -> int:
         counted = not muons or (weight.orthogonal and config.optimizer.name == "muon")
-        return counted * weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
+        return (
+            counted
+            * weight.size
+            // (1 if weight.split is None else layout.tensor_model_parallel_size)
+        )
 
-    for layer, block in enumerate(model.blocks()):  # interleaving deals the layers out in another order, but as many to each stage
+    for layer, block in enumerate(
+        model.blocks()
+    ):  # interleaving deals the layers out in another order, but as many to each stage
         counts[layer * stages // model.num_layers] += sum(map(own, block.weights().values()))
     for name, weight in outer_weights(model).items():
         ends = {0, stages - 1} if model.tie_embeddings else {0}
@@ -98,7 +106,9 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
 # --- FLOPs ---------------------------------------------------------------------------------------------------------------------
 
 
-def forward_flops(model: ModelConfig, seq_length: int, pieces: Pieces | None = None) -> dict[str, float]:
+def forward_flops(
+    model: ModelConfig, seq_length: int, pieces: Pieces | None = None
+) -> dict[str, float]:
     """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
 
     Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
@@ -130,7 +140,11 @@ def flops_per_token(config: RunConfig) -> float:
 
 def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
     """FLOPs that recompute adds for a token, by component: of the layers' ``forward`` pass all that runs twice."""
-    once = {"none": set(forward), "selective": {"mixer projections", "conditioner"}, "full": set[str]()}[config.train.recompute]
+    once = {
+        "none": set(forward),
+        "selective": {"mixer projections", "conditioner"},
+        "full": set[str](),
+    }[config.train.recompute]
     return {part: value for part, value in forward.items() if part not in once | {"output layer"}}
 
 
@@ -171,8 +185,21 @@ class Plan:
     @property
     def transformer_parameters(self) -> int:
         """Of a Transformer of the same width; they do not depend on its heads, and one head fits any width."""
-        twin = replace(self.config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1, num_attention_heads=1)
-        twin = replace(twin, num_query_groups=None, rope=False, rope_scaling=RopeScaling(), attention=AttentionConfig())
+        twin = replace(
+            self.config.model,
+            mixer=BASELINE,
+            pattern=None,
+            mlp=None,
+            recurrence=1,
+            num_attention_heads=1,
+        )
+        twin = replace(
+            twin,
+            num_query_groups=None,
+            rope=False,
+            rope_scaling=RopeScaling(),
+            attention=AttentionConfig(),
+        )
         return sum(count_by_component(twin).values())
 
     @property
@@ -188,7 +215,11 @@ class Plan:
     @property
     def non_embedding_parameters(self) -> int:
         """Without the embedding and the output layer."""
-        return sum(count for name, count in self.parameters.items() if name not in ("embedding", "output layer"))
+        return sum(
+            count
+            for name, count in self.parameters.items()
+            if name not in ("embedding", "output layer")
+        )
 
     @property
     def tokens(self) -> int:
@@ -201,8 +232,19 @@ class Plan:
 
         Of the blocks of `fem_megatron.megatron.staging` up to 2.2% stay empty, for models of 1.3B to 70B parameters.
         """
-        ranks, parts = self.data_parallel * self.config.parallel.context_parallel_size, 33 if self.cuda else 32
-        return max(stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory) // ranks * parts // 32
+        ranks, parts = (
+            self.data_parallel * self.config.parallel.context_parallel_size,
+            33 if self.cuda else 32,
+        )
+        return (
+            max(
+                stage.parameters * stored_bytes(self.config) - 4 * stage.muons
+                for stage in self.memory
+            )
+            // ranks
+            * parts
+            // 32
+        )
 
     @property
     def peak_memory(self) -> int:
@@ -210,7 +252,9 @@ class Plan:
         return max(stage.total for stage in self.memory)
 
 
-def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True) -> Plan:
+def make_plan(
+    config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True
+) -> Plan:
     """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
 
     ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
@@ -221,7 +265,9 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":
-        from pretrain.data.pieces import pieces_of  # numpy: a plan of whole sequences starts without
+        from pretrain.data.pieces import (
+            pieces_of,
+        )  # numpy: a plan of whole sequences starts without
 
         pieces = pieces_of(config, facts)
     forward = forward_flops(config.model, config.data.seq_length, pieces)
@@ -230,13 +276,17 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
         config=config,
         world_size=world_size,
         data_parallel=data_parallel,
-        micro_batches=config.train.global_batch_size // (config.train.micro_batch_size * data_parallel),
+        micro_batches=config.train.global_batch_size
+        // (config.train.micro_batch_size * data_parallel),
         schedule=schedule,
         forward_flops=forward,
         train_flops=train,
         hardware_flops=train + sum(computed_again(config, forward).values()),
         pieces=pieces,
-        memory=tuple(stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons) for stage, (n, muons) in enumerate(counts)),
+        memory=tuple(
+            stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons)
+            for stage, (n, muons) in enumerate(counts)
+        ),
         cuda=cuda,
         train_data_tokens=facts.tokens["train"] if facts else None,
     )
@@ -246,7 +296,10 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """Size of one checkpoint."""
     muons = config.optimizer.name == "muon"
     weights = model_weights(config.model).values()
-    return sum(weight.size * (stored_bytes(config) - 4 * (muons and weight.orthogonal)) for weight in weights)
+    return sum(
+        weight.size * (stored_bytes(config) - 4 * (muons and weight.orthogonal))
+        for weight in weights
+    )
 
 
 def stored_bytes(config: RunConfig) -> int:
@@ -261,7 +314,11 @@ def stored_bytes(config: RunConfig) -> int:
 
 def render(plan: Plan) -> str:
     """The plan as text for a console."""
-    return "\n".join(line for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines) for line in part(plan))
+    return "\n".join(
+        line
+        for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines)
+        for line in part(plan)
+    )
 
 
 def memory_excess(plan: Plan) -> str | None:
@@ -270,7 +327,11 @@ def memory_excess(plan: Plan) -> str | None:
     room = memory_gib(device) if device else None
     if room is None or plan.peak_memory <= room * 2**30:
         return None
-    cuts = (made for made in cut.finer_cuts(plan.config, plan.world_size) if make_plan(*made, cuda=plan.cuda).peak_memory <= room * 2**30)
+    cuts = (
+        made
+        for made in cut.finer_cuts(plan.config, plan.world_size)
+        if make_plan(*made, cuda=plan.cuda).peak_memory <= room * 2**30
+    )
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
         f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
@@ -310,7 +371,9 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     for name, value in plan.forward_flops.items():
         yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
-        f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
+        f", with recompute {si(plan.hardware_flops)}FLOP"
+        if plan.hardware_flops != plan.train_flops
+        else ""
     )
     if config.train.fp8 != "none":
         yield f"  {fp8.told(config, forward)}"
@@ -334,7 +397,11 @@ def _documents_told(plan: Plan) -> str:
     pieces = plan.pieces
     if pieces is None:
         return "counted over whole sequences: documents are read apart, but no data is here that tells their lengths"
-    read = "" if pieces.read == pieces.documents else f" ({pieces.read:,} of {pieces.documents:,} were read)"
+    read = (
+        ""
+        if pieces.read == pieces.documents
+        else f" ({pieces.read:,} of {pieces.documents:,} were read)"
+    )
     return f"by documents of {pieces.mean:,.0f} tokens on average{read}; over whole sequences training {si(plan.dense_flops)}FLOP"
 
 
@@ -343,7 +410,8 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     chunks = layout.virtual_pipeline_model_parallel_size
     words = [
         f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
-        f"x PP {layout.pipeline_model_parallel_size}" + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
+        f"x PP {layout.pipeline_model_parallel_size}"
+        + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
         *([f"x CP {layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []),
         f"x DP {plan.data_parallel}" + _split_words(plan.config),
     ]
@@ -363,14 +431,22 @@ def _split_words(config: RunConfig) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    rows = plan.config.data.documents == "separate"  # a little longer than the documents, and kept beside what they were copied from
-    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config, cuda=plan.cuda) else ""
+    rows = (
+        plan.config.data.documents == "separate"
+    )  # a little longer than the documents, and kept beside what they were copied from
+    estimated = (
+        "; activations estimated, to about 25%"
+        if rows or is_estimated(plan.config, cuda=plan.cuda)
+        else ""
+    )
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
         yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
-    yield from beside_told(plan.config, plan.memory, plan.world_size, plan.data_parallel, cuda=plan.cuda)
+    yield from beside_told(
+        plan.config, plan.memory, plan.world_size, plan.data_parallel, cuda=plan.cuda
+    )
     if plan.config.engine.name == "deepspeed":
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):
@@ -379,7 +455,11 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last + len(checkpoint.keep)} kept"
     meanwhile = "while training goes on" if checkpoint.async_save else "while training waits"
     speed = checkpoint.gb_per_second
-    took = f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s" if speed else "(checkpoint.gb_per_second tells in how long)"
+    took = (
+        f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s"
+        if speed
+        else "(checkpoint.gb_per_second tells in how long)"
+    )
     yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
 
 
@@ -388,7 +468,15 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
     (own,) = plan.memory
     host = plan.cuda
     yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
-    titles = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", *(("host",) if host else ()))
+    titles = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "workspace",
+        "peak",
+        *(("host",) if host else ()),
+    )
     yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
     for name, memory in zero_variants(plan.config, own, plan.data_parallel, cuda=plan.cuda).items():
         mark = "* " if name == zero_name(plan.config.engine) else "  "
@@ -396,5 +484,12 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
 
 
 def _sizes(stage: StageMemory) -> str:
-    sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
+    sizes = (
+        stage.weights,
+        stage.gradients,
+        stage.optimizer,
+        stage.activations,
+        stage.workspace,
+        stage.total,
+    )
     return "".join(gib(size).rjust(14) for size in sizes)

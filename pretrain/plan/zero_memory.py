@@ -61,7 +61,15 @@ class ZeroMemory:
         return steady + max(activations + self.forward, self.fresh + self.reduction)
 
 
-def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool, muons: int = 0) -> ZeroMemory:
+def zero_memory(
+    config: RunConfig,
+    engine: EngineConfig,
+    parameters: int,
+    data_parallel: int,
+    *,
+    cuda: bool,
+    muons: int = 0,
+) -> ZeroMemory:
     """What ZeRO keeps for a rank of ``parameters`` parameters, of which Muon updates ``muons``; ``engine`` may be another than the run's.
 
     On a CPU there is no host.
@@ -82,7 +90,9 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
     elif stage == 2:
         gradients, reduction = 2 * WIDE * part, e * bucket * buffers + converted
     else:
-        live = min(parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE)
+        live = min(
+            parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE
+        )
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
         reduction = WIDE * ((1 if cuda else 2) * bucket + group)
@@ -122,5 +132,11 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
 
 def zero_name(engine: EngineConfig) -> str:
     """A stage with its offload in words."""
-    offloaded = ", all offloaded" if engine.offload_parameters else ", optimizer offloaded" if engine.offload_optimizer else ""
+    offloaded = (
+        ", all offloaded"
+        if engine.offload_parameters
+        else ", optimizer offloaded"
+        if engine.offload_optimizer
+        else ""
+    )
     return f"stage {engine.zero_stage}{offloaded}"

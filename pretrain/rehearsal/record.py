@@ -19,8 +19,20 @@ from fem_megatron.trace import META, TRACING, Dispatched, Trace, caller, moved
 
 TRACING.add(__file__)
 
-SETUP, FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("setup", "forward", "backward", "reduction", "update")
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace")
+SETUP, FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = (
+    "setup",
+    "forward",
+    "backward",
+    "reduction",
+    "update",
+)
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "workspace",
+)
 """What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
 
 
@@ -104,7 +116,9 @@ class Recorder(Dispatched):
                 out = function(*args)
             finally:
                 self.trace.muted = False
-            self.trace.add(name, moved([t for t in tree_leaves((args, out)) if isinstance(t, Tensor)]))
+            self.trace.add(
+                name, moved([t for t in tree_leaves((args, out)) if isinstance(t, Tensor)])
+            )
             self.note(out, name)
             return out
 
@@ -117,7 +131,14 @@ class Recorder(Dispatched):
                 storage = t.untyped_storage()
                 key = storage._cdata
                 if key not in self.here and storage.nbytes():
-                    held = Held(storage.nbytes(), self.trace.phase, self.trace.part, operation, caller(), self.tick)
+                    held = Held(
+                        storage.nbytes(),
+                        self.trace.phase,
+                        self.trace.part,
+                        operation,
+                        caller(),
+                        self.tick,
+                    )
                     self.here[key] = held, weakref.ref(storage, partial(self._gone, key))
                     self.held.append(held)
                     self.tick += 1
@@ -125,7 +146,11 @@ class Recorder(Dispatched):
     def known(self, tensors: Any, kind: str) -> None:
         """What holds these tensors' memory."""
         for t in tree_leaves(tensors):
-            if isinstance(t, Tensor) and self._is_here(t) and t.untyped_storage()._cdata in self.here:
+            if (
+                isinstance(t, Tensor)
+                and self._is_here(t)
+                and t.untyped_storage()._cdata in self.here
+            ):
                 held, _ = self.here[t.untyped_storage()._cdata]
                 held.kind = held.kind or kind
 
@@ -145,14 +170,20 @@ class Recorder(Dispatched):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         group = next(each for each in args if not isinstance(each, Tensor | list | int))
-        group = torch.distributed.ProcessGroup.unbox(group) if not isinstance(group, torch.distributed.ProcessGroup) else group
+        group = (
+            torch.distributed.ProcessGroup.unbox(group)
+            if not isinstance(group, torch.distributed.ProcessGroup)
+            else group
+        )
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         kind = func.overloadpacket.__name__.strip("_")
         peer = ranks[args[2]] if kind in ("send", "recv") else None
         if kind != "barrier":
-            self.trace.collectives.append(Collective(self.trace.phase, NAMES.get(kind, kind), ranks, size, peer))
+            self.trace.collectives.append(
+                Collective(self.trace.phase, NAMES.get(kind, kind), ranks, size, peer)
+            )
         if not any(t.is_meta for t in tensors) and torch.distributed.get_backend() != "fake":
             return func(*args, **kwargs)
         work = torch._C._distributed_c10d.FakeWork().boxed()

@@ -44,10 +44,17 @@ def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     parts = _by_part(rank)
     yield "  activations: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
     yield "  largest"
-    yield from _table([[gib(size), f"{number} x", name, place] for name, place, number, size in _largest(rank)], left=[2, 3])
+    yield from _table(
+        [[gib(size), f"{number} x", name, place] for name, place, number, size in _largest(rank)],
+        left=[2, 3],
+    )
     yield "  collectives of a step"
     yield from _table(
-        [[f"{calls} x", size_of(size), kind, group, phase] for (phase, kind, group), calls, size in _sent(rank)], left=[2, 3, 4]
+        [
+            [f"{calls} x", size_of(size), kind, group, phase]
+            for (phase, kind, group), calls, size in _sent(rank)
+        ],
+        left=[2, 3, 4],
     )
     forward, backward = (rank.flops(backward=which) for which in (False, True))
     yield f"  {len(rank.launches):,} kernels, which move {size_of(rank.moved)}"
@@ -69,7 +76,10 @@ def _by_part(rank: Rank) -> dict[str, int]:
     layers: dict[int, list[str]] = defaultdict(list)
     for name, size in parts.items():
         layers[size].append(name)
-    return {name[0] if len(name) == 1 else f"{name[0]} to {name[-1].split()[-1]} each": size for size, name in layers.items()}
+    return {
+        name[0] if len(name) == 1 else f"{name[0]} to {name[-1].split()[-1]} each": size
+        for size, name in layers.items()
+    }
 
 
 def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
@@ -87,7 +97,11 @@ def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for each in rank.collectives:
         if len(each.group) > 1:
-            key = each.phase, each.kind, f"{rank.groups.get(each.group, 'others')} of {len(each.group)}"
+            key = (
+                each.phase,
+                each.kind,
+                f"{rank.groups.get(each.group, 'others')} of {len(each.group)}",
+            )
             calls[key] += 1
             sizes[key] += each.bytes
     return [(key, calls[key], size) for key, size in sizes.items()]
@@ -104,17 +118,28 @@ def as_json(told: Rehearsal) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "stage": rank.stage,
-                "peak": {"bytes": rank.peak.bytes, "phase": rank.peak.phase, "part": rank.peak.part, **rank.peak.by_holder()},
+                "peak": {
+                    "bytes": rank.peak.bytes,
+                    "phase": rank.peak.phase,
+                    "part": rank.peak.part,
+                    **rank.peak.by_holder(),
+                },
                 "planned": _planned(told.plan.memory[rank.stage]),
                 "activations": _by_part(rank),
-                "largest": [dict(zip(("holder", "place", "tensors", "bytes"), each, strict=True)) for each in _largest(rank)],
+                "largest": [
+                    dict(zip(("holder", "place", "tensors", "bytes"), each, strict=True))
+                    for each in _largest(rank)
+                ],
                 "collectives": [
                     {"phase": phase, "kind": kind, "group": group, "calls": calls, "bytes": size}
                     for (phase, kind, group), calls, size in _sent(rank)
                 ],
                 "kernels": len(rank.launches),
                 "moved": rank.moved,
-                "flops": {"forward": rank.flops(backward=False), "backward": rank.flops(backward=True)},
+                "flops": {
+                    "forward": rank.flops(backward=False),
+                    "backward": rank.flops(backward=True),
+                },
                 "host_reads": rank.reads,
                 "implementations": rank.chosen,
                 "seconds": rank.seconds,
@@ -132,28 +157,38 @@ def draw(told: Rehearsal, file: Path) -> None:
     """Writes ``file`` as PNG: for each kind of rank, what holds its memory through the step."""
     figure = new_figure((9.0, 1.0 + 2.6 * len(told.ranks)))
     room = memory_gib(told.device)
-    for axes, rank in zip(figure.subplots(len(told.ranks), squeeze=False)[:, 0], told.ranks, strict=True):
+    for axes, rank in zip(
+        figure.subplots(len(told.ranks), squeeze=False)[:, 0], told.ranks, strict=True
+    ):
         places, levels = _through_the_step(rank)
         axes.stackplot(places, levels, labels=HOLDERS, colors=COLOURS, step="post", linewidth=0)
         axes.axhline(rank.peak.bytes / 2**30, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, places[-1])
         title = f"rank {rank.rank}, stage {rank.stage + 1}: {gib(rank.peak.bytes)} in {rank.peak.phase} of {rank.peak.part}"
-        axes.set_title(title + ("" if room is None else f", of {room} GiB"), loc="left", fontsize=10)
+        axes.set_title(
+            title + ("" if room is None else f", of {room} GiB"), loc="left", fontsize=10
+        )
         plain_axes(axes, "", "GiB", grid="y")
         axes.legend(loc="upper right", fontsize=8, ncols=len(HOLDERS), frameon=False)
         axes.set_ylim(0, 1.25 * rank.peak.bytes / 2**30)
-    axes.set_xlabel(f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x {told.device}")
+    axes.set_xlabel(
+        f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x {told.device}"
+    )
     save(figure, file)
 
 
 def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
     """(ticks from the step's begin, GiB of each of HOLDERS then); a few thousand points at most."""
     changes = [(each.born, holder(each), each.bytes) for each in rank.held]
-    changes += [(each.gone, holder(each), -each.bytes) for each in rank.held if each.gone is not None]
+    changes += [
+        (each.gone, holder(each), -each.bytes) for each in rank.held if each.gone is not None
+    ]
     now, points = dict.fromkeys(HOLDERS, 0), list[tuple[int, dict[str, int]]]()
     for tick, name, change in sorted(changes):
         now[name] += change
         if rank.begin <= tick < rank.end:
             points.append((tick - rank.begin, dict(now)))
     points = points[:: max(1, len(points) // 4000)]
-    return [tick for tick, _ in points], [[each[name] / 2**30 for _, each in points] for name in HOLDERS]
+    return [tick for tick, _ in points], [
+        [each[name] / 2**30 for _, each in points] for name in HOLDERS
+    ]

@@ -81,14 +81,25 @@ class Rank:
     @cached_property
     def peak(self) -> Peak:
         """When most is held, within the step."""
-        changes = {each.born: each for each in self.held} | {each.gone: each for each in self.held if each.gone is not None}
+        changes = {each.born: each for each in self.held} | {
+            each.gone: each for each in self.held if each.gone is not None
+        }
         now = best = at = 0
         for tick, each in sorted(changes.items()):
             now += each.bytes if tick == each.born else -each.bytes
             if self.begin <= tick < self.end and now > best:
                 best, at = now, tick
         last = changes[at]
-        return Peak(best, last.phase, last.part, [each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)])
+        return Peak(
+            best,
+            last.phase,
+            last.part,
+            [
+                each
+                for each in self.held
+                if each.born <= at and (each.gone is None or each.gone > at)
+            ],
+        )
 
     @property
     def moved(self) -> float:
@@ -102,7 +113,9 @@ class Rank:
 
 def holder(held: Held) -> str:
     """Of HOLDERS, what holds a tensor's memory."""
-    kept = held.phase == FORWARD and not held.place.startswith("deepspeed/")  # where it gathers weights
+    kept = held.phase == FORWARD and not held.place.startswith(
+        "deepspeed/"
+    )  # where it gathers weights
     return held.kind or (ACTIVATIONS if kept else WORKSPACE)
 
 
@@ -133,7 +146,9 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
     Raises ConfigError for what is offloaded, and where DeepSpeed's engine is asked for and not installed.
     """
     if config.train.offload_activations:
-        raise ConfigError("train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false")
+        raise ConfigError(
+            "train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false"
+        )
     if config.engine.name == "deepspeed":
         zero.prepare(config)
     plan = make_plan(config, world_size, cuda=device != "cpu")
@@ -147,10 +162,18 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
     """The first rank of a pipeline stage: set up, a step, and the step that is told."""
     began = time.monotonic()
-    trace = StepTrace(number=(1 + 2 * config.optimizer.clip_grad) ** 2)  # the gradient's squared norm, among others
+    trace = StepTrace(
+        number=(1 + 2 * config.optimizer.clip_grad) ** 2
+    )  # the gradient's squared norm, among others
     recorder = Recorder(trace)
-    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, cp, dp, pp
-    with paper.machine(device, rank, world_size, trace, recorder.fused), recorder, _engine_on_paper(config):
+    rank = stage * (
+        world_size // config.parallel.pipeline_model_parallel_size
+    )  # Megatron's order: tp, cp, dp, pp
+    with (
+        paper.machine(device, rank, world_size, trace, recorder.fused),
+        recorder,
+        _engine_on_paper(config),
+    ):
         initialize_model_parallel(config)
         schedule = Schedule.of(config)
         with _built_without_numbers():
@@ -165,7 +188,9 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     return replace(told, stage=stage, rank=rank, seconds=time.monotonic() - began)
 
 
-def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], schedule: Schedule, world_size: int) -> Rank:
+def recorded_steps(
+    engine: Any, recorder: Recorder, batches: Iterator[Any], schedule: Schedule, world_size: int
+) -> Rank:
     """A few steps of an engine, of which the last is told. The recorder sees what runs; so it does of a real engine."""
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
@@ -175,9 +200,16 @@ def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], sche
     # ZeRO-3 notes the order of the modules in its first micro-batch, and compares it between the ranks in the second.
     for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
-        begin, launches, collectives, reads = recorder.tick, len(trace.launches), len(trace.collectives), len(trace.reads)
+        begin, launches, collectives, reads = (
+            recorder.tick,
+            len(trace.launches),
+            len(trace.collectives),
+            len(trace.reads),
+        )
         trace.stage = FORWARD
-        engine.train_step(batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks])
+        engine.train_step(
+            batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks]
+        )
         trace.stage = SETUP
     end = recorder.tick
     (zero.tell if deepspeed else _tell)(engine, recorder)
@@ -210,7 +242,11 @@ def _follow(engine: Any, recorder: Recorder) -> None:
 def _tell(engine: Any, recorder: Recorder) -> None:
     """What holds the memory of Megatron's tensors, which it makes once."""
     recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
-    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer
+        for chunk in engine.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     recorder.known([getattr(buffer, "param_data", None) for buffer in buffers], WEIGHTS)
     recorder.known([buffer.grad_data for buffer in buffers], GRADIENTS)
     for inner in engine.optimizer.chained_optimizers:
@@ -229,22 +265,41 @@ def _groups() -> dict[tuple[int, ...], str]:
         "CP": parallel_state.get_context_parallel_group(),
         "TP": parallel_state.get_tensor_model_parallel_group(),
     }
-    member = {name: group for name, group in named.items() if group is not None and group != torch.distributed.GroupMember.NON_GROUP_MEMBER}
-    return {tuple(torch.distributed.get_process_group_ranks(group)): name for name, group in member.items()}
+    member = {
+        name: group
+        for name, group in named.items()
+        if group is not None and group != torch.distributed.GroupMember.NON_GROUP_MEMBER
+    }
+    return {
+        tuple(torch.distributed.get_process_group_ranks(group)): name
+        for name, group in member.items()
+    }
 
 
 def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches without numbers, as `pretrain.data.datasets.batches` brings them to the device."""
-    shape = config.train.micro_batch_size, config.data.seq_length // config.parallel.context_parallel_size
+    shape = (
+        config.train.micro_batch_size,
+        config.data.seq_length // config.parallel.context_parallel_size,
+    )
     while True:
-        yield {key: torch.empty(shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=META) for key in FIELDS}
+        yield {
+            key: torch.empty(
+                shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=META
+            )
+            for key in FIELDS
+        }
 
 
 def _name_parts(engine: Any, trace: StepTrace) -> None:
     """Have the trace know the part of the model that runs: a layer by its number, embedding, final norm, output layer."""
     for model in engine.models:
         parts = {f"layer {layer.layer_number}": layer for layer in model.decoder.layers}
-        others = {"embedding": "embedding", "final norm": "decoder.final_layernorm", "output layer": "output_layer"}
+        others = {
+            "embedding": "embedding",
+            "final norm": "decoder.final_layernorm",
+            "output layer": "output_layer",
+        }
         known = dict(model.named_modules())
         parts |= {name: known[module] for name, module in others.items() if module in known}
         for name, module in parts.items():

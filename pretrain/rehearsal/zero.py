@@ -14,7 +14,16 @@ from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
-from pretrain.rehearsal.record import FORWARD, GRADIENTS, OPTIMIZER, REDUCTION, UPDATE, WEIGHTS, WORKSPACE, Recorder
+from pretrain.rehearsal.record import (
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER,
+    REDUCTION,
+    UPDATE,
+    WEIGHTS,
+    WORKSPACE,
+    Recorder,
+)
 
 
 def prepare(config: RunConfig) -> None:
@@ -131,9 +140,15 @@ def _buckets(optimizer: Any) -> list[Any]:
 
 def tell(engine: Any, recorder: Recorder) -> None:
     """Tell the recorder what holds the memory that is there now. The first name counts: in stage 0 the optimizer updates the weights."""
-    optimizer, parameters, flat = engine.engine.optimizer, list(engine.model.parameters()), engine.state.flat()
+    optimizer, parameters, flat = (
+        engine.engine.optimizer,
+        list(engine.model.parameters()),
+        engine.state.flat(),
+    )
     recorder.known(_buckets(optimizer), WORKSPACE)
-    recorder.known([getattr(parameter, "ds_tensor", parameter) for parameter in parameters], WEIGHTS)
+    recorder.known(
+        [getattr(parameter, "ds_tensor", parameter) for parameter in parameters], WEIGHTS
+    )
     recorder.known([flat, [dict(state) for state in engine.state.adam.state.values()]], OPTIMIZER)
     recorder.known([each.grad for each in [*flat, *parameters]], GRADIENTS)
     names = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")

@@ -20,17 +20,25 @@ _NICENESS = 19
 def main(words: list[str]) -> int:
     """Runs the command in this process's place; returns only where it cannot be started: 127."""
     parent, command = int(words[0]), words[1:]
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a queue sends them to all processes of a job: they are the ranks' business
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # a queue sends them to all processes of a job: they are the ranks' business
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0)))
+        ctypes.CDLL(None).prctl(
+            _PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0))
+        )
     if os.getppid() != parent:
         return 0  # it ended before it could be watched
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"pretrain.report.evaluation_process: error: {command[0]}: {error.strerror}", file=sys.stderr)
+        print(
+            f"pretrain.report.evaluation_process: error: {command[0]}: {error.strerror}",
+            file=sys.stderr,
+        )
     return Exit.NOT_FOUND
 
 

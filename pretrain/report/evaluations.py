@@ -30,8 +30,17 @@ from pretrain.report.metrics import StepRecord
 NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
 _ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "PET_", "ROLE_", "GROUP_")  # variables that would make it a rank of the training
-_AVERAGE = re.compile(r"-last_(\d+)$")  # what tools.evaluate names the average of a run's newest checkpoints by
+_LAUNCHERS = (
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "PET_",
+    "ROLE_",
+    "GROUP_",
+)  # variables that would make it a rank of the training
+_AVERAGE = re.compile(
+    r"-last_(\d+)$"
+)  # what tools.evaluate names the average of a run's newest checkpoints by
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.2
 _WORD_SECONDS = 300.0  # between lines while the end of training waits: a supervisor that hears nothing takes it for a hang
@@ -80,7 +89,9 @@ class Evaluations(Callback):
         self.waiting: tuple[int, Path] | None = None
         self.seen: Path | None = None  # the newest checkpoint that was looked at
         newest = _newest(checkpoints)
-        self.ended = {number for number in _ended(folder / NAME) if number <= newest}  # later ones were of weights that are no more
+        self.ended = {
+            number for number in _ended(folder / NAME) if number <= newest
+        }  # later ones were of weights that are no more
         self.step = step
         self._look()
 
@@ -97,7 +108,9 @@ class Evaluations(Callback):
             while self.running is not None and self.step >= self.steps and not self.received:
                 if time.monotonic() - told > _WORD_SECONDS:
                     told = time.monotonic()
-                    self._say(f"waiting for the evaluation of step {self.running.step} ({(told - self.running.started) / 60:.0f} minutes)")
+                    self._say(
+                        f"waiting for the evaluation of step {self.running.step} ({(told - self.running.started) / 60:.0f} minutes)"
+                    )
                 time.sleep(_POLL_SECONDS)
                 self._look()
         finally:
@@ -109,7 +122,9 @@ class Evaluations(Callback):
             self._take()
             if self.checkpoints.last != self.seen:
                 self.seen = self.checkpoints.last
-                self.ended = {number for number in self.ended if number <= _newest(self.checkpoints)}  # training may have gone back
+                self.ended = {
+                    number for number in self.ended if number <= _newest(self.checkpoints)
+                }  # training may have gone back
                 self._note_due()
             if self.running is None and self.waiting is not None:
                 (step, checkpoint), self.waiting = self.waiting, None
@@ -119,13 +134,19 @@ class Evaluations(Callback):
 
     def _note_due(self) -> None:
         """The newest checkpoint that is due waits for its turn; an older one that waited loses it."""
-        due = [(step, path) for path in self.checkpoints.folder.glob("step_*") if self._is_due(step := _step(path))]
+        due = [
+            (step, path)
+            for path in self.checkpoints.folder.glob("step_*")
+            if self._is_due(step := _step(path))
+        ]
         busy = [self.running.step] if self.running else []
         step, path = max(due, default=(0, None))
         if path is None or step in busy or (self.waiting is not None and step <= self.waiting[0]):
             return
         if self.waiting is not None:
-            self._say(f"evaluation of step {self.waiting[0]} is left out: that of step {busy[0]} still runs, and step {step} is due")
+            self._say(
+                f"evaluation of step {self.waiting[0]} is left out: that of step {busy[0]} still runs, and step {step} is due"
+            )
         elif busy:
             self._say(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
         self.waiting = step, path
@@ -135,12 +156,20 @@ class Evaluations(Callback):
         # Older ones were evaluated, or left out for a newer one; a later one than the newest good one is damaged.
         if not max(self.ended, default=0) < step <= _newest(self.checkpoints):
             return False
-        return bool(self.settings.interval and step % self.settings.interval == 0) or (self.settings.at_end and step == self.steps)
+        return bool(self.settings.interval and step % self.settings.interval == 0) or (
+            self.settings.at_end and step == self.steps
+        )
 
     def _start(self, step: int, checkpoint: Path) -> None:
         out = self._out(checkpoint)
         out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pretrain.report.evaluation_process", str(os.getpid()), *self._command(checkpoint)]
+        command = [
+            sys.executable,
+            "-m",
+            "pretrain.report.evaluation_process",
+            str(os.getpid()),
+            *self._command(checkpoint),
+        ]
         with (out / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -168,8 +197,14 @@ class Evaluations(Callback):
         self.ended.add(running.step)
         self._note_use()
         out = self._out(running.checkpoint)
-        scores = _scores(out, running.checkpoint) if code in (0, 1) and not late else {}  # 1: a task failed, the others have theirs
-        fault = f"not done within {self.settings.timeout_minutes:g} minutes" if late else _fault(code, out / "log")
+        scores = (
+            _scores(out, running.checkpoint) if code in (0, 1) and not late else {}
+        )  # 1: a task failed, the others have theirs
+        fault = (
+            f"not done within {self.settings.timeout_minutes:g} minutes"
+            if late
+            else _fault(code, out / "log")
+        )
         if code == 0:
             fault = "" if scores else "it wrote no scores"
         line: dict[str, Any] = {
@@ -197,12 +232,21 @@ class Evaluations(Callback):
             undone.append(self.waiting[1])
         for checkpoint in undone:
             command = shlex.join(["python", *self._command(checkpoint)[1:]])
-            self._say(f"evaluation of step {_step(checkpoint)} is not done; a resumed training starts it again, or: {command}")
+            self._say(
+                f"evaluation of step {_step(checkpoint)} is not done; a resumed training starts it again, or: {command}"
+            )
 
     def _command(self, checkpoint: Path) -> list[str]:
         settings = self.settings
         limit = [] if settings.limit is None else ["--limit", str(settings.limit)]
-        options = ["--suite", settings.suite, "--out", str(self._out(checkpoint)), "--device", settings.device]
+        options = [
+            "--suite",
+            settings.suite,
+            "--out",
+            str(self._out(checkpoint)),
+            "--device",
+            settings.device,
+        ]
         options.append("--retry")  # results of a step that was trained anew are of other weights
         options += ["--merge", str(settings.merge)] if self._averaged(checkpoint) else []
         return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
@@ -212,7 +256,11 @@ class Evaluations(Callback):
 
     def _averaged(self, checkpoint: Path) -> list[Path]:
         """The checkpoints whose average is evaluated beside this one; none while there are too few."""
-        older = (path for path in self.checkpoints.folder.glob("step_*") if _step(path) <= _step(checkpoint))
+        older = (
+            path
+            for path in self.checkpoints.folder.glob("step_*")
+            if _step(path) <= _step(checkpoint)
+        )
         found = sorted(older, key=_step)[-(self.settings.merge or 1) :]
         return found if len(found) == self.settings.merge else []
 
@@ -220,7 +268,10 @@ class Evaluations(Callback):
         """No checkpoint that is read, or will be, goes for a newer one."""
         used = [self.running.checkpoint] if self.running else []
         used += [self.waiting[1]] if self.waiting else []
-        self.checkpoints.in_use = {*used, *(path for checkpoint in used for path in self._averaged(checkpoint))}
+        self.checkpoints.in_use = {
+            *used,
+            *(path for checkpoint in used for path in self._averaged(checkpoint)),
+        }
 
     def _say(self, text: str) -> None:
         for logger in self.loggers:
@@ -232,7 +283,11 @@ class Evaluations(Callback):
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
     """The variables of an evaluation's process: not those of a rank, threads of its own, and on a CPU no GPU to be seen."""
-    kept = {name: value for name, value in inherited.items() if name not in _RANKS and not name.startswith(_LAUNCHERS)}
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _RANKS and not name.startswith(_LAUNCHERS)
+    }
     kept["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 4))
     kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
     if device == "cpu":
@@ -252,12 +307,20 @@ def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
                 continue
             raw, average = json.loads(file.read_bytes()), _AVERAGE.search(file.parent.name)
             label = str(raw["label"]) + (f" (average of {average[1]})" if average else "")
-            found[label] = {"value": float(raw["value"]), "stderr": raw["stderr"], "metric": raw["metric"]}
+            found[label] = {
+                "value": float(raw["value"]),
+                "stderr": raw["stderr"],
+                "metric": raw["metric"],
+            }
     return found
 
 
 def _with_error(score: Mapping[str, Any]) -> str:
-    return f"{score['value']:.4f}" if score["stderr"] is None else f"{score['value']:.4f} ± {score['stderr']:.4f}"
+    return (
+        f"{score['value']:.4f}"
+        if score["stderr"] is None
+        else f"{score['value']:.4f} ± {score['stderr']:.4f}"
+    )
 
 
 def _fault(code: int | None, log: Path) -> str:
@@ -306,7 +369,15 @@ def check_suite(settings: EvaluateConfig) -> None:
     if not settings.wanted:
         return
     command = [sys.executable, "-m", "tools.evaluate", "--list", "--suite", settings.suite]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(os.environ, "cpu"))
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment(os.environ, "cpu"),
+    )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix("tools.evaluate: error: ")
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix(
+            "tools.evaluate: error: "
+        )
         raise ConfigError(f"evaluate.suite = '{settings.suite}': {last}")

@@ -76,7 +76,11 @@ class Console(Callback):
             return
         mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
         mfu += f" (dense {record.dense_mfu:.1%})" if record.dense_mfu is not None else ""
-        dense = f" (dense {record.dense_tflops_per_device:.3g})" if record.dense_tflops_per_device is not None else ""
+        dense = (
+            f" (dense {record.dense_tflops_per_device:.3g})"
+            if record.dense_tflops_per_device is not None
+            else ""
+        )
         note = "  SPIKE" if math.isfinite(record.grad_norm) else "  NOT FINITE"
         note = f"{note}, step skipped" if record.skipped else ""
         print(
@@ -88,7 +92,10 @@ class Console(Callback):
         )
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
-        print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
+        print(
+            f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()),
+            flush=True,
+        )
 
     def on_message(self, text: str) -> None:
         print(text, flush=True)
@@ -127,7 +134,9 @@ class TensorBoard(Callback):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         # What SummaryWriter(purge_step=...) writes, which a rewind needs in the middle of a file.
-        self.writer._get_file_writer().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
+        self.writer._get_file_writer().add_event(
+            Event(session_log=SessionLog(status=SessionLog.START)), step + 1
+        )
 
     def on_step(self, record: StepRecord) -> None:
         if record.step % self.interval == 0:
@@ -177,7 +186,10 @@ class Wandb(Callback):
         self.run.define_metric("*", step_metric="step")
         self.interval = config.log.interval
         if self.run.offline:
-            print(f"Weights & Biases: offline; upload with: wandb sync {folder / 'wandb' / 'offline-run-*'}", flush=True)
+            print(
+                f"Weights & Biases: offline; upload with: wandb sync {folder / 'wandb' / 'offline-run-*'}",
+                flush=True,
+            )
         elif not self.run.disabled:
             print(f"Weights & Biases: online, {self.run.url}", flush=True)
 
@@ -225,7 +237,9 @@ def kernels_told(say: Say) -> Iterator[None]:
 
         def flush(self) -> None:
             if chosen:
-                said = [f"{choice} for {', '.join(operations)}" for choice, operations in chosen.items()]
+                said = [
+                    f"{choice} for {', '.join(operations)}" for choice, operations in chosen.items()
+                ]
                 say(f"kernels: {'; '.join(said)}")
                 chosen.clear()
 
@@ -243,7 +257,11 @@ def kernels_told(say: Say) -> Iterator[None]:
 
 def _scalars(record: StepRecord) -> dict[str, Any]:
     values = record.as_dict()
-    return {name: value for name, value in values.items() if name not in ("step", "skipped", "passed_over") and value is not None}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("step", "skipped", "passed_over") and value is not None
+    }
 
 
 def _wandb_mode() -> str:

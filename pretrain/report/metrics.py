@@ -24,9 +24,13 @@ class StepRecord:
     mfu: float | None  # share of the named device's peak; None where no peak is named (CPU)
     peak_memory_bytes: int  # largest over the ranks
     eta_seconds: float
-    dense_tflops_per_device: float | None = None  # over whole sequences; None where that is what tflops_per_device counts
+    dense_tflops_per_device: float | None = (
+        None  # over whole sequences; None where that is what tflops_per_device counts
+    )
     dense_mfu: float | None = None  # as mfu, of that
-    passed_over: int = 0  # samples before this step's that no step learnt from, going back from spikes
+    passed_over: int = (
+        0  # samples before this step's that no step learnt from, going back from spikes
+    )
 
     def as_dict(self) -> dict[str, Any]:
         """For loggers."""
@@ -42,9 +46,19 @@ class Meter:
     """
 
     def __init__(
-        self, *, step_tokens: int, flops_per_token: float, world_size: int, peak_tflops: float | None, dense_flops: float | None = None
+        self,
+        *,
+        step_tokens: int,
+        flops_per_token: float,
+        world_size: int,
+        peak_tflops: float | None,
+        dense_flops: float | None = None,
     ) -> None:
-        self.step_tokens, self.flops_per_token, self.dense_flops = step_tokens, flops_per_token, dense_flops
+        self.step_tokens, self.flops_per_token, self.dense_flops = (
+            step_tokens,
+            flops_per_token,
+            dense_flops,
+        )
         self.world_size, self.peak_tflops = world_size, peak_tflops
         self.last = time.monotonic()
         self.mean: float | None = None
@@ -64,7 +78,9 @@ class Meter:
         self.mean = seconds if self.mean is None else 0.9 * self.mean + 0.1 * seconds
         rate = self.step_tokens / seconds
         tflops, mfu = self._spent(rate, self.flops_per_token)
-        dense_tflops, dense_mfu = self._spent(rate, self.dense_flops) if self.dense_flops else (None, None)
+        dense_tflops, dense_mfu = (
+            self._spent(rate, self.dense_flops) if self.dense_flops else (None, None)
+        )
         return {
             "step_seconds": seconds,
             "tokens_per_second": rate,
@@ -72,7 +88,8 @@ class Meter:
             "mfu": mfu,
             "dense_tflops_per_device": dense_tflops,
             "dense_mfu": dense_mfu,
-            "eta_seconds": steps_left * self.mean + sum(count * self._pause(kind) for kind, count in pauses_left.items()),
+            "eta_seconds": steps_left * self.mean
+            + sum(count * self._pause(kind) for kind, count in pauses_left.items()),
         }
 
     def _spent(self, rate: float, flops_per_token: float) -> tuple[float, float | None]:

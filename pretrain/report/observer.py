@@ -19,7 +19,12 @@ PREFIX = "diagnostics/"
 
 def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
     """The blocks of a rank's model chunks by their number (from 0) in the whole model."""
-    blocks = [module for model in models for module in model.modules() if isinstance(module, MegatronBlock)]
+    blocks = [
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, MegatronBlock)
+    ]
     return {block.layer_number - 1: block for block in blocks}
 
 
@@ -60,9 +65,17 @@ def together(*watches: Watch) -> Watch:
 
 def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
     """All pipeline stages' values on the first of them, in the layers' order; its own on the others."""
-    group, first = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_pipeline_model_parallel_first_rank()
+    group, first = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_first_rank(),
+    )
     here = torch.distributed.get_rank() == first
     everyone: list[dict[str, float]] = [{}] * group.size()
     torch.distributed.gather_object(found, everyone if here else None, dst=first, group=group)
     # Interleaved stages hold layers by turns; within a layer the order is the look's.
-    return dict(sorted((pair for stage in everyone for pair in stage.items()), key=lambda pair: pair[0].split("/")[0]))
+    return dict(
+        sorted(
+            (pair for stage in everyone for pair in stage.items()),
+            key=lambda pair: pair[0].split("/")[0],
+        )
+    )

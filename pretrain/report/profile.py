@@ -38,12 +38,18 @@ class Profiler:
             return
         name = self.folder / f"step_{step:08}_rank_{rank:05}"
         memory = self.settings.memory
-        with platform.memory_history() if memory and platform.has_cuda() else nullcontext() as snapshot:
+        with (
+            platform.memory_history()
+            if memory and platform.has_cuda()
+            else nullcontext() as snapshot
+        ):
             with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
                 yield told
             # The trace first: a snapshot may take long, and whatever ends it leaves the trace.
             export = trace.export_chrome_trace
-            told.append(_written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path))))
+            told.append(
+                _written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path)))
+            )
             if snapshot is not None:
                 told.append(_written("memory snapshot", name.with_suffix(".pickle"), snapshot))
             elif memory:

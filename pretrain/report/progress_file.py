@@ -59,7 +59,9 @@ class ProgressFile:
             "steps": self.schedule.last_step,
             "consumed_tokens": self.consumed_samples * self.schedule.sample_tokens,
             "total_tokens": self.schedule.total_tokens,
-            "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
+            "checkpoint": str(self.checkpoint.relative_to(self.folder))
+            if self.checkpoint
+            else None,
             "signal": signal,
             "message": message,
             "time": time.time(),
@@ -86,7 +88,11 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("state") not in STATES:
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or content.get("state") not in STATES
+    ):
         return None
     numbers = content.get("step"), content.get("consumed_tokens", 0)
     return content if all(type(number) is int and number >= 0 for number in numbers) else None

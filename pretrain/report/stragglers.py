@@ -53,18 +53,27 @@ class Slowest:
 
     def message(self, limit: float) -> str:
         """One line for people."""
-        who, times = f"slowest rank {self.rank} on node {self.host}", f"{self.ratio:.2f} times the median of {self.compared} ranks"
+        who, times = (
+            f"slowest rank {self.rank} on node {self.host}",
+            f"{self.ratio:.2f} times the median of {self.compared} ranks",
+        )
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
         if self.by == "matmul":
             return f"{who}: {times} in a matrix product by itself {against}"
         if len(self.group) == 1:
             return f"{who}: {times} {against}"
         alone = f"{self.matmul_ratio:.2f} times in a matrix product by itself"
-        which = f"itself {alone}" if self.matmul_ratio >= _half(limit) else "by matrix products alone none of them is slow"
+        which = (
+            f"itself {alone}"
+            if self.matmul_ratio >= _half(limit)
+            else "by matrix products alone none of them is slow"
+        )
         return f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} {against}; {which}"
 
 
-def find_slowest(places: list[Place], busy: list[float], matmul: list[float], limit: float) -> Slowest:
+def find_slowest(
+    places: list[Place], busy: list[float], matmul: list[float], limit: float
+) -> Slowest:
     """The slowest rank by its step's ``busy`` seconds, told apart within its replica by ``matmul`` seconds; lists are by rank.
 
     ``limit``: the ratio from which a rank is worth telling; in a matrix product half of that excess tells ranks of a replica apart.
@@ -74,8 +83,20 @@ def find_slowest(places: list[Place], busy: list[float], matmul: list[float], li
     if len({place.replica for place in places}) == 1:
         rank = max(ranks, key=lambda r: matmul[r])
         ratio = matmul[rank] / typical
-        return Slowest(rank, places[rank].host, ratio, matmul[rank], typical, len(places), tuple(ranks), ratio, "matmul")
-    stages = {place.stage: [busy[r] for r in ranks if places[r].stage == place.stage] for place in places}
+        return Slowest(
+            rank,
+            places[rank].host,
+            ratio,
+            matmul[rank],
+            typical,
+            len(places),
+            tuple(ranks),
+            ratio,
+            "matmul",
+        )
+    stages = {
+        place.stage: [busy[r] for r in ranks if places[r].stage == place.stage] for place in places
+    }
     rank = max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
     stage, seconds = stages[places[rank].stage], busy[rank]
     group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
@@ -83,7 +104,17 @@ def find_slowest(places: list[Place], busy: list[float], matmul: list[float], li
     if matmul[weakest] / typical >= _half(limit):
         rank = weakest
     median = median_low(stage)
-    return Slowest(rank, places[rank].host, seconds / median, seconds, median, len(stage), group, matmul[rank] / typical, "step")
+    return Slowest(
+        rank,
+        places[rank].host,
+        seconds / median,
+        seconds,
+        median,
+        len(stage),
+        group,
+        matmul[rank] / typical,
+        "step",
+    )
 
 
 class Stragglers:
@@ -92,7 +123,11 @@ class Stragglers:
     def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
         """``folder``: the run directory, None on ranks that do not write."""
         self.interval, self.limit, self.folder = interval, limit, folder
-        here = Place(host.node(), parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+        here = Place(
+            host.node(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         self.places: list[Place] = [here] * torch.distributed.get_world_size()
         if interval and len(self.places) > 1:
             torch.distributed.all_gather_object(self.places, here)
@@ -104,18 +139,37 @@ class Stragglers:
 
     def compare(self, step: int, times: StepTimes) -> Slowest:
         """The slowest rank of ``step``, the same answer on every rank."""
-        own = torch.tensor([times.busy, times.waiting, matmul_seconds()], dtype=torch.float64, device=platform.device())
+        own = torch.tensor(
+            [times.busy, times.waiting, matmul_seconds()],
+            dtype=torch.float64,
+            device=platform.device(),
+        )
         everyone = [torch.empty_like(own) for _ in self.places]
         torch.distributed.all_gather(everyone, own)
         busy, waiting, matmul = zip(*(entry.tolist() for entry in everyone), strict=True)
         found = find_slowest(self.places, list(busy), list(matmul), self.limit)
         if self.folder is not None:
-            self._write(self.folder / NAME, step, {"seconds": busy, "waiting_seconds": waiting, "matmul_seconds": matmul}, found)
+            self._write(
+                self.folder / NAME,
+                step,
+                {"seconds": busy, "waiting_seconds": waiting, "matmul_seconds": matmul},
+                found,
+            )
         return found
 
-    def _write(self, path: Path, step: int, seconds: dict[str, tuple[float, ...]], found: Slowest) -> None:
-        line: dict[str, Any] = {"step": step, **{name: [float(f"{s:.4g}") for s in values] for name, values in seconds.items()}}
-        line["slowest"] = {"rank": found.rank, "host": found.host, "ratio": round(found.ratio, 3), "by": found.by}
+    def _write(
+        self, path: Path, step: int, seconds: dict[str, tuple[float, ...]], found: Slowest
+    ) -> None:
+        line: dict[str, Any] = {
+            "step": step,
+            **{name: [float(f"{s:.4g}") for s in values] for name, values in seconds.items()},
+        }
+        line["slowest"] = {
+            "rank": found.rank,
+            "host": found.host,
+            "ratio": round(found.ratio, 3),
+            "by": found.by,
+        }
         line["slowest"] |= {"matmul_ratio": round(found.matmul_ratio, 3), "group": found.group}
         if not self.hosts_told:
             line["hosts"] = [place.host for place in self.places]
@@ -126,8 +180,17 @@ class Stragglers:
 @torch.no_grad()
 def matmul_seconds() -> float:
     """Seconds of a small matrix product on this rank's device, the best of a few; draws no random number."""
-    size, times, dtype = (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)
-    matrix = torch.arange(size * size, device=platform.device()).remainder(251).sub(125).div(64).to(dtype).view(size, size)
+    size, times, dtype = (
+        (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)
+    )
+    matrix = (
+        torch.arange(size * size, device=platform.device())
+        .remainder(251)
+        .sub(125)
+        .div(64)
+        .to(dtype)
+        .view(size, size)
+    )
     product, best = torch.empty_like(matrix), float("inf")
     for _ in range(_PRODUCTS):
         began = platform.Moment()

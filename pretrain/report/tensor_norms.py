@@ -53,21 +53,39 @@ class _Sums:
     def __init__(self, rows: dict[str, int]) -> None:
         self.rows = rows
         # Beside each sum how many elements it is of: none of a moment that is not kept.
-        self.sums = torch.zeros(len(rows), len(KINDS), 2, dtype=torch.float64, device=platform.device())
+        self.sums = torch.zeros(
+            len(rows), len(KINDS), 2, dtype=torch.float64, device=platform.device()
+        )
 
     @contextmanager
     def __call__(self, parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
         mine = _spoken_for(parts())
         before = [_param(one).clone() for one in mine]
-        self._add("gradient", {one.place.key: (one.gradient, one.clipped) for one in mine if one.gradient is not None})
+        self._add(
+            "gradient",
+            {
+                one.place.key: (one.gradient, one.clipped)
+                for one in mine
+                if one.gradient is not None
+            },
+        )
         yield
         mine = _spoken_for(parts())
         self._add("weight", {one.place.key: (_param(one), 1.0) for one in mine})
         for old, one in zip(before, mine, strict=True):
             old.sub_(_param(one))
-        self._add("update", {one.place.key: (old, 1.0) for old, one in zip(before, mine, strict=True)})
+        self._add(
+            "update", {one.place.key: (old, 1.0) for old, one in zip(before, mine, strict=True)}
+        )
         for name in MOMENTS:
-            self._add(name, {one.place.key: (one.tensors[name][: one.numel], 1.0) for one in mine if name in one.tensors})
+            self._add(
+                name,
+                {
+                    one.place.key: (one.tensors[name][: one.numel], 1.0)
+                    for one in mine
+                    if name in one.tensors
+                },
+            )
 
     def norms(self) -> dict[str, float]:
         """``<name>/<kind>`` -> norm, on rank 0, where the host reads them all at once; collective."""
@@ -75,7 +93,12 @@ class _Sums:
         if torch.distributed.get_rank():
             return {}
         told = zip(self.rows, self.sums.tolist(), strict=True)
-        return {f"{name}/{kind}": square**0.5 for name, row in told for kind, (square, count) in zip(KINDS, row, strict=True) if count}
+        return {
+            f"{name}/{kind}": square**0.5
+            for name, row in told
+            for kind, (square, count) in zip(KINDS, row, strict=True)
+            if count
+        }
 
     @torch.no_grad()
     def _add(self, kind: str, found: dict[str, tuple[Tensor, float]]) -> None:
@@ -84,9 +107,13 @@ class _Sums:
             return
         device, tensors = self.sums.device, [tensor for tensor, _ in found.values()]
         norms = torch.stack(torch._foreach_norm(tensors)).to(device, torch.float64)
-        facts = [(self.rows[name], factor, tensor.numel()) for name, (tensor, factor) in found.items()]
+        facts = [
+            (self.rows[name], factor, tensor.numel()) for name, (tensor, factor) in found.items()
+        ]
         rows, factors, counts = torch.tensor(facts, dtype=torch.float64, device=device).unbind(1)
-        self.sums[:, KINDS.index(kind)].index_add_(0, rows.long(), torch.stack(((norms / factors).square(), counts), dim=1))
+        self.sums[:, KINDS.index(kind)].index_add_(
+            0, rows.long(), torch.stack(((norms / factors).square(), counts), dim=1)
+        )
 
 
 def _spoken_for(parts: Iterable[Held]) -> list[Held]:
@@ -100,8 +127,13 @@ def _param(held: Held) -> Tensor:
 
 def _rows(engine: Engine) -> dict[str, int]:
     """The names of all of the model's parameters, numbered alike on every rank; collective over the pipeline."""
-    mine = [global_name(chunk, name) for chunk in engine.models for name, _ in chunk.named_parameters()]
+    mine = [
+        global_name(chunk, name) for chunk in engine.models for name, _ in chunk.named_parameters()
+    ]
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
     torch.distributed.all_gather_object(stages, mine, group=group)
-    return {name: number for number, name in enumerate(dict.fromkeys(name for stage in stages for name in stage))}
+    return {
+        name: number
+        for number, name in enumerate(dict.fromkeys(name for stage in stages for name in stage))
+    }

@@ -36,15 +36,26 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")
 ALL_TRAIN = ("--valid-percent", "0", "--test-percent", "0")
 SMALL_UNITS = ("--unit-mb", "0.001")  # a unit for each row group
-HF = ("--encoder", "hf")  # spares a run gigatoken's self-check, which takes longer than the rest of it
-WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(" ")
+HF = (
+    "--encoder",
+    "hf",
+)  # spares a run gigatoken's self-check, which takes longer than the rest of it
+WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(
+    " "
+)
 Documents = list[tuple[str | None, str | None]]
 
 
 def make_documents(number: int, words: int, seed: int = 0) -> list[tuple[str, str]]:
     """(id, text) of ``number`` documents, each with its own text."""
     random_ = random.Random(seed)
-    return [(f"doc-{seed}-{i}", f"{i}\n    " + " ".join(random_.choices(WORDS, k=random_.randint(1, words)))) for i in range(number)]
+    return [
+        (
+            f"doc-{seed}-{i}",
+            f"{i}\n    " + " ".join(random_.choices(WORDS, k=random_.randint(1, words))),
+        )
+        for i in range(number)
+    ]
 
 
 def rows_with_faults(number: int, seed: int = 11) -> Documents:
@@ -56,9 +67,16 @@ def rows_with_faults(number: int, seed: int = 11) -> Documents:
     return rows
 
 
-def write_parquet(path: Path, documents: Sequence[tuple[str | None, str | None]], row_group_size: int = 100) -> Path:
+def write_parquet(
+    path: Path, documents: Sequence[tuple[str | None, str | None]], row_group_size: int = 100
+) -> Path:
     """A parquet file with the columns id and text, with page checksums."""
-    table = pa.table({"id": pa.array([d[0] for d in documents], pa.string()), "text": pa.array([d[1] for d in documents], pa.string())})
+    table = pa.table(
+        {
+            "id": pa.array([d[0] for d in documents], pa.string()),
+            "text": pa.array([d[1] for d in documents], pa.string()),
+        }
+    )
     pq.write_table(table, path, row_group_size=row_group_size, write_page_checksum=True)
     return path
 
@@ -73,7 +91,12 @@ def command(*arguments: object) -> list[str]:
 
 def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """``python -m data_prep …`` in this process, with these variables, in the folder HERE: exit code and what it said."""
-    here, words, out, err = environment.pop("HERE", str(ROOT)), list(map(str, arguments)), io.StringIO(), io.StringIO()
+    here, words, out, err = (
+        environment.pop("HERE", str(ROOT)),
+        list(map(str, arguments)),
+        io.StringIO(),
+        io.StringIO(),
+    )
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(here)
         for name, value in environment.items():
@@ -95,23 +118,39 @@ def done(*arguments: object, **environment: str) -> str:
 def refused(*arguments: object, code: int = 2, **environment: str) -> str:
     """The one line of a command that fails."""
     result = cli(*arguments, **environment)
-    assert (result.returncode, result.stderr.count("\n")) == (code, 1) and result.stderr.startswith("data_prep: error: "), result
+    assert (result.returncode, result.stderr.count("\n")) == (code, 1) and result.stderr.startswith(
+        "data_prep: error: "
+    ), result
     return result.stderr
 
 
 def little(environment: dict[str, str]) -> dict[str, str]:
     """Hardly a variable but these; which test runs is told to what it starts (tests.mutants asks)."""
-    return {"PYTHONPATH": str(ROOT), "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""), **environment}
+    return {
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""),
+        **environment,
+    }
 
 
 def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command in its own process."""
-    return subprocess.run(command(*arguments), cwd=ROOT, env=little(environment), capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=little(environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program of Python in its own process."""
-    words, known = [sys.executable, "-c", code, *map(str, arguments)], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    words, known = (
+        [sys.executable, "-c", code, *map(str, arguments)],
+        {**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
     return subprocess.run(words, cwd=ROOT, env=known, capture_output=True, text=True, timeout=500)
 
 
@@ -119,14 +158,23 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     """Start ``python -m data_prep …`` in a session of its own, as a terminal does."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command(*arguments), cwd=ROOT, env=little(environment), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command(*arguments),
+        cwd=ROOT,
+        env=little(environment),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     )
 
 
 def children(process: int) -> list[int]:
     """The processes that a process has started and that are still there."""
     try:
-        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [
+            int(child)
+            for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -176,7 +224,10 @@ def copied(folder: Path, to: Path) -> Path:
 
 def merged_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of the merged pairs in a data folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.[bi][id][nx]"))}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("*.[bi][id][nx]"))
+    }
 
 
 def read_split(folder: Path, name: str) -> list[list[int]]:
@@ -192,7 +243,11 @@ def manifest_of(folder: Path) -> Any:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content, but for locks."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != LOCK
+    }
 
 
 def restore(folder: Path, before: dict[str, bytes]) -> None:
@@ -229,7 +284,13 @@ def spoil(folder: Path, how: str) -> None:
     elif verb == "copy":
         path.write_bytes((folder / given).read_bytes())
     elif verb in ("cut", "write", "add"):
-        path.write_bytes(raw[: -int(given)] if verb == "cut" else given.encode() if verb == "write" else raw + given.encode())
+        path.write_bytes(
+            raw[: -int(given)]
+            if verb == "cut"
+            else given.encode()
+            if verb == "write"
+            else raw + given.encode()
+        )
     elif verb == "flip":
         raw[int(given)] ^= 1
         path.write_bytes(raw)
@@ -274,7 +335,10 @@ def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -
     change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    edit_json(folder / "manifest.json", lambda manifest: manifest["units"].update(sha256=digest, count=len(lines)))
+    edit_json(
+        folder / "manifest.json",
+        lambda manifest: manifest["units"].update(sha256=digest, count=len(lines)),
+    )
 
 
 # --- what all tests share ---------------------------------------------------------------------------------------------------------------
@@ -308,13 +372,17 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with bad rows, in five row groups."""
-    return write_parquet(tmp_path_factory.mktemp("rows") / "rows.parquet", rows_with_faults(250), row_group_size=60)
+    return write_parquet(
+        tmp_path_factory.mktemp("rows") / "rows.parquet", rows_with_faults(250), row_group_size=60
+    )
 
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, rows: Path, tokenizer: Path) -> Path:
     """Its five units, done and not merged."""
-    return encode_units(plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, *SMALL_UNITS))
+    return encode_units(
+        plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, *SMALL_UNITS)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -336,13 +404,23 @@ def data(tmp_path: Path, merged: Path) -> Path:
 @pytest.fixture(scope="session")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of 40 row groups."""
-    return write_parquet(tmp_path_factory.mktemp("many") / "many.parquet", make_documents(1600, 60, seed=3), row_group_size=40)
+    return write_parquet(
+        tmp_path_factory.mktemp("many") / "many.parquet",
+        make_documents(1600, 60, seed=3),
+        row_group_size=40,
+    )
 
 
 @pytest.fixture(scope="session")
 def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
     """Its data: 40 units, encoded one after the other in this process."""
-    return merge(encode_units(plan_folder(tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS)))
+    return merge(
+        encode_units(
+            plan_folder(
+                tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS
+            )
+        )
+    )
 
 
 # A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), does to a worker what a broken
@@ -367,14 +445,26 @@ UNITS = 40
 def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
     """A run of 40 units with the mask into TMP/out."""
     (tmp_path / "mask.py").write_text(MASK)
-    options = (*SHARES, *SMALL_UNITS, *HF, "--mask", f"{tmp_path / 'mask.py'}:keep", "--workers", "2")
+    options = (
+        *SHARES,
+        *SMALL_UNITS,
+        *HF,
+        "--mask",
+        f"{tmp_path / 'mask.py'}:keep",
+        "--workers",
+        "2",
+    )
     return ["run", many, "--tokenizer", tokenizer, "--out", tmp_path / "out", *options]
 
 
 def entries(out: Path) -> set[int]:
     """The units that are done; a merge may take the folder away in this moment."""
     with suppress(FileNotFoundError):
-        return {int(name.removesuffix(".json")) for name in os.listdir(out / "shards") if name.endswith(".json")}
+        return {
+            int(name.removesuffix(".json"))
+            for name in os.listdir(out / "shards")
+            if name.endswith(".json")
+        }
     return set()
 
 
@@ -385,4 +475,6 @@ def live(processes: Iterable[int]) -> list[int]:
 
 def unfinished(out: Path) -> list[Path]:
     """Names in OUT and OUT/shards that are no final ones."""
-    return [path for folder in (out, out / "shards") for path in folder.glob(".*") if path.name != LOCK]
+    return [
+        path for folder in (out, out / "shards") for path in folder.glob(".*") if path.name != LOCK
+    ]

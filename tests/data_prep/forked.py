@@ -22,7 +22,9 @@ INTERPRETERS = ("test_crash.py", "test_workers.py")  # the tests of the processe
 class Fork:
     """Worker process forked from the test's process, with the part of `subprocess.Popen` that its parent uses."""
 
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str]
+    ) -> None:
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid:
@@ -60,7 +62,9 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str]) -> Any:
+def start(
+    command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str]
+) -> Any:
     """A worker: a copy that encodes with Hugging Face; gigatoken's threads would not be there, so that one is a process as always."""
     if command[-1] == "hf":
         return Fork(command, pass_fds, env)
@@ -71,5 +75,7 @@ def start(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: M
 def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of a ``run`` that a test calls in its own process."""
     if request.path.name not in INTERPRETERS:
-        stand_in = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+        stand_in = SimpleNamespace(
+            Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+        )
         monkeypatch.setattr(workers, "subprocess", stand_in)

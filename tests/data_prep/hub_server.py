@@ -15,7 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 HERE = "127.0.0.1"
 TOKEN = "hf_a_token_of_the_tests"
-API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+))?)?")
+API = re.compile(
+    r"/api/(datasets|models)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+))?)?"
+)
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -44,10 +46,15 @@ class Hub:
 def running() -> Iterator[Hub]:
     """The servers while they are needed."""
     hub = Hub()
-    servers = [ThreadingHTTPServer((HERE, 0), type("Handler", (_Handler,), {"hub": hub, "stores": stores})) for stores in (0, 1)]
+    servers = [
+        ThreadingHTTPServer((HERE, 0), type("Handler", (_Handler,), {"hub": hub, "stores": stores}))
+        for stores in (0, 1)
+    ]
     hub.endpoint, hub.storage = (f"http://{HERE}:{server.server_address[1]}" for server in servers)
     for server in servers:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
     try:
         yield hub
     finally:
@@ -66,9 +73,20 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()) if self.command == "POST" else {}
+        form = (
+            parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+            if self.command == "POST"
+            else {}
+        )
         path = urlsplit(self.path).path
-        fault = next((statuses.pop(0) for pattern, statuses in self.hub.faults.items() if statuses and re.search(pattern, self.path)), None)
+        fault = next(
+            (
+                statuses.pop(0)
+                for pattern, statuses in self.hub.faults.items()
+                if statuses and re.search(pattern, self.path)
+            ),
+            None,
+        )
         if fault is not None:
             self.close_connection = not fault
             if fault:
@@ -76,12 +94,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.stores:
             if "Authorization" in self.headers:
                 self.hub.strangers.append(path)
-            self.file(next(data for files in self.hub.commits.values() for data in files.values() if sha256(data) == path.strip("/")))
+            self.file(
+                next(
+                    data
+                    for files in self.hub.commits.values()
+                    for data in files.values()
+                    if sha256(data) == path.strip("/")
+                )
+            )
         elif match := RESOLVE.fullmatch(path):
             self.resolve(f"{match[1] or 'models/'}{match[2]}", unquote(match[3]), unquote(match[4]))
         elif match := API.fullmatch(path):
             kind, name, what, revision, below = match.groups()
-            self.api(f"{kind}/{name}", what or "revision", unquote(revision or "main"), unquote(below or ""), form.get("paths", []))
+            self.api(
+                f"{kind}/{name}",
+                what or "revision",
+                unquote(revision or "main"),
+                unquote(below or ""),
+                form.get("paths", []),
+            )
         else:
             self.reply(404, b"{}")
 
@@ -100,15 +131,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, data, **headers)
             return
         start, stop = int(match[1]), min(int(match[2] or len(data) - 1) + 1, len(data))
-        self.reply(206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **headers)
+        self.reply(
+            206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **headers
+        )
 
     def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         """(commit, files), or None after the error that the Hub sends."""
         heads = self.hub.heads.get(name)
         if heads is None:
-            self.reply(401, b'{"error":"Invalid username or password."}', X_Error_Message="Invalid username or password.")
+            self.reply(
+                401,
+                b'{"error":"Invalid username or password."}',
+                X_Error_Message="Invalid username or password.",
+            )
         elif revision not in heads:
-            self.reply(404, b"{}", X_Error_Code="RevisionNotFound", X_Error_Message=f"Invalid rev id: {revision}")
+            self.reply(
+                404,
+                b"{}",
+                X_Error_Code="RevisionNotFound",
+                X_Error_Message=f"Invalid rev id: {revision}",
+            )
         else:
             return heads[revision], self.hub.commits[heads[revision]]
         return None
@@ -122,10 +164,16 @@ class _Handler(BaseHTTPRequestHandler):
             value = [
                 entry
                 for entry in entries
-                if (entry["path"] in paths if paths else f"/{entry['path']}".startswith(f"/{below}/" if below else "/"))
+                if (
+                    entry["path"] in paths
+                    if paths
+                    else f"/{entry['path']}".startswith(f"/{below}/" if below else "/")
+                )
             ]
         if what == "tree" and below and not value:
-            self.reply(404, b"{}", X_Error_Code="EntryNotFound", X_Error_Message=f"{below} does not exist")
+            self.reply(
+                404, b"{}", X_Error_Code="EntryNotFound", X_Error_Message=f"{below} does not exist"
+            )
         else:
             self.reply(200, json.dumps(value).encode(), Content_Type="application/json")
 
@@ -134,12 +182,27 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit, files = found
         if name in self.hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.reply(401, b"{}", X_Error_Code="GatedRepo", X_Error_Message=f"Access to {name} is restricted.")
+            self.reply(
+                401,
+                b"{}",
+                X_Error_Code="GatedRepo",
+                X_Error_Message=f"Access to {name} is restricted.",
+            )
         elif path not in files:
-            self.reply(404, b"{}", X_Error_Code="EntryNotFound", X_Error_Message="Entry not found", X_Repo_Commit=commit)
+            self.reply(
+                404,
+                b"{}",
+                X_Error_Code="EntryNotFound",
+                X_Error_Message="Entry not found",
+                X_Repo_Commit=commit,
+            )
         elif path.endswith(".parquet"):
             digest, size = sha256(files[path]), str(len(files[path]))
-            linked = {"X_Linked_Size": size, "X_Linked_ETag": f'"{digest}"', "Location": f"{self.hub.storage}/{digest}"}
+            linked = {
+                "X_Linked_Size": size,
+                "X_Linked_ETag": f'"{digest}"',
+                "Location": f"{self.hub.storage}/{digest}",
+            }
             self.reply(302, b"", X_Repo_Commit=commit, **linked)
         else:
             self.file(files[path], ETag=f'"{git_hash(files[path])}"', X_Repo_Commit=commit)
@@ -155,9 +218,23 @@ def git_hash(data: bytes) -> str:
 
 def entries_of(files: dict[str, bytes]) -> list[dict[str, Any]]:
     """Every file and folder, as the Hub describes them."""
-    folders = sorted({"/".join(name.split("/")[:depth]) for name in files for depth in range(1, name.count("/") + 1)})
-    found: list[dict[str, Any]] = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+    folders = sorted(
+        {
+            "/".join(name.split("/")[:depth])
+            for name in files
+            for depth in range(1, name.count("/") + 1)
+        }
+    )
+    found: list[dict[str, Any]] = [
+        {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders
+    ]
     for path, data in files.items():
-        lfs = {"lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 134}} if path.endswith(".parquet") else {}
-        found.append({"type": "file", "path": path, "oid": git_hash(data), "size": len(data), **lfs})
+        lfs = (
+            {"lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 134}}
+            if path.endswith(".parquet")
+            else {}
+        )
+        found.append(
+            {"type": "file", "path": path, "oid": git_hash(data), "size": len(data), **lfs}
+        )
     return found

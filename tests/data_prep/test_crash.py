@@ -38,7 +38,14 @@ def work(out: Path) -> None:
     for folder in (out, out / SHARDS):
         remove_leftovers(folder)
     plan = read_plan(out)
-    room.encode_units(out, [unit.number for unit in plan.units if not (out / "manifest.json").exists() and not finished(out, plan, unit)])
+    room.encode_units(
+        out,
+        [
+            unit.number
+            for unit in plan.units
+            if not (out / "manifest.json").exists() and not finished(out, plan, unit)
+        ],
+    )
     room.merge(out)
 
 
@@ -73,11 +80,24 @@ def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """A plan of two units, with bad rows."""
     folder = tmp_path_factory.mktemp("planned")
     file = room.write_parquet(folder / "rows.parquet", room.rows_with_faults(40), row_group_size=25)
-    return room.plan_folder(folder / "out", [file], tokenizer, "--valid-percent", "30", "--test-percent", "0", *room.SMALL_UNITS)
+    return room.plan_folder(
+        folder / "out",
+        [file],
+        tokenizer,
+        "--valid-percent",
+        "30",
+        "--test-percent",
+        "0",
+        *room.SMALL_UNITS,
+    )
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 4))])
-def test_a_death_before_any_call_loses_nothing_that_was_done(tmp_path: Path, planned: Path, first: int) -> None:
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 4))]
+)
+def test_a_death_before_any_call_loses_nothing_that_was_done(
+    tmp_path: Path, planned: Path, first: int
+) -> None:
     """Before every fourth call, of which all are had together; of every fifth, what is begun anew dies too, a few calls later."""
     work(room.copied(planned, tmp_path / "whole"))
     whole, number, most, died = room.snapshot(tmp_path / "whole"), first, 0, True
@@ -85,22 +105,40 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(tmp_path: Path, pla
     while died:
         out = room.copied(planned, tmp_path / f"at-{number}")
         died = dies_at(number, out)
-        found = {name: content for name, content in room.snapshot(out).items() if "/." not in f"/{name}"}
+        found = {
+            name: content for name, content in room.snapshot(out).items() if "/." not in f"/{name}"
+        }
         assert all(content == (shards | whole)[name] for name, content in found.items()), number
-        done = {name.split("/")[1][:5] for name in found if name.endswith(".json") and name.startswith("shards/")}
-        assert all(name in found for name in shards if name.startswith("shards/") and name[7:12] in done and "manifest.json" not in found)
-        assert set(whole) <= set(found) if "manifest.json" in found else len(done) >= most, "a unit that was done is lost"
+        done = {
+            name.split("/")[1][:5]
+            for name in found
+            if name.endswith(".json") and name.startswith("shards/")
+        }
+        assert all(
+            name in found
+            for name in shards
+            if name.startswith("shards/") and name[7:12] in done and "manifest.json" not in found
+        )
+        assert set(whole) <= set(found) if "manifest.json" in found else len(done) >= most, (
+            "a unit that was done is lost"
+        )
         most = len(done)
         if number % 5 == 0:
             dies_at(3 + number % 7, out)
         work(out)
-        assert room.snapshot(out) == whole and not (out / ".unfinished").exists() and not (out / "shards").exists(), number
+        assert (
+            room.snapshot(out) == whole
+            and not (out / ".unfinished").exists()
+            and not (out / "shards").exists()
+        ), number
         shutil.rmtree(out)
         number += 4
     assert number > 20
 
 
-def test_what_gets_its_final_name_is_on_the_disk_before(tmp_path: Path, planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gets_its_final_name_is_on_the_disk_before(
+    tmp_path: Path, planned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced, named, fsync, replace = set[int](), list[str](), os.fsync, os.replace
 
     def syncs(descriptor: int) -> None:
@@ -115,21 +153,35 @@ def test_what_gets_its_final_name_is_on_the_disk_before(tmp_path: Path, planned:
     monkeypatch.setattr(os, "fsync", syncs)
     monkeypatch.setattr(os, "replace", names)
     work(room.copied(planned, tmp_path / "out"))
-    assert {"00000-train.bin", "00001-train.idx", "00001.json", "train.bin", "valid.idx", "units.jsonl", "manifest.json"} <= set(named)
+    assert {
+        "00000-train.bin",
+        "00001-train.idx",
+        "00001.json",
+        "train.bin",
+        "valid.idx",
+        "units.jsonl",
+        "manifest.json",
+    } <= set(named)
 
 
 # --- real processes, killed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", [0, *(pytest.param(moment, marks=pytest.mark.slow) for moment in range(1, 26))])
-def test_sigkill_at_random_moments(tmp_path: Path, masked: list[object], many_made: Path, moment: int) -> None:
+@pytest.mark.parametrize(
+    "moment", [0, *(pytest.param(moment, marks=pytest.mark.slow) for moment in range(1, 26))]
+)
+def test_sigkill_at_random_moments(
+    tmp_path: Path, masked: list[object], many_made: Path, moment: int
+) -> None:
     """Of the parent, of a worker, of both; while units are in work, and a little before and after."""
     chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
     process = room.start(*masked, LOG=str(log), DELAY="0.01")
     wanted = chance.choice([*range(0, room.UNITS, 3), room.UNITS])
     room.wait_until(lambda: len(room.entries(out)) >= wanted or process.poll() is not None)
     workers = room.children(process.pid)
-    for victim in [[process.pid], workers[:1], [process.pid, *workers], [*workers, process.pid]][moment % 4]:
+    for victim in [[process.pid], workers[:1], [process.pid, *workers], [*workers, process.pid]][
+        moment % 4
+    ]:
         room.kill(victim)
     assert "Traceback" not in process.communicate(timeout=120)[1]
     room.wait_until(lambda: not room.live(workers))
@@ -141,7 +193,10 @@ def test_sigkill_at_random_moments(tmp_path: Path, masked: list[object], many_ma
 
 def test_leftovers_of_other_machines_go_after_a_day(tmp_path: Path) -> None:
     mine = temporary(tmp_path / "00001")
-    elsewhere, long_ago = (tmp_path / mine.name.replace(f"~{socket.gethostname()}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
+    elsewhere, long_ago = (
+        tmp_path / mine.name.replace(f"~{socket.gethostname()}~", f"~{name}~")
+        for name in ("elsewhere", "long-ago")
+    )
     for folder in (mine, elsewhere, long_ago):
         folder.mkdir()
         (folder / "train.bin").write_bytes(b"part")
@@ -150,11 +205,15 @@ def test_leftovers_of_other_machines_go_after_a_day(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
-def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(tmp_path: Path, masked: list[object], many_made: Path) -> None:
+def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
+    tmp_path: Path, masked: list[object], many_made: Path
+) -> None:
     out, task = tmp_path / "out", ("--task-id", 0, "--tasks", room.UNITS)
     with lock(out):
         for options in ((), task):
-            assert "another data_prep process is writing" in room.refused(*masked, *options, code=Exit.IN_USE)
+            assert "another data_prep process is writing" in room.refused(
+                *masked, *options, code=Exit.IN_USE
+            )
     with lock(out, shared=True):
         room.refused(*masked, code=Exit.IN_USE)
         assert room.entries(out) == set()
@@ -166,14 +225,23 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(tmp_path: Path, 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
     """flock as NFS has it: of files alone, and a lock of one's own for those alone who may write them."""
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE in (os.O_RDWR, os.O_WRONLY)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (operation & fcntl.LOCK_EX and not writable):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (
+        operation & fcntl.LOCK_EX and not writable
+    ):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     FLOCK(descriptor, operation)
 
 
-def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_works_as_nfs_wants_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fem_common.files.fcntl.flock", flock_of_nfs)
-    with lock(tmp_path, shared=True), lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
+    with (
+        lock(tmp_path, shared=True),
+        lock(tmp_path, shared=True),
+        pytest.raises(UserError, match="another"),
+        Staging(tmp_path),
+    ):
         pass
     with Staging(tmp_path) as staging:
         for other in (lock(tmp_path), lock(tmp_path, shared=True), Staging(tmp_path)):
@@ -190,13 +258,22 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(tmp_path: Path, rows: Path, tokenizer: Path, merged: Path) -> None:
+def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
+    tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
+) -> None:
     """No unit fits, then no merged pair."""
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     command = ["run", "--out", out, *room.HF, "--workers", 1, "--max-bad", "100%"]
-    for limit, done, folder in ((1_000, set(), SHARDS), ((merged / "train.bin").stat().st_size // 2, {*range(5)}, ".unfinished")):
+    for limit, done, folder in (
+        (1_000, set(), SHARDS),
+        ((merged / "train.bin").stat().st_size // 2, {*range(5)}, ".unfinished"),
+    ):
         result = room.python(LIMITED, limit, *command)
-        assert result.returncode == 1 and result.stderr.count("\n") == 1 and "File too large; make room" in result.stderr, result
+        assert (
+            result.returncode == 1
+            and result.stderr.count("\n") == 1
+            and "File too large; make room" in result.stderr
+        ), result
         assert f"{out / folder}" in result.stderr and room.entries(out) == done
         assert not list((out / SHARDS).glob(".*")) and not room.merged_hashes(out), result
     room.done(*command)
@@ -225,16 +302,29 @@ sys.exit(main(sys.argv[4:]))
 """
 
 
-@pytest.mark.parametrize(("lock", "call", "number"), [("none", "fsync", 3), ("none", "replace", 4), ("of this node", "replace", 1)])
-def test_merges_at_once_without_a_working_lock_leave_the_data_whole(shards: Path, merged: Path, lock: str, call: str, number: int) -> None:
-    result = room.python(BESIDE, lock, call, number, "merge", shards, "--max-bad", "100%", BESIDE=BESIDE)
+@pytest.mark.parametrize(
+    ("lock", "call", "number"),
+    [("none", "fsync", 3), ("none", "replace", 4), ("of this node", "replace", 1)],
+)
+def test_merges_at_once_without_a_working_lock_leave_the_data_whole(
+    shards: Path, merged: Path, lock: str, call: str, number: int
+) -> None:
+    result = room.python(
+        BESIDE, lock, call, number, "merge", shards, "--max-bad", "100%", BESIDE=BESIDE
+    )
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
     # Refused as busy, or by a file that the other has moved away, depending on how far it was.
-    assert "met" in result.stdout and (result.returncode, len(errors)) in ((0, 0), (2, 1), (75, 1)), result
+    assert "met" in result.stdout and (result.returncode, len(errors)) in (
+        (0, 0),
+        (2, 1),
+        (75, 1),
+    ), result
     assert room.snapshot(shards) == room.snapshot(merged)
 
 
-def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, masked: list[object]) -> None:
+def test_leftovers_of_the_dead_go_those_of_the_living_stay(
+    tmp_path: Path, masked: list[object]
+) -> None:
     out = tmp_path / "out"
     room.done(*masked, "--task-id", 0, "--tasks", 2)
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()
@@ -242,11 +332,16 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, maske
     mine = temporary(shards / "00001")
     of_another = f"{mine.name.rpartition('~')[0]}~{nobody}"
     of_the_dead = [shards / of_another, out / f".plan.json{of_another.removeprefix('.00001')}"]
-    elsewhere, long_ago = (shards / mine.name.replace(f"~{host}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
+    elsewhere, long_ago = (
+        shards / mine.name.replace(f"~{host}~", f"~{name}~") for name in ("elsewhere", "long-ago")
+    )
     for folder in (mine, of_the_dead[0], elsewhere, long_ago):
         folder.mkdir()
         (folder / "train.bin").write_bytes(b"part")
     of_the_dead[1].write_bytes(b"{")
     os.utime(long_ago, times=(time.time() - 100_000,) * 2)
     room.done(*masked, "--task-id", 1, "--tasks", 2)
-    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {mine, elsewhere}
+    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {
+        mine,
+        elsewhere,
+    }

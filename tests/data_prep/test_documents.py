@@ -15,13 +15,27 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.encode.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
+from data_prep.encode.documents import (
+    BAD_ROWS_LISTED,
+    Selection,
+    Settings,
+    add_settings_arguments,
+    settings_of,
+)
 from data_prep.encode.splits import SPLITS, Split, fitting, hash64, hash_ids
 from data_prep.sources import Rows
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
 
-PIECES = [b"plain ", "é".encode(), "東京".encode(), "🙂".encode(), b"\x00", "\U0010ffff".encode(), "\ud7ff\ue000\uffff".encode()]
+PIECES = [
+    b"plain ",
+    "é".encode(),
+    "東京".encode(),
+    "🙂".encode(),
+    b"\x00",
+    "\U0010ffff".encode(),
+    "\ud7ff\ue000\uffff".encode(),
+]
 # A lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
 BROKEN = [
     b"\xed\xa0\x80",
@@ -65,7 +79,13 @@ def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
 
     scores, languages = [0.5, 2.5, 3.0, math.nan], ["en", "fr", "EN"]
     return [
-        Row(7 * i, text(), maybe(f"id-{seed}-{i}".encode()), maybe(random_.choice(scores)), maybe(random_.choice(languages)))
+        Row(
+            7 * i,
+            text(),
+            maybe(f"id-{seed}-{i}".encode()),
+            maybe(random_.choice(scores)),
+            maybe(random_.choice(languages)),
+        )
         for i in range(number)
     ]
 
@@ -74,9 +94,19 @@ def arrow(rows: list[Row], form: str = "plain") -> Rows:
     """Rows as sources give them; ``sliced``: as a view into a longer batch."""
     sliced = form == "sliced"
     rows = [rows[0], *rows] if sliced else rows
-    kinds = {"text": pa.large_binary(), "id": pa.large_binary(), "score": pa.float64(), "language": pa.string()}
-    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
-    return Rows(np.array([row.place for row in rows], np.int64)[sliced:], pa.RecordBatch.from_pydict(columns).slice(int(sliced)))
+    kinds = {
+        "text": pa.large_binary(),
+        "id": pa.large_binary(),
+        "score": pa.float64(),
+        "language": pa.string(),
+    }
+    columns = {
+        name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()
+    }
+    return Rows(
+        np.array([row.place for row in rows], np.int64)[sliced:],
+        pa.RecordBatch.from_pydict(columns).slice(int(sliced)),
+    )
 
 
 def batch_of(**columns: Any) -> Rows:
@@ -93,7 +123,10 @@ def is_utf8(text: bytes) -> bool:
 
 def verdict(row: Row, settings: Settings) -> Drop | None:
     """The definition: the first reason that holds."""
-    size, language = len(row.text or b""), settings.languages and row.language not in settings.languages
+    size, language = (
+        len(row.text or b""),
+        settings.languages and row.language not in settings.languages,
+    )
     holds = {
         Drop.NULL_TEXT: row.text is None,
         Drop.EMPTY_TEXT: not row.text,
@@ -101,13 +134,21 @@ def verdict(row: Row, settings: Settings) -> Drop | None:
         Drop.NULL_ID: settings.id_column == "id" and row.id is None,
         Drop.ABOVE_MAX_BYTES: size > settings.max_bytes,
         Drop.BELOW_MIN_BYTES: size < settings.min_bytes,
-        Drop.BELOW_MIN_SCORE: settings.min_score is not None and not (row.score or 0) >= settings.min_score,
+        Drop.BELOW_MIN_SCORE: settings.min_score is not None
+        and not (row.score or 0) >= settings.min_score,
         Drop.OTHER_LANGUAGE: language,
     }
     return next((reason for reason, held in holds.items() if held), None)
 
 
-ALL_FILTERS = Settings(min_score=2.5, languages=("en", "EN"), min_bytes=12, max_bytes=60, valid_percent=20, test_percent=30)
+ALL_FILTERS = Settings(
+    min_score=2.5,
+    languages=("en", "EN"),
+    min_bytes=12,
+    max_bytes=60,
+    valid_percent=20,
+    test_percent=30,
+)
 SETTINGS = {
     "none": Settings(valid_percent=30, test_percent=10),
     "all": ALL_FILTERS,
@@ -128,15 +169,33 @@ RARELY = (("none", "batches"), ("one split", "batches"))
     ],
 )
 def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
-    settings, rows, random_ = SETTINGS[name], fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15), random.Random(3)
-    cuts = sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []  # some batches are empty
-    selection, found, dropped, bad = Selection(settings), list[tuple[Any, ...]](), Counter[Drop](), list[BadRow]()
+    settings, rows, random_ = (
+        SETTINGS[name],
+        fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15),
+        random.Random(3),
+    )
+    cuts = (
+        sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []
+    )  # some batches are empty
+    selection, found, dropped, bad = (
+        Selection(settings),
+        list[tuple[Any, ...]](),
+        Counter[Drop](),
+        list[BadRow](),
+    )
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         whole = arrow(rows, form) if form != "batches" else arrow(rows)
-        documents, reasons, bads = selection.of(Rows(whole.places[start:stop], whole.batch.slice(start, stop - start)))
+        documents, reasons, bads = selection.of(
+            Rows(whole.places[start:stop], whole.batch.slice(start, stop - start))
+        )
         assert documents.texts.type == pa.large_string() and documents.ids.type == pa.large_binary()
         documents.texts.validate(full=True)
-        columns = (documents.texts.to_pylist(), documents.ids.to_pylist(), documents.splits.tolist(), documents.places.tolist())
+        columns = (
+            documents.texts.to_pylist(),
+            documents.ids.to_pylist(),
+            documents.splits.tolist(),
+            documents.places.tolist(),
+        )
         found += zip(*columns, strict=True)
         assert documents.text_bytes == sum(len(text.encode()) for text in columns[0])
         dropped, bad = dropped + reasons, bad + bads
@@ -145,23 +204,45 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
     ids = [(row.text if settings.id_column == "text" else row.id) or b"" for row in kept]
     splits = [SPLITS.index(settings.split.of(document_id)) for document_id in ids]
     places = [row.place for row in kept]
-    assert found == list(zip([(row.text or b"").decode() for row in kept], ids, splits, places, strict=True)) and 100 < len(kept) < len(
-        rows
-    )
+    assert found == list(
+        zip([(row.text or b"").decode() for row in kept], ids, splits, places, strict=True)
+    ) and 100 < len(kept) < len(rows)
     assert dropped == Counter(reason for reason in verdicts if reason) and all(dropped.values())
-    expected = [(row.place, reason) for row, reason in zip(rows, verdicts, strict=True) if reason and not reason.asked_for]
-    assert [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]] == expected[:BAD_ROWS_LISTED] and len(expected) > BAD_ROWS_LISTED
+    expected = [
+        (row.place, reason)
+        for row, reason in zip(rows, verdicts, strict=True)
+        if reason and not reason.asked_for
+    ]
+    assert [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]] == expected[
+        :BAD_ROWS_LISTED
+    ] and len(expected) > BAD_ROWS_LISTED
     assert form == "batches" or len(bad) == BAD_ROWS_LISTED
 
 
 def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
     """All sequences of two bytes, and around the borders of three and four: Python's decoder is the judge."""
     texts = [bytes([a, b]) for a in range(0x70, 256) for b in range(256)]
-    texts += [bytes([a, b, c]) for a in range(0xE0, 0xF0) for b in range(0x7E, 0xC2) for c in (0x7F, 0x80, 0xBF, 0xC0)]
-    texts += [bytes([a, b, 0x80, c]) for a in range(0xEF, 0xF6) for b in range(0x7E, 0xC2) for c in (0x7F, 0x80, 0xBF, 0xC0)]
-    documents, dropped, _ = Selection(Settings()).of(arrow([Row(i, text, b"id") for i, text in enumerate(texts)]))
+    texts += [
+        bytes([a, b, c])
+        for a in range(0xE0, 0xF0)
+        for b in range(0x7E, 0xC2)
+        for c in (0x7F, 0x80, 0xBF, 0xC0)
+    ]
+    texts += [
+        bytes([a, b, 0x80, c])
+        for a in range(0xEF, 0xF6)
+        for b in range(0x7E, 0xC2)
+        for c in (0x7F, 0x80, 0xBF, 0xC0)
+    ]
+    documents, dropped, _ = Selection(Settings()).of(
+        arrow([Row(i, text, b"id") for i, text in enumerate(texts)])
+    )
     expected = [i for i, text in enumerate(texts) if is_utf8(text)]
-    assert documents.places.tolist() == expected and dropped == {Drop.INVALID_UTF8: len(texts) - len(expected)} and expected
+    assert (
+        documents.places.tolist() == expected
+        and dropped == {Drop.INVALID_UTF8: len(texts) - len(expected)}
+        and expected
+    )
 
 
 def test_bad_rows_say_what_is_wrong_and_a_row_at_a_limit_is_in() -> None:
@@ -173,19 +254,34 @@ def test_bad_rows_say_what_is_wrong_and_a_row_at_a_limit_is_in() -> None:
         Row(50, b"fivee", b"4"),
     ]
     documents, dropped, bad = Selection(Settings(min_bytes=4, max_bytes=4)).of(arrow(rows))
-    assert bad == [BadRow(20, Drop.INVALID_UTF8, "byte 3: invalid continuation byte"), BadRow(30, Drop.NULL_ID)]
+    assert bad == [
+        BadRow(20, Drop.INVALID_UTF8, "byte 3: invalid continuation byte"),
+        BadRow(30, Drop.NULL_ID),
+    ]
     assert documents.places.tolist() == [10, 40] and dropped[Drop.ABOVE_MAX_BYTES] == 1
 
 
-SCORES = [[1, 3, None], pa.array([1.0, 3.0, None], pa.float32()), ["1", "3e0", "three"], ["", "3", None]]
+SCORES = [
+    [1, 3, None],
+    pa.array([1.0, 3.0, None], pa.float32()),
+    ["1", "3e0", "three"],
+    ["", "3", None],
+]
 
 
 def test_a_filter_takes_a_column_of_any_type_that_can_be_read_so() -> None:
     for scores in SCORES:
-        documents, dropped, bad = Selection(Settings(min_score=2, score_column="rating")).of(batch_of(rating=pa.array(scores)))
-        assert documents.places.tolist() == [10] and (dropped, bad) == ({Drop.BELOW_MIN_SCORE: 2}, [])
+        documents, dropped, bad = Selection(Settings(min_score=2, score_column="rating")).of(
+            batch_of(rating=pa.array(scores))
+        )
+        assert documents.places.tolist() == [10] and (dropped, bad) == (
+            {Drop.BELOW_MIN_SCORE: 2},
+            [],
+        )
     for column in (pa.nulls(2), pa.array([True, False]), pa.array([1.5, None])):
-        rows = batch_of(score=pa.array([True, None]) if column.null_count < 2 else column, language=column)
+        rows = batch_of(
+            score=pa.array([True, None]) if column.null_count < 2 else column, language=column
+        )
         assert Selection(Settings(languages=("en",))).of(rows)[1] == {Drop.OTHER_LANGUAGE: 2}
         assert Selection(Settings(min_score=0)).of(rows)[1] == {Drop.BELOW_MIN_SCORE: 2}
         assert Selection(Settings()).of(rows)[1] == {}
@@ -194,12 +290,24 @@ def test_a_filter_takes_a_column_of_any_type_that_can_be_read_so() -> None:
 # --- splits -----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shares", [(0, 0), (2, 2), (0, 5), (5, 0), (1e-9, 1e-12), (33.333, 66.666), (99.999999, 0), (12.5, 25)])
-def test_split_of_hashes_is_split_of_ids_to_the_last_bit(shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "shares",
+    [(0, 0), (2, 2), (0, 5), (5, 0), (1e-9, 1e-12), (33.333, 66.666), (99.999999, 0), (12.5, 25)],
+)
+def test_split_of_hashes_is_split_of_ids_to_the_last_bit(
+    shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     split, random_ = Split(*shares), random.Random(5)
-    borders = [int(share / 100 * 2**64) for share in (split.test_percent, split.test_percent + split.valid_percent)]
-    hashes = {0, 1, 2**63, 2**64 - 1} | {border + step for border in borders for step in range(-3000, 3000)}
-    inside = sorted(value for value in hashes if 0 <= value < 2**64) + [random_.randrange(2**64) for _ in range(2000)]
+    borders = [
+        int(share / 100 * 2**64)
+        for share in (split.test_percent, split.test_percent + split.valid_percent)
+    ]
+    hashes = {0, 1, 2**63, 2**64 - 1} | {
+        border + step for border in borders for step in range(-3000, 3000)
+    }
+    inside = sorted(value for value in hashes if 0 <= value < 2**64) + [
+        random_.randrange(2**64) for _ in range(2000)
+    ]
     expected = []
     for value in inside:
         monkeypatch.setattr("data_prep.encode.splits.hash64", lambda _, value=value: value)
@@ -211,7 +319,10 @@ def test_split_of_hashes_is_split_of_ids_to_the_last_bit(shares: tuple[float, fl
 def test_hashes_are_hash64_of_each_id() -> None:
     ids = [b"", b"a", "é".encode(), bytes(1000), b"doc-1"]
     for purpose in (b"", b"tokenizer"):
-        for array in (pa.array(ids, pa.large_binary()), pa.array([b"x", b"y", *ids, b"z"], pa.large_binary())[2:7]):
+        for array in (
+            pa.array(ids, pa.large_binary()),
+            pa.array([b"x", b"y", *ids, b"z"], pa.large_binary())[2:7],
+        ):
             assert hash_ids(array, purpose).tolist() == [hash64(value, purpose) for value in ids]
     assert hash64(b"doc-1") == 0x56F47A285F34F541  # a split must never move between versions
     assert hash_ids(pa.array([], pa.large_binary())).tolist() == []
@@ -226,7 +337,10 @@ def test_the_shares_that_fit_leave_no_split_empty() -> None:
         assert found or len(hashes) < 20
         if found:
             assert len(np.unique(found.of_hashes(hashes))) == len(found.names) == len(split.names)
-            assert found.valid_percent >= split.valid_percent and found.test_percent >= split.test_percent
+            assert (
+                found.valid_percent >= split.valid_percent
+                and found.test_percent >= split.test_percent
+            )
 
 
 # --- settings and masks -----------------------------------------------------------------------------------------------------------------
@@ -241,11 +355,21 @@ def parse(*options: str) -> Settings:
 def test_options_become_settings() -> None:
     assert parse() == Settings() and Settings().columns.extra == ()
     options = "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l --language en --language fr --language en"
-    settings = parse(*options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split())
-    assert settings == Settings("t", "i", "s", "l", 2.5, ("en", "fr"), 3, 9, valid_percent=1.0, test_percent=0.0)
-    assert (settings.columns.text, settings.columns.id, settings.columns.extra) == ("t", "i", ("s", "l"))
+    settings = parse(
+        *options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split()
+    )
+    assert settings == Settings(
+        "t", "i", "s", "l", 2.5, ("en", "fr"), 3, 9, valid_percent=1.0, test_percent=0.0
+    )
+    assert (settings.columns.text, settings.columns.id, settings.columns.extra) == (
+        "t",
+        "i",
+        ("s", "l"),
+    )
     assert Settings.from_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert Settings(min_score=1, languages=("en",), score_column="x", language_column="x").columns.extra == ("x",)
+    assert Settings(
+        min_score=1, languages=("en",), score_column="x", language_column="x"
+    ).columns.extra == ("x",)
 
 
 DEDUPLICATE = """
@@ -268,30 +392,69 @@ def masked(folder: Path, code: str, *options: str) -> Settings:
     return parse("--mask", f"{folder / 'mask.py'}:keep", *options)
 
 
-def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(tmp_path: Path) -> None:
+def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "duplicates.txt").write_text("id-4 id-99")
     settings = masked(tmp_path, DEDUPLICATE, "--min-bytes", "2")
     assert settings.columns.extra == ("url",)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["duplicates.txt", "mask.py"]  # nothing is left beside it
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "duplicates.txt",
+        "mask.py",
+    ]  # nothing is left beside it
     texts = pa.array([b"one", None, b"\xff\xff", b"2", b"three", b"four"], pa.large_binary())
     ids = pa.array([b"\xff1", b"id-1", b"id-2", b"id-3", b"id-4", b"id-5"], pa.large_binary())
     selection = Selection(settings)
-    documents, dropped, bad = selection.of(batch_of(text=texts, id=ids, url=pa.array(["u0", "u1", "u2", "u3", "bad", "u5"])), "x.parquet")
-    assert documents.texts.to_pylist() == ["one", "four"] and documents.ids.to_pylist() == [b"\xff1", b"id-5"] and len(bad) == 2
-    assert dropped == {Drop.NULL_TEXT: 1, Drop.INVALID_UTF8: 1, Drop.BELOW_MIN_BYTES: 1, Drop.MASKED: 1}
+    documents, dropped, bad = selection.of(
+        batch_of(text=texts, id=ids, url=pa.array(["u0", "u1", "u2", "u3", "bad", "u5"])),
+        "x.parquet",
+    )
+    assert (
+        documents.texts.to_pylist() == ["one", "four"]
+        and documents.ids.to_pylist() == [b"\xff1", b"id-5"]
+        and len(bad) == 2
+    )
+    assert dropped == {
+        Drop.NULL_TEXT: 1,
+        Drop.INVALID_UTF8: 1,
+        Drop.BELOW_MIN_BYTES: 1,
+        Drop.MASKED: 1,
+    }
     assert selection.mask is not None
     ((batch, kinds, *where),) = selection.mask.function.__globals__["seen"]
-    assert batch == {"url": ["u0", "bad", "u5"], "id": ["\ufffd1", "id-4", "id-5"], "text": ["one", "three", "four"]}
-    assert dict(zip(batch, kinds, strict=True)) == {"url": "string", "id": "large_string", "text": "large_string"}
+    assert batch == {
+        "url": ["u0", "bad", "u5"],
+        "id": ["\ufffd1", "id-4", "id-5"],
+        "text": ["one", "three", "four"],
+    }
+    assert dict(zip(batch, kinds, strict=True)) == {
+        "url": "string",
+        "id": "large_string",
+        "text": "large_string",
+    }
     assert where == [[0, 40, 50], "int64", "x.parquet"]
 
 
 def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
     code = "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for v in batch['text'].to_pylist()])\n"
-    selection = Selection(masked(tmp_path, code.replace("    return", "    assert len(places)\n    return"), "--id-column", "text"))
+    selection = Selection(
+        masked(
+            tmp_path,
+            code.replace("    return", "    assert len(places)\n    return"),
+            "--id-column",
+            "text",
+        )
+    )
     assert selection.of(batch_of(text=[b"a", b"c"]))[0].ids.to_pylist() == [b"c"]
-    assert selection.of(batch_of(text=pa.array([None, b""], pa.binary())))[1] == {Drop.NULL_TEXT: 1, Drop.EMPTY_TEXT: 1}
-    for answer in ("np.array([True, False, True])", "pa.array([True, False, True])", "pa.chunked_array([[True], [False, True]])"):
+    assert selection.of(batch_of(text=pa.array([None, b""], pa.binary())))[1] == {
+        Drop.NULL_TEXT: 1,
+        Drop.EMPTY_TEXT: 1,
+    }
+    for answer in (
+        "np.array([True, False, True])",
+        "pa.array([True, False, True])",
+        "pa.chunked_array([[True], [False, True]])",
+    ):
         code = f"import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    return {answer}\n"
         documents, dropped, _ = Selection(masked(tmp_path, code)).of(batch_of(text=["a", "b", "c"]))
         assert documents.texts.to_pylist() == ["a", "c"] and dropped == {Drop.MASKED: 1}
@@ -305,7 +468,9 @@ def test_the_masks_hash_covers_what_it_reads_and_a_change_is_refused(tmp_path: P
     for name, other in (("duplicates.txt", "id-2"), ("mask.py", DEDUPLICATE + "\n")):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(other)
-        with pytest.raises(UserError, match=r"mask.py \(--mask\) or a file it names has changed since"):
+        with pytest.raises(
+            UserError, match=r"mask.py \(--mask\) or a file it names has changed since"
+        ):
             Selection(settings)
         (tmp_path / name).write_text(before)
         assert Selection(Settings.from_json(settings.as_json())).mask is not None

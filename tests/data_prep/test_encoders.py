@@ -18,15 +18,46 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from data_prep.encode import encoders, selfcheck
-from data_prep.encode.encoders import Encoded, Gigatoken, HuggingFace, choose, make, unsettled_documents, unsettled_points
+from data_prep.encode.encoders import (
+    Encoded,
+    Gigatoken,
+    HuggingFace,
+    choose,
+    make,
+    unsettled_documents,
+    unsettled_points,
+)
 from data_prep.encode.selfcheck import PARTS, battery, check, compare
 from data_prep.encode.tokenizer import TokenizerFolder, load_folder
 from fem_common.errors import UserError
 from tests.data_prep import conftest as room
-from tests.data_prep.tokenizers_made import EOD, EXACT, INEXACT, Spec, changed, gpt, llama, texts, write
+from tests.data_prep.tokenizers_made import (
+    EOD,
+    EXACT,
+    INEXACT,
+    Spec,
+    changed,
+    gpt,
+    llama,
+    texts,
+    write,
+)
 
 KINDS = ("gigatoken", "hf")
-LONG = ("1a", "!\n", "a", " ", "\n \t", "don't ", "x'", "!!\r\n", " é漢1", "the quick 12345  \n\n  brown ", "\u3000\u00a0", "\x1c \x1d")
+LONG = (
+    "1a",
+    "!\n",
+    "a",
+    " ",
+    "\n \t",
+    "don't ",
+    "x'",
+    "!!\r\n",
+    " é漢1",
+    "the quick 12345  \n\n  brown ",
+    "\u3000\u00a0",
+    "\x1c \x1d",
+)
 Made = Callable[[str], TokenizerFolder]
 
 
@@ -38,7 +69,10 @@ def lists(encoded: Encoded) -> list[list[int]]:
     """The ids of each document."""
     assert (str(encoded.ids.dtype), str(encoded.offsets.dtype)) == ("uint32", "int64")
     assert (encoded.offsets[0], encoded.offsets[-1]) == (0, len(encoded.ids))
-    return [encoded.ids[start:stop].tolist() for start, stop in zip(encoded.offsets[:-1], encoded.offsets[1:], strict=True)]
+    return [
+        encoded.ids[start:stop].tolist()
+        for start, stop in zip(encoded.offsets[:-1], encoded.offsets[1:], strict=True)
+    ]
 
 
 def as_written(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
@@ -74,7 +108,11 @@ def special_contents(folder: TokenizerFolder) -> list[str]:
 def text_of_the_library(most: int) -> list[str]:
     """Modules of the standard library."""
     files = sorted(Path(os.__file__).parent.rglob("*.py"))
-    return [file.read_bytes().decode("utf-8", "replace") for file in files[: 2 * most] if "site-packages" not in file.parts][:most]
+    return [
+        file.read_bytes().decode("utf-8", "replace")
+        for file in files[: 2 * most]
+        if "site-packages" not in file.parts
+    ][:most]
 
 
 # --- the ids ----------------------------------------------------------------------------------------------------------------------------
@@ -82,7 +120,9 @@ def text_of_the_library(most: int) -> list[str]:
 
 def some(*names: str) -> list[Any]:
     """Every second name; the others are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(names)]
+    return [
+        pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize("name", some(*EXACT, *INEXACT))
@@ -90,9 +130,15 @@ def test_hugging_face_gives_each_documents_own_ids(made_of: Made, name: str) -> 
     folder = made_of(name)
     strings, special = [*battery(folder, 150, 1000), ""], special_contents(folder)
     encoded = lists(HuggingFace(folder).encode(arrow(strings)))
-    plain = [number for number, string in enumerate(strings) if not any(content in string for content in special)]
+    plain = [
+        number
+        for number, string in enumerate(strings)
+        if not any(content in string for content in special)
+    ]
     assert len(plain) > 300
-    assert [encoded[number] for number in plain] == as_written(folder, [strings[number] for number in plain])
+    assert [encoded[number] for number in plain] == as_written(
+        folder, [strings[number] for number in plain]
+    )
     assert name == "added after special" or encoded == alone(folder, strings)
 
 
@@ -103,7 +149,9 @@ def test_gigatoken_is_exact(made_of: Made, name: str) -> None:
     strings.append("".join(text_of_the_library(40))[: 200_000 if name in ("gpt", "llama") else 0])
     assert compare(HuggingFace(folder), gigatoken, strings) is None
     left = unsettled_documents(*encoders.text_buffers(arrow(strings)), gigatoken.unsettled)
-    assert len(left) < len(strings) / (2 if name == "qwen" else 10), "Hugging Face was compared with itself"
+    assert len(left) < len(strings) / (2 if name == "qwen" else 10), (
+        "Hugging Face was compared with itself"
+    )
 
 
 @pytest.mark.slow
@@ -111,14 +159,24 @@ def test_gigatoken_is_exact(made_of: Made, name: str) -> None:
 def test_gigatoken_is_exact_on_every_code_point_and_much_fuzz(made_of: Made, name: str) -> None:
     folder = made_of(name)
     for seed in range(3):
-        assert compare(HuggingFace(folder), Gigatoken(folder), list(battery(folder, 20_000, 1 if seed == 0 else 50, seed))) is None
+        assert (
+            compare(
+                HuggingFace(folder),
+                Gigatoken(folder),
+                list(battery(folder, 20_000, 1 if seed == 0 else 50, seed)),
+            )
+            is None
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "added after special"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) -> None:
     folder = made_of(name)
-    tokenizer, encoder = Tokenizer.from_file(str(folder.path / "tokenizer.json")), make(folder, kind)
+    tokenizer, encoder = (
+        Tokenizer.from_file(str(folder.path / "tokenizer.json")),
+        make(folder, kind),
+    )
     tokenizer.decoder = tokenizer.decoder or decoders.ByteLevel()
     for content in set(special_contents(folder)) - {"<unk>"}:
         for text in (content, f"a{content}b", f"a {content} b", content * 3, f"{content}\n"):
@@ -133,22 +191,40 @@ LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (models.Unigram([(entry, -1.0) for entry in LOOKED_UP], 0), [[3, 6, 4, 5, 7, 6, 5, 7], [6, 4, 5, 7], [6, 0, 7]]),
+        (
+            models.Unigram([(entry, -1.0) for entry in LOOKED_UP], 0),
+            [[3, 6, 4, 5, 7, 6, 5, 7], [6, 4, 5, 7], [6, 0, 7]],
+        ),
         (
             models.WordPiece(
-                {f"{'##' * part}{entry}": 8 * part + i for part in (0, 1) for i, entry in enumerate(LOOKED_UP)}, unk_token="<unk>"
+                {
+                    f"{'##' * part}{entry}": 8 * part + i
+                    for part in (0, 1)
+                    for i, entry in enumerate(LOOKED_UP)
+                },
+                unk_token="<unk>",
             ),
             [[3, 6, 12, 13, 15, 6, 13, 15], [6, 12, 13, 15], [0]],
         ),
-        (models.WordLevel({entry: i for i, entry in enumerate(LOOKED_UP)}, unk_token="<unk>"), [[3, 0, 0], [0], [0]]),
         (
-            models.BPE({entry: i for i, entry in enumerate(LOOKED_UP)}, [], unk_token="<unk>", ignore_merges=True),
+            models.WordLevel({entry: i for i, entry in enumerate(LOOKED_UP)}, unk_token="<unk>"),
+            [[3, 0, 0], [0], [0]],
+        ),
+        (
+            models.BPE(
+                {entry: i for i, entry in enumerate(LOOKED_UP)},
+                [],
+                unk_token="<unk>",
+                ignore_merges=True,
+            ),
             [[3, 6, 4, 5, 7, 6, 5, 7], [6, 4, 5, 7], [6, 0, 0, 0, 7]],
         ),
     ],
     ids=["Unigram", "WordPiece", "WordLevel", "BPE that ignores merges"],
 )
-def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(tmp_path: Path, model: Any, expected: list[list[int]]) -> None:
+def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(
+    tmp_path: Path, model: Any, expected: list[list[int]]
+) -> None:
     """No document is dropped for the literal EOD in it; of the special ids that of an unknown word alone is in the data."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -170,16 +246,24 @@ def test_batches_slices_and_order_make_no_difference(made_of: Made, name: str, k
         stop = random_.randrange(start, len(strings) + 1)
         assert lists(encoder.encode(whole_texts.slice(start, stop - start))) == whole[start:stop]
     order = random_.sample(range(len(strings)), len(strings))
-    assert lists(encoder.encode(whole_texts.take(pa.array(order)))) == [whole[number] for number in order]
-    assert [lists(encoder.encode(whole_texts.slice(number, 1)))[0] for number in range(60)] == whole[:60]
+    assert lists(encoder.encode(whole_texts.take(pa.array(order)))) == [
+        whole[number] for number in order
+    ]
+    assert [
+        lists(encoder.encode(whole_texts.slice(number, 1)))[0] for number in range(60)
+    ] == whole[:60]
 
 
 def without_type(spec: Spec) -> None:
-    del spec["model"]["type"]  # as GPT-2's first files; Hugging Face tokenizers tells it by the rest
+    del spec["model"][
+        "type"
+    ]  # as GPT-2's first files; Hugging Face tokenizers tells it by the rest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_of_a_tokenizers_settings_reaches_the_ids(tmp_path: Path, made_of: Made, kind: str) -> None:
+def test_what_of_a_tokenizers_settings_reaches_the_ids(
+    tmp_path: Path, made_of: Made, kind: str
+) -> None:
     """Neither truncation, padding, BOS nor a model's type that is left out; the ids of added tokens that are text do."""
     text, plain = "import tensor as the free energy of the mixer", made_of("gpt")
     odd = gpt()
@@ -190,24 +274,40 @@ def test_what_of_a_tokenizers_settings_reaches_the_ids(tmp_path: Path, made_of: 
     spec = json.loads((folder.path / "tokenizer.json").read_bytes())
     without_type(spec)
     (folder.path / "tokenizer.json").write_text(json.dumps(spec))
-    assert lists(make(load_folder(folder.path), kind).encode(arrow([text]))) == as_written(plain, [text]) != [odd.encode(text).ids]
+    assert (
+        lists(make(load_folder(folder.path), kind).encode(arrow([text])))
+        == as_written(plain, [text])
+        != [odd.encode(text).ids]
+    )
     for name in ("added", "added after special"):
         folder = made_of(name)
         number = Tokenizer.from_file(str(folder.path / "tokenizer.json")).token_to_id("<tool>")
         ids = lists(make(folder, kind).encode(arrow([f"a<tool>b{EOD}<|pad|>"])))[0]
-        assert number in ids and folder.eod_id not in ids and number >= 1500 and not {0, 1500 * (name != "added")} & set(ids)
+        assert (
+            number in ids
+            and folder.eod_id not in ids
+            and number >= 1500
+            and not {0, 1500 * (name != "added")} & set(ids)
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "qwen"])
 @pytest.mark.parametrize("window", [40, 61, 1000])
-def test_windows_of_a_long_document_are_exact(made_of: Made, name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_long_document_are_exact(
+    made_of: Made, name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, random_ = made_of(name), random.Random(window)
     encoder = HuggingFace(folder)
     assert encoder.has_windows == (name != "qwen")
     monkeypatch.setattr(encoders, "WINDOW", window)
     monkeypatch.setattr(encoders, "BATCH_BYTES", 1)
-    strings = [part * (4500 // len(part)) for part in LONG] + ["".join(random_.choices(PARTS, k=600)) for _ in range(20)]
-    strings += ["".join(random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80)) for _ in range(30)]
+    strings = [part * (4500 // len(part)) for part in LONG] + [
+        "".join(random_.choices(PARTS, k=600)) for _ in range(20)
+    ]
+    strings += [
+        "".join(random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80))
+        for _ in range(30)
+    ]
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
 
 
@@ -242,12 +342,25 @@ def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
 @pytest.mark.parametrize("composed", [False, True])
 def test_unsettled_documents_are_found(composed: bool) -> None:
     points, random_ = unsettled_points(composed), random.Random(3)
-    assert not points[:0x80].any() and points[0xFDD0] and points[0x10FFFF] and not points[0x10FFFD] and points[0x301] == composed
+    assert (
+        not points[:0x80].any()
+        and points[0xFDD0]
+        and points[0x10FFFF]
+        and not points[0x10FFFD]
+        and points[0x301] == composed
+    )
     strings = []
     for _ in range(3000):
-        drawn = [random_.randrange(random_.choice((0x80, 0x800, 0x10000, 0x110000))) for _ in range(random_.randrange(4))]
+        drawn = [
+            random_.randrange(random_.choice((0x80, 0x800, 0x10000, 0x110000)))
+            for _ in range(random_.randrange(4))
+        ]
         strings.append("".join(chr(point) for point in drawn if not 0xD800 <= point < 0xE000))
-    expected = [number for number, string in enumerate(strings) if any(points[ord(letter)] for letter in string)]
+    expected = [
+        number
+        for number, string in enumerate(strings)
+        if any(points[ord(letter)] for letter in string)
+    ]
     assert 100 < len(expected) < 2900
     assert unsettled_documents(*encoders.text_buffers(arrow(strings)), points).tolist() == expected
     settled = [point for point in np.flatnonzero(~points).tolist() if not 0xD800 <= point < 0xE000]
@@ -256,21 +369,31 @@ def test_unsettled_documents_are_found(composed: bool) -> None:
 
 
 def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
-    folder, strings = made_of("gpt"), ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""]
+    folder, strings = (
+        made_of("gpt"),
+        ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""],
+    )
     encoder = Gigatoken(folder)
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
     assert lists(encoder.encode(arrow(strings).slice(1, 4))) == alone(folder, strings[1:5])
     differs = lists(encoder._encode(*encoders.text_buffers(arrow(["1\U00011de0234"]))))
-    assert differs != alone(folder, ["1\U00011de0234"]), "a digit of Unicode 17 is none of Hugging Face's: if now it is, try a newer one"
+    assert differs != alone(folder, ["1\U00011de0234"]), (
+        "a digit of Unicode 17 is none of Hugging Face's: if now it is, try a newer one"
+    )
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
-def test_gigatoken_is_chosen_where_it_is_exact(made_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigatoken_is_chosen_where_it_is_exact(
+    made_of: Made, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choice = choose(made_of(name), "auto", ["a sample", "</s>" * 300_000])
-    assert (choice.kind, choice.name) == ("gigatoken", "gigatoken 0.10.0") and choice.why.startswith("equal to tokenizers ")
+    assert (choice.kind, choice.name) == (
+        "gigatoken",
+        "gigatoken 0.10.0",
+    ) and choice.why.startswith("equal to tokenizers ")
     assert make(made_of(name), choice.kind).name == choice.name
     monkeypatch.setattr(selfcheck, "check", None)  # not called
     assert choose(made_of("gpt"), "hf", []).why == "asked for"
@@ -290,7 +413,10 @@ def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.Mo
     assert "not gigatoken: " in choose(folder, "auto", []).why
     monkeypatch.setattr(selfcheck, "battery", lambda folder: [])
     fault = selfcheck.answer(folder, ["fine", sample]).fault
-    assert fault is not None and f"differ on {sample[:60]!r}… ({len(sample)} characters) from token " in fault
+    assert (
+        fault is not None
+        and f"differ on {sample[:60]!r}… ({len(sample)} characters) from token " in fault
+    )
 
 
 BROKEN = {
@@ -303,7 +429,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("code", BROKEN)
-def test_a_crash_of_gigatoken_means_hugging_face(made_of: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def test_a_crash_of_gigatoken_means_hugging_face(
+    made_of: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
     (tmp_path / "gigatoken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     if "sleep" in code:
@@ -315,9 +443,15 @@ class PanicException(BaseException):
     """As Rust's panics arrive."""
 
 
-def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
+    made_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = made_of("gpt")
-    encoder, right, strings = Gigatoken(folder), HuggingFace(folder), list(battery(folder, 300, 500))
+    encoder, right, strings = (
+        Gigatoken(folder),
+        HuggingFace(folder),
+        list(battery(folder, 300, 500)),
+    )
 
     class Panicking:
         def encode_batch(self, texts: object, parallel: bool) -> None:
@@ -333,9 +467,15 @@ def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(made_o
             return Encoded(ids, encoded.offsets)
 
     fault = compare(right, Wrong(), strings)
-    assert fault is not None and fault.startswith("wrong and tokenizers ") and compare(right, right, strings) is None
+    assert (
+        fault is not None
+        and fault.startswith("wrong and tokenizers ")
+        and compare(right, right, strings) is None
+    )
     monkeypatch.setattr(encoder, "tokenizer", Panicking())
-    with pytest.raises(UserError, match=r"^gigatoken broke down \(index out of bounds more\); give --encoder hf$"):
+    with pytest.raises(
+        UserError, match=r"^gigatoken broke down \(index out of bounds more\); give --encoder hf$"
+    ):
         encoder.encode(arrow(["a"]))
 
 
@@ -354,31 +494,66 @@ LocalPipelineExecutor(pipeline=[ParquetReader(source), step], tasks=1, logging_d
 
 def widen(entries: int) -> Callable[[Spec], object]:
     """A change: entries that no text reaches, up to a number."""
-    return lambda spec: spec["model"]["vocab"].update({f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)})
+    return lambda spec: spec["model"]["vocab"].update(
+        {f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)}
+    )
 
 
 @pytest.mark.parametrize(
-    ("style", "kind", "entries"), [("gpt", "parquet", 1500), pytest.param("llama", "jsonl", 66_000, marks=pytest.mark.slow)]
+    ("style", "kind", "entries"),
+    [("gpt", "parquet", 1500), pytest.param("llama", "jsonl", 66_000, marks=pytest.mark.slow)],
 )
 def test_files_are_those_of_datatrove(tmp_path: Path, style: str, kind: str, entries: int) -> None:
-    folder = write(tmp_path / "tokenizer", changed(gpt() if style == "gpt" else llama(), widen(entries)))
-    strings, special = [*texts(), *battery(folder, 600, 300), *(text for _, text in room.make_documents(300, 60))], special_contents(folder)
+    folder = write(
+        tmp_path / "tokenizer", changed(gpt() if style == "gpt" else llama(), widen(entries))
+    )
+    strings, special = (
+        [*texts(), *battery(folder, 600, 300), *(text for _, text in room.make_documents(300, 60))],
+        special_contents(folder),
+    )
     strings = [string for string in strings if not any(content in string for content in special)]
-    rows: list[str | None] = [*strings[:300], None, "", *strings[300 : None if entries == 1500 else 400], None]
+    rows: list[str | None] = [
+        *strings[:300],
+        None,
+        "",
+        *strings[300 : None if entries == 1500 else 400],
+        None,
+    ]
     for number, part in enumerate((rows[:200], rows[200:])):
         names = [f"{number}-{place}" for place in range(len(part))]
         (tmp_path / "parquet").mkdir(exist_ok=True)
         (tmp_path / "jsonl").mkdir(exist_ok=True)
-        pq.write_table(pa.table({"id": names, "text": part}), tmp_path / "parquet" / f"{number}.parquet", row_group_size=200)
-        lines = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in zip(names, part, strict=True))
+        pq.write_table(
+            pa.table({"id": names, "text": part}),
+            tmp_path / "parquet" / f"{number}.parquet",
+            row_group_size=200,
+        )
+        lines = "".join(
+            json.dumps({"id": name, "text": text}) + "\n"
+            for name, text in zip(names, part, strict=True)
+        )
         (tmp_path / "jsonl" / f"{number}.jsonl").write_text(lines, encoding="utf-8")
     theirs = tmp_path / "datatrove"
-    result = room.python(DATATROVE, tmp_path / "parquet", folder.path / "tokenizer.json", folder.eod_token, theirs)
+    result = room.python(
+        DATATROVE, tmp_path / "parquet", folder.path / "tokenizer.json", folder.eod_token, theirs
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     for number, options in enumerate((("hf", "--workers", "1"), ("gigatoken", "--unit-mb", "0.1"))):
         out = tmp_path / f"ours-{number}"
-        given = ("--tokenizer", folder.path, "--out", out, *room.ALL_TRAIN, "--max-bad", "1%", "--encoder", *options)
+        given = (
+            "--tokenizer",
+            folder.path,
+            "--out",
+            out,
+            *room.ALL_TRAIN,
+            "--max-bad",
+            "1%",
+            "--encoder",
+            *options,
+        )
         room.done("run", tmp_path / kind, *given)
         for ending in ("bin", "idx"):
-            assert (out / f"train.{ending}").read_bytes() == (theirs / f"00000_tokens.{ending}").read_bytes()
+            assert (out / f"train.{ending}").read_bytes() == (
+                theirs / f"00000_tokens.{ending}"
+            ).read_bytes()
         assert room.manifest_of(out)["dtype"] == ("int32" if entries > 65_536 else "uint16")

@@ -43,7 +43,18 @@ FILES: dict[str, bytes] = {
     "v1/manifest.json": b'{"format": 1}',
     "listed/manifest.json": b"[]",
     "blend.yaml": b"mine: 1\n",
-    **dict.fromkeys(("good.txt", "note", "note.parquet", "kept/valid.bin", "empty/readme.md", "bad/plan.json", "shards/x"), b"{mine"),
+    **dict.fromkeys(
+        (
+            "good.txt",
+            "note",
+            "note.parquet",
+            "kept/valid.bin",
+            "empty/readme.md",
+            "bad/plan.json",
+            "shards/x",
+        ),
+        b"{mine",
+    ),
 }
 TABLES: dict[str, dict[str, list[object]]] = {
     "name": {"text": ["a"], "name": ["b"]},
@@ -113,16 +124,26 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
         (tmp_path / folder).mkdir()
     for name, columns in TABLES.items():
         pq.write_table(pa.table(columns), tmp_path / "tables" / f"{name}.parquet")
-    pq.write_table(pa.table([["a"], ["b"], ["1"]], names=["text", "text", "id"]), tmp_path / "twice.parquet")
+    pq.write_table(
+        pa.table([["a"], ["b"], ["1"]], names=["text", "text", "id"]), tmp_path / "twice.parquet"
+    )
     for name, code in MASKS.items():
         (tmp_path / "masks" / f"{name}.py").write_text(code)
     for number, answer in enumerate(ANSWERS):
         code = f"import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
         (tmp_path / "masks" / f"answer{number}.py").write_text(code)
     raw = corpus.read_bytes()
-    corrupt = bytearray(room.write_parquet(tmp_path / "corrupt.parquet", room.make_documents(300, 40, seed=5)).read_bytes())
+    corrupt = bytearray(
+        room.write_parquet(
+            tmp_path / "corrupt.parquet", room.make_documents(300, 40, seed=5)
+        ).read_bytes()
+    )
     corrupt[len(corrupt) // 2 : len(corrupt) // 2 + 64] = bytes(64)
-    for name, content in (("corpus", raw), ("truncated", raw[: len(raw) // 2]), ("corrupt", bytes(corrupt))):
+    for name, content in (
+        ("corpus", raw),
+        ("truncated", raw[: len(raw) // 2]),
+        ("corrupt", bytes(corrupt)),
+    ):
         (tmp_path / f"{name}.parquet").write_bytes(content)
     room.write_parquet(tmp_path / "none.parquet", [])
     (tmp_path / "link.parquet").symlink_to("corpus.parquet")
@@ -133,12 +154,25 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     return tmp_path
 
 
-def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(spoilt: Path, wording: Wording) -> None:
+def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
+    spoilt: Path, wording: Wording
+) -> None:
     groups = (line.split(": ") for line in COMMANDS.strip().splitlines())
     commands = ["runn", *(f"{begin} {rest}" for begin, ends in groups for rest in ends.split("; "))]
-    commands += [f"inspect {path.relative_to(spoilt)}" for folder in ("mine", "tables") for path in sorted((spoilt / folder).iterdir())]
-    commands += [f"inspect tables/few.parquet --mask {path.relative_to(spoilt)}:keep" for path in sorted((spoilt / "masks").iterdir())]
-    before, told, sha256 = room.snapshot(spoilt), set[str](), room.manifest_of(spoilt / "data")["tokenizer"]["sha256"]
+    commands += [
+        f"inspect {path.relative_to(spoilt)}"
+        for folder in ("mine", "tables")
+        for path in sorted((spoilt / folder).iterdir())
+    ]
+    commands += [
+        f"inspect tables/few.parquet --mask {path.relative_to(spoilt)}:keep"
+        for path in sorted((spoilt / "masks").iterdir())
+    ]
+    before, told, sha256 = (
+        room.snapshot(spoilt),
+        set[str](),
+        room.manifest_of(spoilt / "data")["tokenizer"]["sha256"],
+    )
     for words in commands:
         result = room.cli(*words.split(), HERE=str(spoilt))
         if result.returncode == 0:  # of the tables and masks some are good
@@ -147,13 +181,25 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(spoilt: Path
             ), words
             continue
         assert result.returncode == 2 and not result.stdout, (words, result)
-        assert result.stderr.startswith("data_prep: error: ") and result.stderr.count("\n") == 1 and len(result.stderr) < 700, (
+        assert (
+            result.stderr.startswith("data_prep: error: ")
+            and result.stderr.count("\n") == 1
+            and len(result.stderr) < 700
+        ), (
             words,
             result,
         )
         wording(f"{words}: {result.stderr.removeprefix('data_prep: error: ')}", SHA256=sha256[:12])
         told.add(words)
-    assert len(told) > 130 and {name: content for name, content in room.snapshot(spoilt).items() if not name.endswith("/.lock")} == before
+    assert (
+        len(told) > 130
+        and {
+            name: content
+            for name, content in room.snapshot(spoilt).items()
+            if not name.endswith("/.lock")
+        }
+        == before
+    )
 
 
 TOKENIZERS: dict[str, Callable[[Path], object]] = {
@@ -162,12 +208,18 @@ TOKENIZERS: dict[str, Callable[[Path], object]] = {
     "without EOD": lambda t: (t / "tokenizer_config.json").unlink(),
     "with EOD null": lambda t: (t / "tokenizer_config.json").write_text('{"eos_token": null}'),
     "with no object": lambda t: (t / "tokenizer_config.json").write_text("[]"),
-    "with an EOD that is no entry": lambda t: (t / "tokenizer_config.json").write_text('{"eos_token": "</s>"}'),
-    "with random ids": lambda t: room.edit_json(t / "tokenizer.json", lambda spec: spec["model"].update(dropout=0.1)),
+    "with an EOD that is no entry": lambda t: (t / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>"}'
+    ),
+    "with random ids": lambda t: room.edit_json(
+        t / "tokenizer.json", lambda spec: spec["model"].update(dropout=0.1)
+    ),
 }
 
 
-def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path, wording: Wording) -> None:
+def test_a_tokenizer_that_cannot_be_used_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, wording: Wording
+) -> None:
     for name, damage in TOKENIZERS.items():
         damage(room.copied(tokenizer, tmp_path / name))
         wording(
@@ -183,8 +235,12 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
         Path(f"{tmp_path}/caf\udce9.jsonl").write_bytes(FILES["x.jsonl"])
     except OSError:
         pytest.skip("this file system takes UTF-8 names alone")
-    assert f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it\n" in room.refused("inspect", f"{tmp_path}{inputs}")
-    assert "caf\\udce9/train: its name is not UTF-8" in room.refused("inspect", "hf://datasets/a/b/caf\udce9/train")
+    assert f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it\n" in room.refused(
+        "inspect", f"{tmp_path}{inputs}"
+    )
+    assert "caf\\udce9/train: its name is not UTF-8" in room.refused(
+        "inspect", "hf://datasets/a/b/caf\udce9/train"
+    )
 
 
 # --- memory, help -----------------------------------------------------------------------------------------------------------------------
@@ -195,19 +251,37 @@ def test_want_of_memory_is_one_line(corpus: Path) -> None:
     words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *room.command("inspect", corpus)]
     known = {"PYTHONPATH": str(room.ROOT), "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(words, cwd=room.ROOT, capture_output=True, text=True, env=known)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "not enough memory" in result.stderr, result
+    assert (
+        result.returncode == 1
+        and result.stderr.count("\n") == 1
+        and "not enough memory" in result.stderr
+    ), result
 
 
-WANTS = ["libarrow.so: failed to map segment from shared object", "can't start new thread", "malloc of size 9 failed: bad_alloc"]
+WANTS = [
+    "libarrow.so: failed to map segment from shared object",
+    "can't start new thread",
+    "malloc of size 9 failed: bad_alloc",
+]
 
 
 def test_want_of_memory_by_any_librarys_words_is_known() -> None:
-    errors = [*map(RuntimeError, WANTS), OSError(errno.ENOMEM, "Cannot allocate memory", "/usr"), pa.ArrowMemoryError("malloc of size 9")]
-    assert all(map(is_want_of_memory, errors)) and not is_want_of_memory(OSError(errno.EIO, "Input/output error"))
+    errors = [
+        *map(RuntimeError, WANTS),
+        OSError(errno.ENOMEM, "Cannot allocate memory", "/usr"),
+        pa.ArrowMemoryError("malloc of size 9"),
+    ]
+    assert all(map(is_want_of_memory, errors)) and not is_want_of_memory(
+        OSError(errno.EIO, "Input/output error")
+    )
 
 
 def test_help_is_quick_and_lists_every_verb() -> None:
-    said = room.python("import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)").stdout
-    assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(said.splitlines()[-1].split())
+    said = room.python(
+        "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    ).stdout
+    assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(
+        said.splitlines()[-1].split()
+    )
     for verb in VERBS:
         assert f"\n    {verb}" in said and room.cli(verb, "--help").returncode == 0, verb

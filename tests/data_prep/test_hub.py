@@ -36,9 +36,18 @@ SUBSETS = {
     "lines": [{"split": "train", "path": "l/a*"}],
 }
 CARD = f"---\n{yaml.safe_dump({'configs': [{'config_name': name, 'data_files': files} for name, files in SUBSETS.items()]})}---\n# Card\n"
-TEN, DATA, LINES = ["sample/10/a.parquet", "sample/10/b.parquet"], ["data/x/train-0.parquet"], ["l/a.jsonl"]
+TEN, DATA, LINES = (
+    ["sample/10/a.parquet", "sample/10/b.parquet"],
+    ["data/x/train-0.parquet"],
+    ["l/a.jsonl"],
+)
 FILES = {path: parquet(seed) for seed, path in enumerate([*TEN, *DATA])}
-FILES |= {"README.md": CARD.encode(), "l/a.jsonl": b'{"text": "x"}\n', "sample/.hidden.parquet": b"PAR1", "empty/notes.txt": b"no data"}
+FILES |= {
+    "README.md": CARD.encode(),
+    "l/a.jsonl": b'{"text": "x"}\n',
+    "sample/.hidden.parquet": b"PAR1",
+    "empty/notes.txt": b"no data",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +63,38 @@ def server(served: Hub, monkeypatch: pytest.MonkeyPatch, tokenizer: Path, tmp_pa
 
     served.__init__(endpoint=served.endpoint, storage=served.storage)  # type: ignore[misc]
     served.push("datasets/some/edu", FILES)
-    served.push("datasets/some/bare", dict.fromkeys(("test/x.parquet", "train/x.parquet", "d-1/train.parquet"), b"PAR1"))
-    served.push("datasets/some/two", {"README.md": b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"})
+    served.push(
+        "datasets/some/bare",
+        dict.fromkeys(("test/x.parquet", "train/x.parquet", "d-1/train.parquet"), b"PAR1"),
+    )
+    served.push(
+        "datasets/some/two",
+        {"README.md": b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"},
+    )
     served.push("datasets/some/broken", {"README.md": b"---\nconfigs: [\n---\n", "a.jsonl": b"{}"})
     served.push("datasets/some/gated", {"a.jsonl": b"{}"})
     served.gated.add("datasets/some/gated")
-    served.push("models/org/tok", {path.name: path.read_bytes() for path in tokenizer.iterdir()} | {"model.safetensors": b"weights"})
+    served.push(
+        "models/org/tok",
+        {path.name: path.read_bytes() for path in tokenizer.iterdir()}
+        | {"model.safetensors": b"weights"},
+    )
     served.push("models/org/none", {"README.md": b""})
-    mixed = (".gitattributes", "a.json.gz", "b.JSONL", "c.jsonl.zstd", "d.csv", "dataset_infos.json")
+    mixed = (
+        ".gitattributes",
+        "a.json.gz",
+        "b.JSONL",
+        "c.jsonl.zstd",
+        "d.csv",
+        "dataset_infos.json",
+    )
     served.push("datasets/some/mixed", dict.fromkeys(mixed, b"{}"))
     monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        served.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     HfFileSystem.clear_instance_cache()
@@ -87,16 +117,24 @@ def paths(address: str, subset: str | None = None) -> list[str]:
         (f"{EDU}@main/sample/", None, TEN),
         (f"{EDU}/sample/**/[b-z]*.parquet", None, TEN[1:]),
         (f"{EDU}/{TEN[0]}", None, TEN[:1]),
-        (f"{EDU}/empty/notes.txt", None, ["empty/notes.txt"]),  # the reader says what is wrong with it
+        (
+            f"{EDU}/empty/notes.txt",
+            None,
+            ["empty/notes.txt"],
+        ),  # the reader says what is wrong with it
         ("hf://datasets/some/bare", None, ["d-1/train.parquet", "train/x.parquet"]),
         ("hf://datasets/some/mixed", None, ["a.json.gz", "b.JSONL", "c.jsonl.zstd"]),
     ],
 )
-def test_an_address_means_these_files(server: Hub, address: str, subset: str | None, expected: list[str]) -> None:
+def test_an_address_means_these_files(
+    server: Hub, address: str, subset: str | None, expected: list[str]
+) -> None:
     assert paths(address, subset) == expected
 
 
-def test_what_a_listing_leaves_out_is_named(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_listing_leaves_out_is_named(
+    server: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("mixed", "bare"):
         paths(f"hf://datasets/some/{name}")
     mixed, bare = capsys.readouterr().err.splitlines()
@@ -108,10 +146,16 @@ def test_revisions_and_identities(server: Hub) -> None:
     commit = server.heads["datasets/some/edu"]["main"]
     for revision in ("v1", "feature/x", "refs/pr/3"):
         server.push("datasets/some/edu", {f"{revision}/y.parquet": b"PAR1"}, revision)
-        assert paths(f"{EDU}@{revision if 'refs' in revision else revision.replace('/', '%2F')}/{revision}") == [f"{revision}/y.parquet"]
+        assert paths(
+            f"{EDU}@{revision if 'refs' in revision else revision.replace('/', '%2F')}/{revision}"
+        ) == [f"{revision}/y.parquet"]
     server.push("datasets/some/edu", {"new.parquet": b"PAR1"})
     (file,) = hub.resolve(f"{EDU}@{commit}/{TEN[0]}")
-    assert file.url == f"{EDU}@{commit}/{TEN[0]}" and file.bytes == len(FILES[TEN[0]]) and file.etag.startswith("sha256:")
+    assert (
+        file.url == f"{EDU}@{commit}/{TEN[0]}"
+        and file.bytes == len(FILES[TEN[0]])
+        and file.etag.startswith("sha256:")
+    )
     with hub.open_remote(file.url) as stream:
         assert stream.seek(-4, io.SEEK_END) == file.bytes - 4 and stream.read() == b"PAR1"
         assert stream.seek(0) == 0 and stream.read() == FILES[TEN[0]]
@@ -121,11 +165,18 @@ def test_revisions_and_identities(server: Hub) -> None:
 def test_a_network_that_fails_now_and_then_costs_no_byte(server: Hub, ahead: bool) -> None:
     """Broken connections and 5xx, more of them than huggingface_hub's own patience lasts; then too many."""
     (file,) = hub.resolve(f"{EDU}/{TEN[0]}")
-    server.faults = {"resolve": [503, 0, 500, 429] * 2, "api/datasets": [502], f"^/{'[0-9a-f]' * 8}": [0, 503]}
+    server.faults = {
+        "resolve": [503, 0, 500, 429] * 2,
+        "api/datasets": [502],
+        f"^/{'[0-9a-f]' * 8}": [0, 503],
+    }
     with hub.open_remote(file.url, ahead=ahead) as stream:
         assert stream.read() == FILES[TEN[0]] and not any(server.faults.values())
         server.faults = {"resolve": [503] * 1000}
-    with pytest.raises(CommandError, match="answers 503"), hub.open_remote(file.url, ahead=ahead) as stream:
+    with (
+        pytest.raises(CommandError, match="answers 503"),
+        hub.open_remote(file.url, ahead=ahead) as stream,
+    ):
         stream.read()
 
 
@@ -134,7 +185,10 @@ def test_a_server_without_parts_of_files_is_refused(server: Hub) -> None:
     server.push("datasets/some/edu", {"long.jsonl": lines})
     (file,) = hub.resolve(f"{EDU}/long.jsonl")
     server.ranges = False
-    with hub.open_remote(file.url) as stream, pytest.raises(CommandError, match="first hf download some/edu"):
+    with (
+        hub.open_remote(file.url) as stream,
+        pytest.raises(CommandError, match="first hf download some/edu"),
+    ):
         stream.read(10)
 
 
@@ -170,26 +224,52 @@ def test_a_tokenizer_by_name_is_its_files_alone(server: Hub, tokenizer: Path) ->
     server.faults = {"api/models": [503]}
     folder = find_tokenizer("org/tok")
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-    assert find_tokenizer("hf://org/tok@main") == folder and find_tokenizer(str(tokenizer)) == tokenizer
+    assert (
+        find_tokenizer("hf://org/tok@main") == folder
+        and find_tokenizer(str(tokenizer)) == tokenizer
+    )
 
 
-def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(server: Hub, tmp_path: Path, tokenizer: Path) -> None:
+def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
+    server: Hub, tmp_path: Path, tokenizer: Path
+) -> None:
     """The bytes are those of the files, though main moves and access is lost after the plan; the token is in no file and at no storage."""
     for path in TEN:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(FILES[path])
     settings = (*room.SHARES, *room.SMALL_UNITS)
-    room.merge(room.encode_units(room.plan_folder(tmp_path / "local", [tmp_path / "sample"], tokenizer, *room.SMALL_UNITS)))
-    known = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    room.merge(
+        room.encode_units(
+            room.plan_folder(
+                tmp_path / "local", [tmp_path / "sample"], tokenizer, *room.SMALL_UNITS
+            )
+        )
+    )
+    known = {
+        "HF_ENDPOINT": server.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": TOKEN,
+    }
     out = tmp_path / "out"
     server.gated |= {"datasets/some/edu", "models/org/tok"}
-    planned = room.alone("plan", EDU, "--subset", "ten", "--tokenizer", "org/tok", "--out", out, *settings, **known)
+    planned = room.alone(
+        "plan", EDU, "--subset", "ten", "--tokenizer", "org/tok", "--out", out, *settings, **known
+    )
     assert planned.returncode == 0, planned.stderr
     server.push("datasets/some/edu", {path: parquet(50) for path in TEN})
     refused = room.alone("run", "--out", out, *room.HF, **known | {"HF_TOKEN": ""})
-    assert refused.returncode == 2 and "some/edu is gated" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "some/edu is gated" in refused.stderr
+        and "Traceback" not in refused.stderr
+    )
     done = room.alone("run", "--out", out, *room.HF, "--workers", "2", **known)
     assert done.returncode == 0, done.stderr
-    assert room.merged_hashes(out) == room.merged_hashes(tmp_path / "local") and server.strangers == []
+    assert (
+        room.merged_hashes(out) == room.merged_hashes(tmp_path / "local") and server.strangers == []
+    )
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert TOKEN.encode() not in b"".join([*written, done.stdout.encode(), done.stderr.encode(), planned.stderr.encode()])
+    assert TOKEN.encode() not in b"".join(
+        [*written, done.stdout.encode(), done.stderr.encode(), planned.stderr.encode()]
+    )

@@ -26,13 +26,20 @@ from tests.pretrain.conftest import DEMO, SMALL
 def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """``a`` with all splits, of parquet; ``b`` without test, of JSONL; ``c`` with train alone: 300, 100 and 60 documents."""
     root = tmp_path_factory.mktemp("blend")
-    lines = [json.dumps({"text": text, "meta": {"id": name}}) for name, text in room.make_documents(100, 40, seed=1)]
+    lines = [
+        json.dumps({"text": text, "meta": {"id": name}})
+        for name, text in room.make_documents(100, 40, seed=1)
+    ]
     (root / "b.jsonl").write_text("\n".join(lines) + "\n")
     files = [room.write_parquet(root / "a.parquet", room.make_documents(300, 40)), root / "b.jsonl"]
     files.append(room.write_parquet(root / "c.parquet", room.make_documents(60, 40, seed=2)))
-    for file, valid, test, column in zip(files, ("10", "20", "0"), ("5", "0", "0"), ("id", "text", "id"), strict=True):
+    for file, valid, test, column in zip(
+        files, ("10", "20", "0"), ("5", "0", "0"), ("id", "text", "id"), strict=True
+    ):
         shares = ("--valid-percent", valid, "--test-percent", test, "--id-column", column)
-        room.merge(room.encode_units(room.plan_folder(root / file.stem, [file], tokenizer, *shares)))
+        room.merge(
+            room.encode_units(room.plan_folder(root / file.stem, [file], tokenizer, *shares))
+        )
     return root
 
 
@@ -43,31 +50,53 @@ def tokens(folder: Path, split: str = "train") -> int:
 # --- blend ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_shares_of_the_training_tokens_by_default(folders: Path, tmp_path: Path) -> None:
+def test_weights_are_shares_of_the_training_tokens_by_default(
+    folders: Path, tmp_path: Path
+) -> None:
     out, all_ = tmp_path / "deeper" / "blend.yaml", [folders / name for name in "abc"]
     said = room.done("blend", out, *all_, "--seq-length", 64)
     section = yaml.safe_load(out.read_text())
     assert section["seq_length"] == 64 and list(section) == ["train", "valid", "test", "seq_length"]
     for split, number in (("train", 3), ("valid", 2), ("test", 1)):
         total = sum(tokens(folder) for folder in all_[:number])
-        assert [source["prefix"] for source in section[split]] == [str(folder / split) for folder in all_[:number]]
-        assert [source["weight"] for source in section[split]] == pytest.approx([tokens(folder) / total for folder in all_[:number]])
+        assert [source["prefix"] for source in section[split]] == [
+            str(folder / split) for folder in all_[:number]
+        ]
+        assert [source["weight"] for source in section[split]] == pytest.approx(
+            [tokens(folder) / total for folder in all_[:number]]
+        )
     assert said.count("read 1 times") == 3
-    assert re.search("valid is without .*/c: ", said) and re.search("test is without .*/b, .*/c: ", said)
+    assert re.search("valid is without .*/c: ", said) and re.search(
+        "test is without .*/b, .*/c: ", said
+    )
 
 
-def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, tmp_path: Path) -> None:
+def test_given_weights_are_normalised_and_what_they_mean_is_said(
+    folders: Path, tmp_path: Path
+) -> None:
     out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
     said = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length", 64)
     section = yaml.safe_load(out.read_text())
-    assert [source["weight"] for source in section["train"]] == [0.25, 0.75] == [source["weight"] for source in section["valid"]]
+    assert (
+        [source["weight"] for source in section["train"]]
+        == [0.25, 0.75]
+        == [source["weight"] for source in section["valid"]]
+    )
     of_a, of_b = tokens(a), tokens(b)
-    assert f"read {0.25 * (of_a + of_b) / of_a:.3g} times" in said and f"read {0.75 * (of_a + of_b) / of_b:.3g} times" in said
-    assert f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)" in said
+    assert (
+        f"read {0.25 * (of_a + of_b) / of_a:.3g} times" in said
+        and f"read {0.75 * (of_a + of_b) / of_b:.3g} times" in said
+    )
+    assert (
+        f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)"
+        in said
+    )
     assert f"{of_a / 0.25 / 1e3:.3g}k until every one" in said
     room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
     room.done("blend", "blend.yaml", "lr=3", "--seq-length", 64, "--overwrite", HERE=str(tmp_path))
-    assert yaml.safe_load(out.read_text())["train"] == [{"prefix": str(tmp_path / "lr=3" / "train"), "weight": 1.0}]
+    assert yaml.safe_load(out.read_text())["train"] == [
+        {"prefix": str(tmp_path / "lr=3" / "train"), "weight": 1.0}
+    ]
     room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length", 64, HERE=str(tmp_path))
 
 
@@ -75,13 +104,26 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, 
 
 
 def test_from_text_to_a_run_on_a_blend(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
-    web, books, cache = room.copied(folders / "a", tmp_path / "web"), room.copied(folders / "b", tmp_path / "books"), tmp_path / "cache"
+    web, books, cache = (
+        room.copied(folders / "a", tmp_path / "web"),
+        room.copied(folders / "b", tmp_path / "books"),
+        tmp_path / "cache",
+    )
     room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length", 32)
     small = [text for text in SMALL if not text.startswith("data.")]
-    settings = [DEMO, f"data={tmp_path}/blend.yaml", f"data.index_cache={cache}", f"run_dir={tmp_path / 'run'}", *small]
+    settings = [
+        DEMO,
+        f"data={tmp_path}/blend.yaml",
+        f"data.index_cache={cache}",
+        f"run_dir={tmp_path / 'run'}",
+        *small,
+    ]
 
     def caches() -> dict[str, int]:
         return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob("*/complete.json")}
@@ -97,7 +139,9 @@ def test_from_text_to_a_run_on_a_blend(
     capsys.readouterr()
     assert pretrain(settings) == 0
     assert "index cache" not in capsys.readouterr().out and caches() == before
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [step["loss"] for step in steps if "loss" in step]
     assert len(losses) == 12 and losses[-1] < losses[0]
 
@@ -107,7 +151,9 @@ def test_from_text_to_a_run_on_a_blend(
     assert pretrain([*settings, "--index"]) == 2  # which the verb starts
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
-    assert said.startswith(f"pretrain: error: {index} is not the file that {books}/manifest.json records")
+    assert said.startswith(
+        f"pretrain: error: {index} is not the file that {books}/manifest.json records"
+    )
     shutil.rmtree(books)
     file = room.write_parquet(tmp_path / "books.parquet", room.make_documents(300, 60, seed=3))
     room.merge(room.encode_units(room.plan_folder(books, [file], web / "tokenizer")))
@@ -135,23 +181,38 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(index_bytes(np.full(documents, 9, np.int32), "uint16"))
     with (tmp_path / "train.bin").open("wb") as stream:
         stream.truncate(18 * documents)
-    words = [DEMO, f"data.train=[{{prefix: {tmp_path}/train}}]", "data.valid=[]", "data.test=[]", "model.vocab_size=500"]
+    words = [
+        DEMO,
+        f"data.train=[{{prefix: {tmp_path}/train}}]",
+        "data.valid=[]",
+        "data.test=[]",
+        "model.vocab_size=500",
+    ]
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{room.ROOT}", "OMP_NUM_THREADS": "1"}
     process = room.start("index", *words, f"data.index_cache={tmp_path / 'cache'}", **environment)
     try:
-        room.wait_until(lambda: list(tmp_path.glob("cache/.building-*/half.npy")) or process.poll() is not None, 300)
+        room.wait_until(
+            lambda: list(tmp_path.glob("cache/.building-*/half.npy")) or process.poll() is not None,
+            300,
+        )
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     finally:
         room.kill(process.pid)
-    assert process.returncode == 143 and "data_prep: terminated" in said and "Traceback" not in said, said
+    assert (
+        process.returncode == 143 and "data_prep: terminated" in said and "Traceback" not in said
+    ), said
     assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
 
 def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
     done = room.alone("index", DEMO, "train.stps=3")
-    first = done.stderr.splitlines()[0]  # where the demo's data has not been made, a second line says that
-    assert first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
+    first = done.stderr.splitlines()[
+        0
+    ]  # where the demo's data has not been made, a second line says that
+    assert (
+        first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
+    )
     assert (done.returncode, done.stdout) == (2, "")
 
 
@@ -159,9 +220,18 @@ def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> No
     """data_prep may live where nothing is trained: here its folder, the ground floor and the libraries alone."""
     for folder in ("data_prep", "fem_common"):
         (tmp_path / folder).symlink_to(room.ROOT / folder)
-    command = [sys.executable, "-S", "-m", "data_prep", "index", "run.yaml"]  # -S: the project's own installation is not seen
+    command = [
+        sys.executable,
+        "-S",
+        "-m",
+        "data_prep",
+        "index",
+        "run.yaml",
+    ]  # -S: the project's own installation is not seen
     known = {"PYTHONPATH": sysconfig.get_path("purelib")}
-    done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
     assert (
         done.stderr.startswith("data_prep: error: index needs this project, which ")

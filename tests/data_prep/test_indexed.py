@@ -30,44 +30,68 @@ EOD = 0
 def some_documents(vocab_size: int, number: int) -> list[list[int]]:
     """Documents as lists of ids, EOD at the end of each."""
     random_ = np.random.default_rng(number)
-    return [[*random_.integers(1, vocab_size, size=size).tolist(), EOD] for size in random_.integers(0, 40, size=number)]
+    return [
+        [*random_.integers(1, vocab_size, size=size).tolist(), EOD]
+        for size in random_.integers(0, 40, size=number)
+    ]
 
 
 def write_ours(prefix: Path, documents: list[list[int]], dtype: str, batch: int) -> None:
     writer = IndexedWriter(prefix, dtype)
     for start in range(0, len(documents), batch):
         part = documents[start : start + batch]
-        writer.add(np.concatenate([np.array(ids, np.uint32) for ids in part]), np.array([len(ids) for ids in part]))
+        writer.add(
+            np.concatenate([np.array(ids, np.uint32) for ids in part]),
+            np.array([len(ids) for ids in part]),
+        )
     written = writer.finish()
     assert (written.documents, written.tokens) == (len(documents), sum(map(len, documents)))
     assert written.bin_bytes == with_ending(prefix, "bin").stat().st_size
-    assert written.idx_bytes == with_ending(prefix, "idx").stat().st_size == index_bytes_of(len(documents))
+    assert (
+        written.idx_bytes
+        == with_ending(prefix, "idx").stat().st_size
+        == index_bytes_of(len(documents))
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [300, 65499, 65500, 130000])
 @pytest.mark.parametrize("number", [1, 2, 57])
-def test_bytes_equal_megatrons_and_datatroves_whatever_the_batches(tmp_path: Path, vocab_size: int, number: int) -> None:
+def test_bytes_equal_megatrons_and_datatroves_whatever_the_batches(
+    tmp_path: Path, vocab_size: int, number: int
+) -> None:
     documents, dtype = some_documents(vocab_size, number), DType.optimal_dtype(vocab_size)
     assert dtype_name(vocab_size) == dtype.__name__
     for batch in (1, 10, 100):
-        write_ours(tmp_path / f".by~{batch}.x", documents, dtype_name(vocab_size), batch)  # a prefix may hold dots
+        write_ours(
+            tmp_path / f".by~{batch}.x", documents, dtype_name(vocab_size), batch
+        )  # a prefix may hold dots
     builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=dtype)
-    datatrove = MegatronTokenizedFile(str(tmp_path), "datatrove", token_size=np.dtype(dtype).itemsize)
+    datatrove = MegatronTokenizedFile(
+        str(tmp_path), "datatrove", token_size=np.dtype(dtype).itemsize
+    )
     for document in documents:
         builder.add_document(torch.tensor(document), [len(document)])
         datatrove.write(document)
     builder.finalize(str(tmp_path / "megatron.idx"))
     datatrove.close()
     for kind in ("bin", "idx"):
-        assert len({path.read_bytes() for path in tmp_path.glob(f"*.{kind}")}) == 1 and len(list(tmp_path.glob(f"*.{kind}"))) >= 3
+        assert (
+            len({path.read_bytes() for path in tmp_path.glob(f"*.{kind}")}) == 1
+            and len(list(tmp_path.glob(f"*.{kind}"))) >= 3
+        )
     dataset = IndexedDataset(str(tmp_path / ".by~10.x"))
-    assert len(dataset) == len(documents) and all(dataset[i].tolist() == document for i, document in enumerate(documents))
+    assert len(dataset) == len(documents) and all(
+        dataset[i].tolist() == document for i, document in enumerate(documents)
+    )
     assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
 
 
 @pytest.mark.parametrize("dtype", [">u4", "<u4", ">i8", "<u2", "int32"])
 def test_the_type_and_byte_order_of_the_ids_do_not_show(tmp_path: Path, dtype: str) -> None:
-    ids, writer = np.array([258, 515, EOD, 1, EOD]).astype(dtype), IndexedWriter(tmp_path / "a", "uint16")
+    ids, writer = (
+        np.array([258, 515, EOD, 1, EOD]).astype(dtype),
+        IndexedWriter(tmp_path / "a", "uint16"),
+    )
     writer.add(ids, np.array([3, 2]))
     writer.add(ids[:0], np.zeros(0, np.int64))
     writer.finish()
@@ -98,11 +122,16 @@ def test_pointers_do_not_overflow_32_bits() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[], [0], [1, 1, 5], [7], [3, 10]])
-def test_an_index_written_in_parts_is_the_index(tmp_path: Path, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_written_in_parts_is_the_index(
+    tmp_path: Path, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = np.arange(1, 11, dtype=np.int32)
     whole = index_bytes(lengths, "int32")
     monkeypatch.setattr("data_prep.store.indexed.DOCUMENTS_AT_ONCE", 4)
-    assert write_index(tmp_path / "a.idx", 10, "int32", lambda: np.split(lengths, cuts)) == (len(whole), sha256(whole).hexdigest())
+    assert write_index(tmp_path / "a.idx", 10, "int32", lambda: np.split(lengths, cuts)) == (
+        len(whole),
+        sha256(whole).hexdigest(),
+    )
     assert (tmp_path / "a.idx").read_bytes() == whole
 
 

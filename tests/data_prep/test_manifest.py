@@ -29,16 +29,36 @@ plan.json: format 1; units []; units.0 [[1]]; units.0.0 9; settings.min_bytes -1
 
 PAIR = SplitEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242)
 BAD = (BadRow(4, Drop.NULL_TEXT), BadRow(9, Drop.NULL_TEXT, 'quoted " \ud800 and é'))
-ENTRY = UnitEntry(7, "f" * 64, 23, {"null_text": 2, "masked": 1}, BAD, {"train": PAIR, "test": PAIR}, "gigatoken 0.10.0")
+ENTRY = UnitEntry(
+    7,
+    "f" * 64,
+    23,
+    {"null_text": 2, "masked": 1},
+    BAD,
+    {"train": PAIR, "test": PAIR},
+    "gigatoken 0.10.0",
+)
 
 
 def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shards: Path) -> None:
     for entry in (ENTRY, read_entry(shards / "shards" / "00001.json")):
         assert UnitEntry.from_json(json.loads(units_bytes([entry]))) == entry
-    other = UnitEntry(**{**vars(ENTRY), "dropped": {"masked": 1, "null_text": 2}, "splits": {"test": PAIR, "train": PAIR}})
+    other = UnitEntry(
+        **{
+            **vars(ENTRY),
+            "dropped": {"masked": 1, "null_text": 2},
+            "splits": {"test": PAIR, "train": PAIR},
+        }
+    )
     assert units_bytes([other]) == units_bytes([ENTRY])
-    rows = [{"place": place, "reason": "null_text", "message": ""} for place in range(PLACES_KEPT + 1)]
-    value = ENTRY.as_json() | {"rows": 20 + len(rows), "dropped": {"null_text": len(rows)}, "bad": rows}
+    rows = [
+        {"place": place, "reason": "null_text", "message": ""} for place in range(PLACES_KEPT + 1)
+    ]
+    value = ENTRY.as_json() | {
+        "rows": 20 + len(rows),
+        "dropped": {"null_text": len(rows)},
+        "bad": rows,
+    }
     with pytest.raises(ValueError, match="more bad rows are listed"):
         UnitEntry.from_json(value)
     assert len(UnitEntry.from_json(value | {"bad": rows[:-1]}).bad) == PLACES_KEPT
@@ -46,7 +66,9 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The keys that lead to each value within a JSON value."""
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield (*above, key)
         yield from places(value[key], (*above, key))
 
@@ -65,7 +87,10 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
 
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
 # What may be missing or be of another type: it decides no byte, or is looked at by verify.
-FREE = {*"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(), "source.files.*"}
+FREE = {
+    *"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(),
+    "source.files.*",
+}
 FREE |= {f"splits.{name}{ids}" for name in ("train", "valid", "test") for ids in ("", ".ids")}
 READ: dict[str, Callable[[Path], object]] = {
     "plan.json": lambda data: read_plan(data),
@@ -75,12 +100,16 @@ READ: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: Path, name: str) -> None:
+def test_any_wrong_shape_is_one_line_that_names_the_file(
+    shards: Path, merged: Path, name: str
+) -> None:
     """Of another type, missing, unknown, cut: refused; of the same type a plan is, by its fingerprint."""
     shutil.copy(merged / "manifest.json", shards)
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())
-    spoilt: list[tuple[bytes, tuple[Any, ...]]] = [(raw[:size], ()) for size in range(0, len(raw) - 2, 13)] + [
+    spoilt: list[tuple[bytes, tuple[Any, ...]]] = [
+        (raw[:size], ()) for size in range(0, len(raw) - 2, 13)
+    ] + [
         (b"[" * 100_000, ()),
         (b"\xff" + raw, ()),
         (b"7", ()),
@@ -89,10 +118,24 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
         old = value
         for key in place:
             old = old[key]
-        spoilt += [(json.dumps(changed(value, place, [wrong])).encode(), place) for wrong in WRONGS if type(wrong) is not type(old)]
-        spoilt += [(json.dumps(changed(value, place, [])).encode(), place), (json.dumps({**value, "more": 1}).encode(), place)]
+        spoilt += [
+            (json.dumps(changed(value, place, [wrong])).encode(), place)
+            for wrong in WRONGS
+            if type(wrong) is not type(old)
+        ]
+        spoilt += [
+            (json.dumps(changed(value, place, [])).encode(), place),
+            (json.dumps({**value, "more": 1}).encode(), place),
+        ]
         if name == "plan.json" and isinstance(old, str | int):
-            spoilt.append((json.dumps(changed(value, place, [old + "x" if isinstance(old, str) else old + 1])).encode(), place))
+            spoilt.append(
+                (
+                    json.dumps(
+                        changed(value, place, [old + "x" if isinstance(old, str) else old + 1])
+                    ).encode(),
+                    place,
+                )
+            )
     taken, told = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)
@@ -102,7 +145,11 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
         except UserError as error:
             told.append(str(error))
     assert all(str(path) in said and "\n" not in said for said in told) and len(told) > 200
-    assert not {place for place in taken - FREE if not place.startswith(("source.settings", "source.dropped"))}, taken
+    assert not {
+        place
+        for place in taken - FREE
+        if not place.startswith(("source.settings", "source.dropped"))
+    }, taken
 
 
 @pytest.mark.parametrize("size", [0, 1, 65536, 100_000, 4 << 20, (4 << 20) + 1, 12_345_678])
@@ -118,9 +165,17 @@ def test_the_sample_digest_is_pretrains_and_sees_another_file(tmp_path: Path, si
 
 
 def test_numbers_as_people_write_them() -> None:
-    assert ranges([]) == "" and ranges([4]) == "4" and ranges([5, 4, 1, 2, 3, 9, 11, 12]) == "1-5, 9, 11-12"
+    assert (
+        ranges([]) == ""
+        and ranges([4]) == "4"
+        and ranges([5, 4, 1, 2, 3, 9, 11, 12]) == "1-5, 9, 11-12"
+    )
     long = ranges(range(0, 1000, 2))
-    assert shortened("1, 2") == "1, 2" and len(shortened(long)) <= 205 and shortened(long).endswith(", ...")
+    assert (
+        shortened("1, 2") == "1, 2"
+        and len(shortened(long)) <= 205
+        and shortened(long).endswith(", ...")
+    )
 
 
 def test_what_is_said_of_a_damaged_file(shards: Path, merged: Path, wording: Wording) -> None:
@@ -132,7 +187,10 @@ def test_what_is_said_of_a_damaged_file(shards: Path, merged: Path, wording: Wor
             room.spoil(shards, f"{name} set {change}")
             with pytest.raises(UserError) as error:
                 READ[name](shards)
-            wording(error.value, FINGERPRINT=json.loads((shards / "plan.json").read_bytes())["fingerprint"][:12])
+            wording(
+                error.value,
+                FINGERPRINT=json.loads((shards / "plan.json").read_bytes())["fingerprint"][:12],
+            )
             (shards / name).write_bytes(whole)
     (shards / "manifest.json").unlink()
     for folder in (shards, shards / "tokenizer"):

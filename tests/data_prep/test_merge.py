@@ -15,44 +15,90 @@ from data_prep.store.manifest import read_entry, read_manifest
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 
-PAIRS = {f"{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx", "ids")}
+PAIRS = {
+    f"{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx", "ids")
+}
 
 
-def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(tmp_path: Path, encoded: Path, merged: Path, rows: Path) -> None:
+def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(
+    tmp_path: Path, encoded: Path, merged: Path, rows: Path
+) -> None:
     entries = [read_entry(encoded / "shards" / f"{number:05d}.json") for number in range(5)]
     for split in ("train", "valid", "test"):
         writer = IndexedWriter(tmp_path / split, "uint16")
         for entry in entries:
             if split in entry.splits:
                 documents = room.read_split(encoded / "shards", f"{entry.unit:05d}-{split}")
-                writer.add(np.concatenate([np.array(ids, np.uint32) for ids in documents]), np.array([len(ids) for ids in documents]))
+                writer.add(
+                    np.concatenate([np.array(ids, np.uint32) for ids in documents]),
+                    np.array([len(ids) for ids in documents]),
+                )
         written, said = writer.finish(), read_manifest(merged).splits[split]
-        assert written.documents == said.documents and written.bin_sha256 == said.bin_sha256 and written.idx_sha256 == said.idx_sha256
+        assert (
+            written.documents == said.documents
+            and written.bin_sha256 == said.bin_sha256
+            and written.idx_sha256 == said.idx_sha256
+        )
     assert room.merged_hashes(merged) == room.merged_hashes(tmp_path)
-    names = {*PAIRS, "manifest.json", "plan.json", "units.jsonl", "bad_rows.jsonl", "tokenizer", ".lock"}
+    names = {
+        *PAIRS,
+        "manifest.json",
+        "plan.json",
+        "units.jsonl",
+        "bad_rows.jsonl",
+        "tokenizer",
+        ".lock",
+    }
     assert {path.name for path in merged.iterdir()} == names
     manifest = room.manifest_of(merged)
-    source, documents = manifest["source"], sum(entry["documents"] for entry in manifest["splits"].values())
+    source, documents = (
+        manifest["source"],
+        sum(entry["documents"] for entry in manifest["splits"].values()),
+    )
     assert set(source["dropped"]) == {"null_text", "null_id"} and documents == 250
-    assert source["rows"] == documents + sum(source["dropped"].values()) == len(room.rows_with_faults(250))
-    assert [json.loads(line) for line in (merged / "units.jsonl").read_text().splitlines()] == [entry.as_json() for entry in entries]
+    assert (
+        source["rows"]
+        == documents + sum(source["dropped"].values())
+        == len(room.rows_with_faults(250))
+    )
+    assert [json.loads(line) for line in (merged / "units.jsonl").read_text().splitlines()] == [
+        entry.as_json() for entry in entries
+    ]
     (file,) = source["files"]
-    assert (file["path"], file["rows"], file["bytes"]) == (str(rows), source["rows"], rows.stat().st_size)
+    assert (file["path"], file["rows"], file["bytes"]) == (
+        str(rows),
+        source["rows"],
+        rows.stat().st_size,
+    )
     assert source["fingerprint"] == read_plan(merged).fingerprint
 
 
-def test_merging_again_changes_nothing_but_removes_shards_that_a_kill_left(data: Path, encoded: Path, merged: Path) -> None:
+def test_merging_again_changes_nothing_but_removes_shards_that_a_kill_left(
+    data: Path, encoded: Path, merged: Path
+) -> None:
     room.copied(encoded / "shards", data / "shards")
     for _ in range(2):
-        assert "unchanged" in room.done("merge", data) and room.snapshot(data) == room.snapshot(merged)
+        assert "unchanged" in room.done("merge", data) and room.snapshot(data) == room.snapshot(
+            merged
+        )
 
 
-def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_readable(shards: Path, merged: Path) -> None:
+def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_readable(
+    shards: Path, merged: Path
+) -> None:
     """As in a folder whose first units are from before ids were recorded."""
-    room.edit_json(shards / "shards" / "00001.json", lambda entry: [part.pop("ids") for part in entry["splits"].values()])
+    room.edit_json(
+        shards / "shards" / "00001.json",
+        lambda entry: [part.pop("ids") for part in entry["splits"].values()],
+    )
     said = room.done("merge", shards, "--max-bad", "100%")
-    assert f"{shards}: no ids of documents beside train, valid, test: units 1 were encoded before" in said
-    assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(merged)
+    assert (
+        f"{shards}: no ids of documents beside train, valid, test: units 1 were encoded before"
+        in said
+    )
+    assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(
+        merged
+    )
     assert "ids" not in room.manifest_of(shards)["splits"]["train"]
     assert room.cli("verify", shards).returncode == 0 and "unchanged" in room.done("merge", shards)
     shutil.copy(merged / "train.ids", shards)  # of other data, for all that is known
@@ -63,7 +109,11 @@ def refused(out: Path, *options: object, code: int = 2) -> str:
     """What merge says when it refuses; but for the list of bad rows, nothing has changed."""
 
     def kept() -> dict[str, bytes]:
-        return {name: content for name, content in room.snapshot(out).items() if name != "bad_rows.jsonl"}
+        return {
+            name: content
+            for name, content in room.snapshot(out).items()
+            if name != "bad_rows.jsonl"
+        }
 
     before = kept()
     said = room.refused("merge", out, "--max-bad", "100%", *options, code=code)
@@ -74,7 +124,10 @@ def refused(out: Path, *options: object, code: int = 2) -> str:
 def test_missing_units_are_named_with_their_tasks(shards: Path) -> None:
     for number in (1, 2, 3):
         (shards / "shards" / f"{number:05d}.json").unlink()
-    assert f"3 of 5 units are not done: 1-3; do them with: python -m data_prep run --out {shards}" in refused(shards)
+    assert (
+        f"3 of 5 units are not done: 1-3; do them with: python -m data_prep run --out {shards}"
+        in refused(shards)
+    )
     assert "1-3 (of 3 tasks, those of 0-2)" in refused(shards, "--tasks", 3)
 
 
@@ -86,7 +139,9 @@ DAMAGE = """
 """
 
 
-def test_a_damaged_shard_is_named_and_doing_what_is_said_mends_it(shards: Path, merged: Path, wording: Wording) -> None:
+def test_a_damaged_shard_is_named_and_doing_what_is_said_mends_it(
+    shards: Path, merged: Path, wording: Wording
+) -> None:
     whole = room.snapshot(shards)
     for line in DAMAGE.strip().splitlines():
         file, changes = line.split(": ", 1)
@@ -102,11 +157,17 @@ def test_a_damaged_shard_is_named_and_doing_what_is_said_mends_it(shards: Path, 
     assert room.snapshot(shards) == room.snapshot(merged)
 
 
-def test_too_many_bad_rows_end_in_1_and_raising_the_limit_merges(shards: Path, merged: Path) -> None:
+def test_too_many_bad_rows_end_in_1_and_raising_the_limit_merges(
+    shards: Path, merged: Path
+) -> None:
     bad = sum(room.manifest_of(merged)["source"]["dropped"].values())
     for limit in ("0", "0.1%", bad - 1):
         result = room.cli("merge", shards, "--max-bad", limit)
-        assert result.returncode == 1 and "rows are bad" in result.stderr and not (shards / "manifest.json").exists()
+        assert (
+            result.returncode == 1
+            and "rows are bad" in result.stderr
+            and not (shards / "manifest.json").exists()
+        )
     room.done("merge", shards, "--max-bad", bad)
     assert room.snapshot(shards) == room.snapshot(merged)
 
@@ -116,7 +177,9 @@ def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
 ) -> None:
     nothing = room.write_parquet(tmp_path / "nothing.parquet", [("a", None), ("b", "")])
     assert "'train' would be empty" in refused(
-        room.encode_units(room.plan_folder(tmp_path / "none", [nothing], tokenizer, *room.ALL_TRAIN))
+        room.encode_units(
+            room.plan_folder(tmp_path / "none", [nothing], tokenizer, *room.ALL_TRAIN)
+        )
     )
     usage = shutil.disk_usage(shards)._replace(free=5000)
     monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage)
@@ -124,10 +187,25 @@ def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
-def test_of_the_shards_folder_only_what_units_wrote_is_removed(shards: Path, rows: Path, tokenizer: Path, options: list[str]) -> None:
+def test_of_the_shards_folder_only_what_units_wrote_is_removed(
+    shards: Path, rows: Path, tokenizer: Path, options: list[str]
+) -> None:
     """By merge, and by ``--overwrite`` with another plan."""
-    ours = [".00003~host.example~4026531836~77/train.bin", ".00004.json~host.example~4026531836~77", "123456.json", "00099-test.idx"]
-    foreign = ["mine.parquet", "00001-train.bin.bak", "00001-other.bin", "7.json", ".hidden", ".mine~host~1~2", "folder/00001.json"]
+    ours = [
+        ".00003~host.example~4026531836~77/train.bin",
+        ".00004.json~host.example~4026531836~77",
+        "123456.json",
+        "00099-test.idx",
+    ]
+    foreign = [
+        "mine.parquet",
+        "00001-train.bin.bak",
+        "00001-other.bin",
+        "7.json",
+        ".hidden",
+        ".mine~host~1~2",
+        "folder/00001.json",
+    ]
     for name in (*ours, *foreign):
         (shards / "shards" / name).parent.mkdir(exist_ok=True)
         (shards / "shards" / name).write_text(name)
@@ -142,13 +220,21 @@ def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
     tmp_path: Path, shards: Path, merged: Path, rows: Path, tokenizer: Path
 ) -> None:
     """As after plan --overwrite was killed: final names and a manifest that are another plan's; and a split that the new has not."""
-    fewer = room.encode_units(room.plan_folder(tmp_path / "out", [rows], tokenizer, "--valid-percent", "10", "--test-percent", "0"))
+    fewer = room.encode_units(
+        room.plan_folder(
+            tmp_path / "out", [rows], tokenizer, "--valid-percent", "10", "--test-percent", "0"
+        )
+    )
     for folder in (shards, fewer):
         for name in ("test.bin", "test.idx", "test.ids", "manifest.json"):
             shutil.copy(merged / name, folder)
         room.spoil(folder, 'manifest.json set source.fingerprint "0"')
         room.merge(folder)
     assert room.snapshot(shards) == room.snapshot(merged)
-    assert PAIRS & {path.name for path in fewer.iterdir()} == PAIRS - {"test.bin", "test.idx", "test.ids"}
+    assert PAIRS & {path.name for path in fewer.iterdir()} == PAIRS - {
+        "test.bin",
+        "test.idx",
+        "test.ids",
+    }
     (fewer / "valid.idx").write_bytes(b"")
     assert "valid.idx is not the" in refused(fewer)

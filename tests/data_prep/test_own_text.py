@@ -25,30 +25,57 @@ def notes(tmp_path: Path) -> Path:
     (folder / "more").mkdir(parents=True)
     for number in range(40):
         end = ("\n", "\r\n")[number % 3 == 0]
-        content = end.join(random_.choices(LINES, k=number)).encode() + (end.encode() if number % 5 else b"")
-        (folder / ("more" if number % 2 else "") / f"{number // 2:02d}.txt").write_bytes(b"\xef\xbb\xbf" * (number == 7) + content)
+        content = end.join(random_.choices(LINES, k=number)).encode() + (
+            end.encode() if number % 5 else b""
+        )
+        (folder / ("more" if number % 2 else "") / f"{number // 2:02d}.txt").write_bytes(
+            b"\xef\xbb\xbf" * (number == 7) + content
+        )
     (folder / ".hidden.txt").write_text("no")
     return folder
 
 
 def run(inputs: Path, tokenizer: Path, out: Path, *options: object) -> list[object]:
-    return ["run", inputs, "--tokenizer", tokenizer, "--out", out, *room.HF, "--max-bad", "100%", *options]
+    return [
+        "run",
+        inputs,
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.HF,
+        "--max-bad",
+        "100%",
+        *options,
+    ]
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 40, 100, 777, 10**9])
-def test_documents_are_files_or_paragraphs_wherever_units_are_cut(notes: Path, unit_bytes: int) -> None:
+def test_documents_are_files_or_paragraphs_wherever_units_are_cut(
+    notes: Path, unit_bytes: int
+) -> None:
     paths = sorted(path for path in notes.rglob("*.txt") if not path.name.startswith("."))
-    contents = {path.relative_to(notes).as_posix(): path.read_bytes().decode("utf-8-sig") for path in paths}
+    contents = {
+        path.relative_to(notes).as_posix(): path.read_bytes().decode("utf-8-sig") for path in paths
+    }
     (files,) = open_files([str(notes)], Columns())
     assert [(text.decode(), name.decode()) for text, name, _ in read_all(files, unit_bytes)] == [
         (text, name) for name, text in contents.items()
     ]
     (parted,) = open_files([str(notes)], Columns(), paragraphs=True)
     cuts = spans(parted, Columns(), unit_bytes)
-    assert [cut.stop for cut in cuts[:-1]] == [cut.start for cut in cuts[1:]] and (len(cuts) > 1) == (unit_bytes < 10**9)
+    assert [cut.stop for cut in cuts[:-1]] == [cut.start for cut in cuts[1:]] and (
+        len(cuts) > 1
+    ) == (unit_bytes < 10**9)
     found, blank = read_all(parted, cuts), re.compile(r"\n(?:[ \t\r]*\n)+")
-    expected = [(text.strip("\r\n"), name) for name, whole in contents.items() for text in blank.split(f"\n\n{whole}\n\n")]
-    assert [(text.decode(), name.decode().rpartition(":")[0]) for text, name, _ in found] == [pair for pair in expected if pair[0]]
+    expected = [
+        (text.strip("\r\n"), name)
+        for name, whole in contents.items()
+        for text in blank.split(f"\n\n{whole}\n\n")
+    ]
+    assert [(text.decode(), name.decode().rpartition(":")[0]) for text, name, _ in found] == [
+        pair for pair in expected if pair[0]
+    ]
     for text, name, _ in found:
         file, _, at = name.decode().rpartition(":")
         assert (notes / file).read_bytes()[int(at) :].removeprefix(b"\xef\xbb\xbf").startswith(text)
@@ -58,7 +85,9 @@ def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     room.done("train-tokenizer", notes, "--vocab-size", 280, "--out", tokenizer)
     for options in ([], ["--paragraphs"]):
-        assert "files: 40 " in room.done("inspect", notes, "--tokenizer", tokenizer, *room.HF, *options)
+        assert "files: 40 " in room.done(
+            "inspect", notes, "--tokenizer", tokenizer, *room.HF, *options
+        )
         one, small = (tmp_path / f"{name}{len(options)}" for name in ("one", "small"))
         room.done(*run(notes, tokenizer, one, *room.SHARES, *options, "--unit-mb", 1))
         room.done(*run(notes, tokenizer, small, *room.SHARES, *options, *room.SMALL_UNITS))
@@ -72,7 +101,9 @@ def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
     (notes / "00.txt").write_text("another text")
     assert "other inputs" in room.refused(*command)
     (notes / "more" / "03.txt").write_bytes(b"a caf\xe9, as latin-1 has it")
-    said = room.cli(*run(notes, tokenizer, tmp_path / "bad", *room.ALL_TRAIN, "--max-bad", 0)).stderr
+    said = room.cli(
+        *run(notes, tokenizer, tmp_path / "bad", *room.ALL_TRAIN, "--max-bad", 0)
+    ).stderr
     assert f"{notes / 'more' / '03.txt'}, byte 0: invalid_utf8 (byte 5: " in said
 
 
@@ -88,8 +119,17 @@ def test_rows_without_an_id_have_file_and_place(tmp_path: Path, tokenizer: Path,
             else:
                 pq.write_table(pa.table({"text": part}), path, row_group_size=10)
     whole, small, moved = (tmp_path / name for name in ("whole", "small", "moved"))
-    assert room.done(*run(tmp_path / "here", tokenizer, whole, *room.SHARES, "--workers", 1)).count("no column 'id'") == 1
-    room.merge(room.encode_units(room.plan_folder(small, [tmp_path / "here"], tokenizer, *room.SMALL_UNITS)))
+    assert (
+        room.done(*run(tmp_path / "here", tokenizer, whole, *room.SHARES, "--workers", 1)).count(
+            "no column 'id'"
+        )
+        == 1
+    )
+    room.merge(
+        room.encode_units(
+            room.plan_folder(small, [tmp_path / "here"], tokenizer, *room.SMALL_UNITS)
+        )
+    )
     room.merge(room.encode_units(room.plan_folder(moved, [tmp_path / "there"], tokenizer)))
     assert room.merged_hashes(whole) == room.merged_hashes(small) == room.merged_hashes(moved)
     assert "encoded again agree" in room.done("verify", small)
@@ -99,10 +139,16 @@ def test_rows_without_an_id_have_file_and_place(tmp_path: Path, tokenizer: Path,
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 30])
-def test_an_empty_split_is_told_before_anything_is_encoded_with_one_that_fits(tmp_path: Path, tokenizer: Path, number: int) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}", "id": i}) + "\n" for i in range(number)))
+def test_an_empty_split_is_told_before_anything_is_encoded_with_one_that_fits(
+    tmp_path: Path, tokenizer: Path, number: int
+) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {i}", "id": i}) + "\n" for i in range(number))
+    )
     command = run(tmp_path / "a.jsonl", tokenizer, tmp_path / "out")
     error = room.refused(*command, "--valid-percent", "0.5", "--test-percent", "0.5")
-    advice = re.search(r"valid and test would be empty.* give (--valid-percent \S+ --test-percent \S+)", error)
+    advice = re.search(
+        r"valid and test would be empty.* give (--valid-percent \S+ --test-percent \S+)", error
+    )
     assert advice and not (tmp_path / "out").exists()
     room.done(*command, *advice[1].split())

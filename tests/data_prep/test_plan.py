@@ -22,7 +22,9 @@ def words(inputs: list[Path], tokenizer: Path, out: Path, *options: str) -> list
 def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer: Path) -> None:
     command = words([many], tokenizer, tmp_path / "a", *room.SMALL_UNITS)
     said = room.done(*command)
-    assert all(part in said for part in ("written", "1 files", "1,600 rows", "40 units", "120 shards"))
+    assert all(
+        part in said for part in ("written", "1 files", "1,600 rows", "40 units", "120 shards")
+    )
     assert re.search(r"about [\d.]+k tokens .* kB of disk", said)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     again = room.done(*command)
@@ -41,20 +43,31 @@ OTHER = """
 """
 
 
-def test_what_makes_another_plan_is_named(tmp_path: Path, many: Path, corpus: Path, tokenizer: Path) -> None:
+def test_what_makes_another_plan_is_named(
+    tmp_path: Path, many: Path, corpus: Path, tokenizer: Path
+) -> None:
     row = {"text": "x" * 2000, "score": 4.0, "language": "en"}
-    rows = [row | {"id": f"{number}", "text": f"{number}{'x' * (number % 99)}"} for number in range(400)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=200, use_dictionary=False)
+    rows = [
+        row | {"id": f"{number}", "text": f"{number}{'x' * (number % 99)}"} for number in range(400)
+    ]
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=200, use_dictionary=False
+    )
     command = words([tmp_path / "a.parquet"], tokenizer, tmp_path / "out", *room.SMALL_UNITS)
     for case in OTHER.strip().splitlines():
         options, said = case.split(" | ")
         room.done(*command, "--overwrite")
         before = room.snapshot(tmp_path / "out")
         error = room.refused(*command, *options.split())
-        assert said in error and "--overwrite" in error and room.snapshot(tmp_path / "out") == before
+        assert (
+            said in error and "--overwrite" in error and room.snapshot(tmp_path / "out") == before
+        )
         room.done(*command, *options.split(), "--overwrite")
         assert "unchanged" in room.done(*command, *options.split())
-    out, other = tmp_path / "inputs", room.write_parquet(tmp_path / "other.parquet", room.make_documents(9, 9, seed=9))
+    out, other = (
+        tmp_path / "inputs",
+        room.write_parquet(tmp_path / "other.parquet", room.make_documents(9, 9, seed=9)),
+    )
     room.done(*words([many, corpus], tokenizer, out))
     spoilt = room.copied(tokenizer, tmp_path / "spoilt")
     room.edit_json(spoilt / "tokenizer.json", lambda spec: None)
@@ -67,13 +80,26 @@ def test_what_makes_another_plan_is_named(tmp_path: Path, many: Path, corpus: Pa
         assert f"{out} holds a plan made from {said}" in room.refused(*words(inputs, name, out))
 
 
-def test_data_of_unknown_origin_and_a_damaged_plan_stay(tmp_path: Path, many: Path, tokenizer: Path) -> None:
-    for name in ("valid.bin", "manifest.json", "units.jsonl", "shards/00000-train.bin", "tokenizer/tokenizer.json", "plan.json"):
+def test_data_of_unknown_origin_and_a_damaged_plan_stay(
+    tmp_path: Path, many: Path, tokenizer: Path
+) -> None:
+    for name in (
+        "valid.bin",
+        "manifest.json",
+        "units.jsonl",
+        "shards/00000-train.bin",
+        "tokenizer/tokenizer.json",
+        "plan.json",
+    ):
         out = tmp_path / name.replace("/", "-")
         (out / name).parent.mkdir(parents=True)
         (out / name).write_bytes(b"{}")
         error = room.refused(*words([many], tokenizer, out))
-        said = "plan.json is damaged" if name == "plan.json" else f"{name.replace('/00000-train.bin', '')} exists and no plan.json"
+        said = (
+            "plan.json is damaged"
+            if name == "plan.json"
+            else f"{name.replace('/00000-train.bin', '')} exists and no plan.json"
+        )
         assert said in error and room.snapshot(out) == {name: b"{}"}
         room.done(*words([many], tokenizer, out, "--overwrite"))
         assert read_plan(out).units
@@ -82,38 +108,66 @@ def test_data_of_unknown_origin_and_a_damaged_plan_stay(tmp_path: Path, many: Pa
 def test_overwrite_makes_complete_data_anew_and_goes_on_with_what_a_kill_left(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    out = room.encode_units(room.plan_folder(tmp_path / "out", [many], tokenizer, *room.SMALL_UNITS), range(20))
-    command = ["run", *words([many], tokenizer, out, *room.SHARES, *room.SMALL_UNITS, *room.HF, "--overwrite")[1:]]
+    out = room.encode_units(
+        room.plan_folder(tmp_path / "out", [many], tokenizer, *room.SMALL_UNITS), range(20)
+    )
+    command = [
+        "run",
+        *words([many], tokenizer, out, *room.SHARES, *room.SMALL_UNITS, *room.HF, "--overwrite")[
+            1:
+        ],
+    ]
     assert "20 of 40 units to do" in room.done(*command)
     (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
     assert "40 of 40 units to do" in room.done(*command)
     assert room.snapshot(out) == room.snapshot(many_made)
 
 
-def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(tmp_path: Path, rows: Path, tokenizer: Path, merged: Path) -> None:
+def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(
+    tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
+) -> None:
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     for option in ("--min-bytes 7", "--language en", "--unit-mb 5", "--overwrite", "--subset x"):
-        assert f"{option.split()[0]} is not that of the plan" in room.refused("run", "--out", out, *option.split())
-    room.done("run", "--out", out, *room.SHARES, "--tokenizer", tokenizer, *room.HF, "--max-bad", "100%")
+        assert f"{option.split()[0]} is not that of the plan" in room.refused(
+            "run", "--out", out, *option.split()
+        )
+    room.done(
+        "run", "--out", out, *room.SHARES, "--tokenizer", tokenizer, *room.HF, "--max-bad", "100%"
+    )
     assert room.snapshot(out) == room.snapshot(merged)
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
-@pytest.mark.parametrize("name", ["shards/below/a.parquet", "tokenizer/a.parquet", ".unfinished/a.parquet", "units.jsonl"])
-def test_inputs_where_data_prep_writes_are_refused(tmp_path: Path, corpus: Path, tokenizer: Path, name: str, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["shards/below/a.parquet", "tokenizer/a.parquet", ".unfinished/a.parquet", "units.jsonl"],
+)
+def test_inputs_where_data_prep_writes_are_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, name: str, options: list[str]
+) -> None:
     out = tmp_path / "out"
     (out / name).parent.mkdir(parents=True)
-    (out / name).write_bytes(corpus.read_bytes() if name.endswith("parquet") else b'{"id": "a", "text": "mine"}\n')
+    (out / name).write_bytes(
+        corpus.read_bytes() if name.endswith("parquet") else b'{"id": "a", "text": "mine"}\n'
+    )
     room.copied(out, tmp_path / "elsewhere")
     (tmp_path / "link.parquet").symlink_to(out / name)
     (tmp_path / "linked").symlink_to(out)
     before, top = room.snapshot(out), name.split("/")[0]
     for verb in ("plan", "run"):
-        for file in (out / name, out / top, Path(f"{out / name}*"), tmp_path / "link.parquet", tmp_path / "linked" / name):
+        for file in (
+            out / name,
+            out / top,
+            Path(f"{out / name}*"),
+            tmp_path / "link.parquet",
+            tmp_path / "linked" / name,
+        ):
             error = room.refused(verb, *words([file], tokenizer, out, *options)[1:])
             assert "lies where data_prep writes in --out" in error, error
     assert room.snapshot(out) == before
-    room.done(*words([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *room.ALL_TRAIN))
+    room.done(
+        *words([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *room.ALL_TRAIN)
+    )
 
 
 @pytest.mark.parametrize("below", [".", "out"])
@@ -127,14 +181,20 @@ def test_out_below_an_input_folder_is_no_input(tmp_path: Path, tokenizer: Path, 
     assert {"units.jsonl", "bad_rows.jsonl"} <= set(before)
     for source in (tmp_path, tmp_path / "**" / "*.jsonl"):
         assert "unchanged" in room.done("run", source, *options) and room.snapshot(out) == before
-    assert "holds only what data_prep has written" in room.refused("run", out / "*s.jsonl", *options)
-    assert "lies where data_prep writes" in room.refused("run", out / "units.jsonl", *options, "--overwrite")
+    assert "holds only what data_prep has written" in room.refused(
+        "run", out / "*s.jsonl", *options
+    )
+    assert "lies where data_prep writes" in room.refused(
+        "run", out / "units.jsonl", *options, "--overwrite"
+    )
     assert room.snapshot(out) == before
     room.done("run", tmp_path, *options, "--overwrite")
     assert room.snapshot(out) == before
 
 
-def test_inputs_that_changed_since_the_plan_are_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+def test_inputs_that_changed_since_the_plan_are_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
     file = Path(shutil.copy(corpus, tmp_path / "a.parquet"))
     out = room.plan_folder(tmp_path / "out", [file], tokenizer)
     room.write_parquet(file, room.make_documents(400, 60, seed=8))

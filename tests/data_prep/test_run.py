@@ -21,18 +21,33 @@ from tests.data_prep import conftest as room
 
 
 def run(inputs: object, tokenizer: Path, out: Path, *options: object) -> str:
-    return room.done("run", *(inputs if isinstance(inputs, list) else [inputs]), "--tokenizer", tokenizer, "--out", out, *room.HF, *options)
+    return room.done(
+        "run",
+        *(inputs if isinstance(inputs, list) else [inputs]),
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.HF,
+        *options,
+    )
 
 
 def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
     """The documents of each split, decoded; EOD taken off after a check that it is there; every row is written or dropped."""
-    info, decoder, manifest = load_folder(tokenizer), Tokenizer.from_file(str(tokenizer / "tokenizer.json")), room.manifest_of(folder)
+    info, decoder, manifest = (
+        load_folder(tokenizer),
+        Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
+        room.manifest_of(folder),
+    )
     result = {}
     for name in manifest["splits"]:
         split = room.read_split(folder, name)
         assert all(ids[-1] == info.eod_id and ids.count(info.eod_id) == 1 for ids in split)
         result[name] = [decoder.decode(ids[:-1], skip_special_tokens=False) for ids in split]
-    assert manifest["source"]["rows"] == sum(map(len, result.values())) + sum(manifest["source"]["dropped"].values())
+    assert manifest["source"]["rows"] == sum(map(len, result.values())) + sum(
+        manifest["source"]["dropped"].values()
+    )
     return result
 
 
@@ -40,7 +55,9 @@ def dropped(folder: Path) -> Any:
     return room.manifest_of(folder)["source"]["dropped"]
 
 
-def test_every_document_lands_whole_in_the_split_of_its_id(made: Path, tokenizer: Path, documents: list[tuple[str, str]]) -> None:
+def test_every_document_lands_whole_in_the_split_of_its_id(
+    made: Path, tokenizer: Path, documents: list[tuple[str, str]]
+) -> None:
     expected: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     ids: dict[str, str] = {"train": "", "valid": "", "test": ""}
     for document_id, text in documents:
@@ -48,8 +65,17 @@ def test_every_document_lands_whole_in_the_split_of_its_id(made: Path, tokenizer
         ids[Split(10, 5).of(document_id.encode())] += f"{document_id}\n"
     assert all(expected.values()) and texts(made, tokenizer) == expected
     manifest, raw = room.manifest_of(made), (tokenizer / "tokenizer.json").read_bytes()
-    assert manifest["format"] == 2 and manifest["dtype"] == "uint16" and (made / "tokenizer" / "tokenizer.json").read_bytes() == raw
-    assert manifest["tokenizer"] == {"path": "tokenizer", "vocab_size": 320, "eod_id": 0, "sha256": hashlib.sha256(raw).hexdigest()}
+    assert (
+        manifest["format"] == 2
+        and manifest["dtype"] == "uint16"
+        and (made / "tokenizer" / "tokenizer.json").read_bytes() == raw
+    )
+    assert manifest["tokenizer"] == {
+        "path": "tokenizer",
+        "vocab_size": 320,
+        "eod_id": 0,
+        "sha256": hashlib.sha256(raw).hexdigest(),
+    }
     for name, entry in manifest["splits"].items():
         binary, index = (made / f"{name}.bin").read_bytes(), (made / f"{name}.idx").read_bytes()
         assert entry == {
@@ -61,7 +87,10 @@ def test_every_document_lands_whole_in_the_split_of_its_id(made: Path, tokenizer
             "bin_bytes": len(binary),
             "idx_bytes": len(index),
             "bin_sample": entry["bin_sample"],
-            "ids": {"bytes": len(ids[name]), "sha256": hashlib.sha256(ids[name].encode()).hexdigest()},
+            "ids": {
+                "bytes": len(ids[name]),
+                "sha256": hashlib.sha256(ids[name].encode()).hexdigest(),
+            },
         }
         assert (made / f"{name}.ids").read_text() == ids[name]
     files = {f"{name}.{kind}" for name in ids for kind in ("bin", "idx", "ids")}
@@ -75,15 +104,22 @@ def test_order_of_inputs_and_row_groups_do_not_change_a_documents_split(
     mixed, folder = documents.copy(), tmp_path / "folder" / "deeper"
     random.Random(1).shuffle(mixed)
     folder.mkdir(parents=True)
-    files = [room.write_parquet(folder / f"{i}.parquet", mixed[i::3], row_group_size=17) for i in range(3)]
+    files = [
+        room.write_parquet(folder / f"{i}.parquet", mixed[i::3], row_group_size=17)
+        for i in range(3)
+    ]
     run(files, tokenizer, tmp_path / "out", *room.SHARES)
     found, expected = (texts(out, tokenizer) for out in (tmp_path / "out", made))
-    assert {name: sorted(part) for name, part in found.items()} == {name: sorted(part) for name, part in expected.items()}
+    assert {name: sorted(part) for name, part in found.items()} == {
+        name: sorted(part) for name, part in expected.items()
+    }
     run(tmp_path / "folder", tokenizer, tmp_path / "whole", *room.SHARES)
     assert room.merged_hashes(tmp_path / "whole") == room.merged_hashes(tmp_path / "out")
 
 
-def test_same_run_is_left_alone_another_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path, made: Path) -> None:
+def test_same_run_is_left_alone_another_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, made: Path
+) -> None:
     out = room.copied(made, tmp_path / "data")
     before, other = room.snapshot(out), ("--valid-percent", "10", "--test-percent", "0")
     assert "unchanged" in run(corpus, tokenizer, out, *room.SHARES)
@@ -91,49 +127,86 @@ def test_same_run_is_left_alone_another_is_refused(tmp_path: Path, corpus: Path,
     command = ("run", corpus, "--tokenizer", tokenizer, "--out", out, *other, *room.HF)
     assert "--overwrite" in room.refused(*command) and room.snapshot(out) == before
     room.done(*command, "--overwrite")
-    assert not (out / "test.bin").exists() and set(room.manifest_of(out)["splits"]) == {"train", "valid"}
+    assert not (out / "test.bin").exists() and set(room.manifest_of(out)["splits"]) == {
+        "train",
+        "valid",
+    }
     (out / "train.idx").unlink()
     assert "train.idx" in room.refused(*command)
     room.done(*command, "--overwrite")
     assert "whole" in room.done("verify", out)
 
 
-def test_the_tokenizer_may_lie_in_the_output_folder(tmp_path: Path, corpus: Path, tokenizer: Path, made: Path) -> None:
+def test_the_tokenizer_may_lie_in_the_output_folder(
+    tmp_path: Path, corpus: Path, tokenizer: Path, made: Path
+) -> None:
     room.copied(tokenizer, tmp_path / "tokenizer")
     for options in ([], ["--overwrite"]):
         run(corpus, tmp_path / "tokenizer", tmp_path, *room.SHARES, *options)
-        assert room.merged_hashes(tmp_path) == room.merged_hashes(made) and (tmp_path / "tokenizer" / "training.json").exists()
+        assert (
+            room.merged_hashes(tmp_path) == room.merged_hashes(made)
+            and (tmp_path / "tokenizer" / "training.json").exists()
+        )
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_and_the_size_of_units_do_not_change_a_byte(tmp_path: Path, many: Path, tokenizer: Path, many_made: Path) -> None:
+def test_workers_and_the_size_of_units_do_not_change_a_byte(
+    tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
+) -> None:
     run(many, tokenizer, tmp_path / "out", *room.SHARES, *room.SMALL_UNITS, "--workers", 3)
     assert room.snapshot(tmp_path / "out") == room.snapshot(many_made)
     for unit_mb in ("0.05", "1000"):
-        out = room.merge(room.encode_units(room.plan_folder(tmp_path / unit_mb, [many], tokenizer, "--unit-mb", unit_mb)))
+        out = room.merge(
+            room.encode_units(
+                room.plan_folder(tmp_path / unit_mb, [many], tokenizer, "--unit-mb", unit_mb)
+            )
+        )
         assert room.merged_hashes(out) == room.merged_hashes(many_made)
         assert (room.manifest_of(out)["units"]["count"] == 1) == (unit_mb == "1000")
 
 
-def test_tasks_one_after_the_other_do_not_change_a_byte(tmp_path: Path, many: Path, tokenizer: Path, many_made: Path) -> None:
+def test_tasks_one_after_the_other_do_not_change_a_byte(
+    tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
+) -> None:
     out, tasks = room.plan_folder(tmp_path / "out", [many], tokenizer, *room.SMALL_UNITS), [2, 0, 1]
     for done, task in enumerate(tasks, 1):
         command = ("run", "--out", out, "--task-id", task, "--tasks", 3, "--workers", 1, *room.HF)
         room.done(*command)
         entries = {int(path.stem) for path in (out / "shards").glob("*.json")}
-        assert entries == {number for number in range(40) if number % 3 in tasks[:done]} and not (out / "manifest.json").exists()
+        assert (
+            entries == {number for number in range(40) if number % 3 in tasks[:done]}
+            and not (out / "manifest.json").exists()
+        )
         assert "nothing to do" in room.done(*command)
     room.done("merge", out)
     assert room.snapshot(out) == room.snapshot(many_made)
 
 
 @pytest.mark.slow
-def test_tasks_at_once_each_planning_too_do_not_change_a_byte(tmp_path: Path, rows: Path, tokenizer: Path, merged: Path) -> None:
-    out, array = tmp_path / "out", {"SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
-    options = ("--tokenizer", tokenizer, "--out", out, *room.SHARES, *room.SMALL_UNITS, "--workers", 1, *room.HF)
-    tasks = [room.start("run", rows, *options, **array, SLURM_ARRAY_TASK_ID=number) for number in ("9", "5", "7")]
+def test_tasks_at_once_each_planning_too_do_not_change_a_byte(
+    tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
+) -> None:
+    out, array = (
+        tmp_path / "out",
+        {"SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"},
+    )
+    options = (
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.SHARES,
+        *room.SMALL_UNITS,
+        "--workers",
+        1,
+        *room.HF,
+    )
+    tasks = [
+        room.start("run", rows, *options, **array, SLURM_ARRAY_TASK_ID=number)
+        for number in ("9", "5", "7")
+    ]
     for task in tasks:
         assert task.communicate(timeout=300)[1] == "" and task.returncode == 0
     assert room.snapshot(room.merge(out)) == room.snapshot(merged)
@@ -149,22 +222,39 @@ DAMAGE = """
 
 
 def test_a_restart_does_what_is_left(shards: Path, merged: Path) -> None:
-    before, command = room.snapshot(shards), ("run", "--out", shards, *room.HF, "--task-id", 0, "--tasks", 1)
+    before, command = (
+        room.snapshot(shards),
+        ("run", "--out", shards, *room.HF, "--task-id", 0, "--tasks", 1),
+    )
     for how in DAMAGE.strip().splitlines():
         room.spoil(shards / "shards", how)
         assert "1 of 5 units to do" in room.done(*command) and room.snapshot(shards) == before, how
-    room.edit_json(shards / "shards" / "00002.json", lambda e: e.update(rows=e["rows"] + 1, dropped=e["dropped"] | {"masked": 1}))
-    assert "1 of 5 units to do" in room.done(*command) and room.snapshot(room.merge(shards)) == room.snapshot(merged)
+    room.edit_json(
+        shards / "shards" / "00002.json",
+        lambda e: e.update(rows=e["rows"] + 1, dropped=e["dropped"] | {"masked": 1}),
+    )
+    assert "1 of 5 units to do" in room.done(*command) and room.snapshot(
+        room.merge(shards)
+    ) == room.snapshot(merged)
 
 
-def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     (tmp_path / "here").mkdir()
     for name, seed in (("a", 1), ("b", 2), ("moved", 2)):
-        room.write_parquet(tmp_path / "here" / f"{name}.parquet", room.make_documents(50, 20, seed=seed))
-    inputs, options = ("a.parquet", "b.parquet"), ("--tokenizer", tokenizer, "--out", tmp_path / "out", *room.ALL_TRAIN)
+        room.write_parquet(
+            tmp_path / "here" / f"{name}.parquet", room.make_documents(50, 20, seed=seed)
+        )
+    inputs, options = (
+        ("a.parquet", "b.parquet"),
+        ("--tokenizer", tokenizer, "--out", tmp_path / "out", *room.ALL_TRAIN),
+    )
     room.done("plan", *inputs, *options, HERE=str(tmp_path / "here"))
     room.done("run", "--out", tmp_path / "out", "--task-id", 0, "--tasks", 2, *room.HF)
-    room.done("plan", "a.parquet", "moved.parquet", *options, HERE=str(tmp_path / "here"))  # the same inputs, elsewhere
+    room.done(
+        "plan", "a.parquet", "moved.parquet", *options, HERE=str(tmp_path / "here")
+    )  # the same inputs, elsewhere
     for name in inputs:
         (tmp_path / "here" / name).unlink()
     room.done("run", "--out", tmp_path / "out", "--task-id", 1, "--tasks", 2, *room.HF)
@@ -176,58 +266,153 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> None:
-    good = [("a", b"alpha"), ("b", "βeta 🙂\x00".encode()), ("c", b" "), ("d", b"<|endoftext|>"), ("7", b"seven")]
-    bad = [("e", None), ("f", b""), ("g", b"\xff\xfe bad"), ("h", b"ok \xed\xa0\x80"), (None, b"no id"), ("i", None)]
+    good = [
+        ("a", b"alpha"),
+        ("b", "βeta 🙂\x00".encode()),
+        ("c", b" "),
+        ("d", b"<|endoftext|>"),
+        ("7", b"seven"),
+    ]
+    bad = [
+        ("e", None),
+        ("f", b""),
+        ("g", b"\xff\xfe bad"),
+        ("h", b"ok \xed\xa0\x80"),
+        (None, b"no id"),
+        ("i", None),
+    ]
     rows = [row for pair in zip(bad, good, strict=False) for row in pair] + bad[len(good) :]
     raw = pa.array([text for _, text in rows], pa.binary())
-    for number, column in enumerate((raw, raw.cast(pa.large_binary()).view(pa.large_string()), raw.view(pa.string()).dictionary_encode())):
+    for number, column in enumerate(
+        (
+            raw,
+            raw.cast(pa.large_binary()).view(pa.large_string()),
+            raw.view(pa.string()).dictionary_encode(),
+        )
+    ):
         file, out = tmp_path / f"{number}.parquet", tmp_path / f"out-{number}"
-        pq.write_table(pa.table({"name": [i for i, _ in rows], "body": column}), file, row_group_size=4)
-        run(file, tokenizer, out, "--text-column", "body", "--id-column", "name", *room.ALL_TRAIN, "--max-bad", 6)
+        pq.write_table(
+            pa.table({"name": [i for i, _ in rows], "body": column}), file, row_group_size=4
+        )
+        run(
+            file,
+            tokenizer,
+            out,
+            "--text-column",
+            "body",
+            "--id-column",
+            "name",
+            *room.ALL_TRAIN,
+            "--max-bad",
+            6,
+        )
         assert dropped(out) == {"null_text": 2, "empty_text": 1, "invalid_utf8": 2, "null_id": 1}
-        assert [text.encode() for text in texts(out, tokenizer)["train"]] == [text for _, text in good]
+        assert [text.encode() for text in texts(out, tokenizer)["train"]] == [
+            text for _, text in good
+        ]
 
 
 @pytest.mark.parametrize("how", ["zeros", "bit"])
-def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(tmp_path: Path, tokenizer: Path, how: str) -> None:
+def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
+    tmp_path: Path, tokenizer: Path, how: str
+) -> None:
     """Zeros, or one letter in a page that is neither compressed nor encoded: its checksum alone can tell."""
-    file, out, documents = tmp_path / "corrupt.parquet", tmp_path / "out", room.make_documents(300, 40, seed=5)
+    file, out, documents = (
+        tmp_path / "corrupt.parquet",
+        tmp_path / "out",
+        room.make_documents(300, 40, seed=5),
+    )
     table = pa.table({"id": [d[0] for d in documents], "text": [d[1] for d in documents]})
-    pq.write_table(table, file, compression="none", use_dictionary=False, row_group_size=100, write_page_checksum=True)
+    pq.write_table(
+        table,
+        file,
+        compression="none",
+        use_dictionary=False,
+        row_group_size=100,
+        write_page_checksum=True,
+    )
     raw = bytearray(file.read_bytes())
     at = raw.index(b" import ", len(raw) // 2)
     raw[at : at + 40] = bytes(40) if how == "zeros" else b" Import " + raw[at + 8 : at + 40]
     file.write_bytes(raw)
-    command = ("run", file, "--tokenizer", tokenizer, "--out", out, *room.SHARES, *room.SMALL_UNITS, *room.HF)
+    command = (
+        "run",
+        file,
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.SHARES,
+        *room.SMALL_UNITS,
+        *room.HF,
+    )
     for limit in ((), ("--max-bad", "99"), ("--max-bad", "33%"), ("--max-bad", "0")):
         result = room.cli(*command, *limit)
-        assert result.returncode == 1 and not (out / "manifest.json").exists() and not room.merged_hashes(out), result
-        assert result.stderr.startswith("data_prep: error: 100 of 300 rows are bad (100 unreadable), more than --max-bad")
-        assert "corrupt.parquet, row 100: unreadable (" in result.stderr and "row group 1 of 3 cannot be read" in result.stderr
+        assert (
+            result.returncode == 1
+            and not (out / "manifest.json").exists()
+            and not room.merged_hashes(out)
+        ), result
+        assert result.stderr.startswith(
+            "data_prep: error: 100 of 300 rows are bad (100 unreadable), more than --max-bad"
+        )
+        assert (
+            "corrupt.parquet, row 100: unreadable (" in result.stderr
+            and "row group 1 of 3 cannot be read" in result.stderr
+        )
     (place,) = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert (place["place"], place["reason"]) == (100, "unreadable")
     assert "units to do" not in room.done(*command, "--max-bad", "100")
     assert dropped(out) == {"unreadable": 100} and texts(out, tokenizer)
 
 
-def test_max_bad_counts_faults_alone_and_lists_their_places(tmp_path: Path, tokenizer: Path) -> None:
+def test_max_bad_counts_faults_alone_and_lists_their_places(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     rows = [(f"d{i}", None if 100 <= i < 150 else "text " * (1 + i % 3)) for i in range(1000)]
     file, out = room.write_parquet(tmp_path / "rows.parquet", rows), tmp_path / "out"
-    command = ("run", file, "--tokenizer", tokenizer, "--out", out, *room.ALL_TRAIN, "--min-bytes", 9, *room.HF)
+    command = (
+        "run",
+        file,
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.ALL_TRAIN,
+        "--min-bytes",
+        9,
+        *room.HF,
+    )
     for limit in ("49", "4.9%"):
         result = room.cli(*command, "--max-bad", limit)
         lines = result.stderr.splitlines()
-        assert lines[0].startswith("data_prep: error: 50 of 1,000 rows are bad (50 null_text)") and "bad_rows.jsonl" in lines[0]
-        assert result.returncode == 1 and lines[1] == f"  {file}, row 100: null_text" and len(lines) == 22, result
+        assert (
+            lines[0].startswith("data_prep: error: 50 of 1,000 rows are bad (50 null_text)")
+            and "bad_rows.jsonl" in lines[0]
+        )
+        assert (
+            result.returncode == 1
+            and lines[1] == f"  {file}, row 100: null_text"
+            and len(lines) == 22
+        ), result
     assert len((out / "bad_rows.jsonl").read_text().splitlines()) == 50
     room.done(*command, "--max-bad", "5%")
-    assert dropped(out)["null_text"] == 50 and dropped(out)["below_min_bytes"] > 300 and texts(out, tokenizer)
+    assert (
+        dropped(out)["null_text"] == 50
+        and dropped(out)["below_min_bytes"] > 300
+        and texts(out, tokenizer)
+    )
 
 
 @pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.slow), "zst"])
-def test_a_stream_that_is_cut_off_fails_whatever_the_share(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+def test_a_stream_that_is_cut_off_fails_whatever_the_share(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
     noise = random.Random(5)
-    raw = "\n".join(json.dumps({"id": f"d{i}", "text": f"{i} {noise.randbytes(300).hex()}"}) for i in range(2000)).encode()
+    raw = "\n".join(
+        json.dumps({"id": f"d{i}", "text": f"{i} {noise.randbytes(300).hex()}"})
+        for i in range(2000)
+    ).encode()
     file, out = tmp_path / f"cut.jsonl.{kind}", tmp_path / "out"
     whole = gzip.compress(raw, 1) if kind == "gz" else pa.Codec("zstd").compress(raw, asbytes=True)
     file.write_bytes(whole[: int(0.7 * len(whole))])
@@ -235,7 +420,11 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(tmp_path: Path, token
     for limit in ((), ("--max-bad", "1000"), ("--max-bad", "99%")):
         result = room.cli(*command, *limit)
         assert result.returncode == 1 and not (out / "manifest.json").exists(), result
-        assert "1 cut_off" in result.stderr and str(file) in result.stderr and "--max-bad 100%" in result.stderr
+        assert (
+            "1 cut_off" in result.stderr
+            and str(file) in result.stderr
+            and "--max-bad 100%" in result.stderr
+        )
     room.done(*command, "--max-bad", "100%")
     assert dropped(out) == {"cut_off": 1} and 500 < len(texts(out, tokenizer)["train"]) < 2000
 
@@ -244,25 +433,68 @@ LONG = ("--max-bytes", "60000000")
 
 
 @pytest.mark.parametrize(
-    ("encoder", "limit"), [("hf", ()), *(pytest.param("gigatoken", limit, marks=pytest.mark.slow) for limit in ((), LONG))]
+    ("encoder", "limit"),
+    [
+        ("hf", ()),
+        *(pytest.param("gigatoken", limit, marks=pytest.mark.slow) for limit in ((), LONG)),
+    ],
 )
-def test_a_document_of_50_mb_among_small_ones(tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...]) -> None:
+def test_a_document_of_50_mb_among_small_ones(
+    tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...]
+) -> None:
     """Left out at the default, written whole where the limit is raised; the rest is written either way."""
     long, out = "word and number 12345 " * (50_000_000 // 22), tmp_path / "out"
-    file = room.write_parquet(tmp_path / "long.parquet", [("a", "first"), ("long", long), ("b", "last")])
-    room.done("run", file, "--tokenizer", tokenizer, "--out", out, *room.ALL_TRAIN, *limit, "--encoder", encoder)
+    file = room.write_parquet(
+        tmp_path / "long.parquet", [("a", "first"), ("long", long), ("b", "last")]
+    )
+    room.done(
+        "run",
+        file,
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        *room.ALL_TRAIN,
+        *limit,
+        "--encoder",
+        encoder,
+    )
     assert dropped(out) == ({} if limit else {"above_max_bytes": 1})
     assert texts(out, tokenizer)["train"] == ["first", *[long] * bool(limit), "last"]
 
 
 def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: Path) -> None:
     lines = [
-        *(b'{"id": "a", "text": "fine"}', b'{"id": "b", "text": "lone \\ud800 surrogate"}', b'{"id": "c", "text": "never closed'),
-        *(b'{"id": "d"}', b'{"id": "e", "text": null}', b'{"id": "f", "text": ""}', b'{"text": "no id"}', b"[1, 2]"),
-        *(b'{"id": "g", "text": "not \xff UTF-8"}', b'{"id": "h", "text": 5}', b'{"id": "i", "text": "<|endoftext|> is text"}'),
+        *(
+            b'{"id": "a", "text": "fine"}',
+            b'{"id": "b", "text": "lone \\ud800 surrogate"}',
+            b'{"id": "c", "text": "never closed',
+        ),
+        *(
+            b'{"id": "d"}',
+            b'{"id": "e", "text": null}',
+            b'{"id": "f", "text": ""}',
+            b'{"text": "no id"}',
+            b"[1, 2]",
+        ),
+        *(
+            b'{"id": "g", "text": "not \xff UTF-8"}',
+            b'{"id": "h", "text": 5}',
+            b'{"id": "i", "text": "<|endoftext|> is text"}',
+        ),
         b'{"id": "j", "text": "last, without a line end"}',
     ]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
     run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", *room.ALL_TRAIN, "--max-bad", 9)
-    assert dropped(tmp_path / "out") == {"null_text": 1, "empty_text": 1, "invalid_utf8": 2, "null_id": 1, "malformed": 4}
-    assert texts(tmp_path / "out", tokenizer)["train"] == ["fine", "<|endoftext|> is text", "last, without a line end"]
+    assert dropped(tmp_path / "out") == {
+        "null_text": 1,
+        "empty_text": 1,
+        "invalid_utf8": 2,
+        "null_id": 1,
+        "malformed": 4,
+    }
+    assert texts(tmp_path / "out", tokenizer)["train"] == [
+        "fine",
+        "<|endoftext|> is text",
+        "last, without a line end",
+    ]

@@ -23,28 +23,72 @@ from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, packed, read_al
 
 def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
     """Folders: every data file below, sorted, without hidden names; globs: sorted; links are followed."""
-    kept = ["a/1.parquet", "a/10.parquet", "a/2.jsonl", "b.jsonl.gz", "c/d/e.jsonl.zst", "f.ndjson", "g.ndjson.gz", "link.parquet"]
-    others = ["a/.3.parquet", ".hidden/4.parquet", "README.md", "state.json", "y.parquet.gz", "z.csv", "parquet", "LICENSE.txt"]
+    kept = [
+        "a/1.parquet",
+        "a/10.parquet",
+        "a/2.jsonl",
+        "b.jsonl.gz",
+        "c/d/e.jsonl.zst",
+        "f.ndjson",
+        "g.ndjson.gz",
+        "link.parquet",
+    ]
+    others = [
+        "a/.3.parquet",
+        ".hidden/4.parquet",
+        "README.md",
+        "state.json",
+        "y.parquet.gz",
+        "z.csv",
+        "parquet",
+        "LICENSE.txt",
+    ]
     for name in (*kept[:-1], *others, "folder.parquet/x.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "link.parquet").symlink_to("README.md")
 
     def means(*inputs: str) -> list[str]:
-        return [Path(found.path).relative_to(tmp_path).as_posix() for found in find_files([str(tmp_path / name) for name in inputs])]
+        return [
+            Path(found.path).relative_to(tmp_path).as_posix()
+            for found in find_files([str(tmp_path / name) for name in inputs])
+        ]
 
-    assert means(".") == kept and means("f.ndjson", "a", "z.csv") == ["f.ndjson", *kept[:3], "z.csv"]
-    assert means("a/*.parquet") == kept[:2] and means("c/**") == kept[4:5] and means("LICENSE.txt") == ["LICENSE.txt"]
+    assert means(".") == kept and means("f.ndjson", "a", "z.csv") == [
+        "f.ndjson",
+        *kept[:3],
+        "z.csv",
+    ]
+    assert (
+        means("a/*.parquet") == kept[:2]
+        and means("c/**") == kept[4:5]
+        and means("LICENSE.txt") == ["LICENSE.txt"]
+    )
 
 
-def test_a_folder_follows_links_and_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_follows_links_and_names_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every spelling of JSON lines counts; a link to a folder is entered, one to a folder above is not entered again."""
-    kept = ["a.json.gz", "b.JSONL", "c.json", "d.json.zst", "e.jsonl.zstd", "linked/f.jsonl", "linked/up/g.Parquet"]
+    kept = [
+        "a.json.gz",
+        "b.JSONL",
+        "c.json",
+        "d.json.zst",
+        "e.jsonl.zstd",
+        "linked/f.jsonl",
+        "linked/up/g.Parquet",
+    ]
     for name in ("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd", "there/f.jsonl", "up/g.Parquet",
                  "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2", "here/dataset_info.json", "here/.git/k.jsonl"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for link, target in (("here/linked", "../there"), ("there/up", "../up"), ("up/loop", "../there"), ("here/self", ".")):
+    for link, target in (
+        ("here/linked", "../there"),
+        ("there/up", "../up"),
+        ("up/loop", "../there"),
+        ("here/self", "."),
+    ):
         (tmp_path / link).symlink_to(target)
     here = str(tmp_path / "here")
     assert [found.name for found in find_files([here])] == kept
@@ -57,14 +101,24 @@ def test_a_folder_follows_links_and_names_what_it_leaves_out(tmp_path: Path, cap
 
 @pytest.mark.parametrize("name", ["x.json", "x.json.gz", "x.JSON.zst"])
 @pytest.mark.parametrize(
-    "content", [b'{\n "a": 1,\n "rows": [\n{"text": "b"}\n]}', b'[\n{"text": "a"},\n{"text": "b"}\n]', b'[{"text": "a"}]']
+    "content",
+    [
+        b'{\n "a": 1,\n "rows": [\n{"text": "b"}\n]}',
+        b'[\n{"text": "a"},\n{"text": "b"}\n]',
+        b'[{"text": "a"}]',
+    ],
 )
-def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     (tmp_path / name).write_bytes(packed(name.lower(), content))
     with pytest.raises(UserError, match=r"one object a line"):
         open_files([str(tmp_path)], COLUMNS)
     rows = [{"text": "a", "id": "1"}, {"text": "b", "id": "2"}]
-    file = opened(tmp_path / name, packed(name.lower(), b"".join(json.dumps(item).encode() + b"\n" for item in rows)))
+    file = opened(
+        tmp_path / name,
+        packed(name.lower(), b"".join(json.dumps(item).encode() + b"\n" for item in rows)),
+    )
     assert [(text, key) for text, key, _ in read_all(file)] == [(b"a", b"1"), (b"b", b"2")]
 
 
@@ -74,14 +128,19 @@ def test_a_zstd_window_that_arrow_does_not_allow_is_named(tmp_path: Path) -> Non
     block = (len(line) << 3 | 1).to_bytes(3, "little") + line
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
-    with pytest.raises(UserError, match=f"{path} was packed by zstd with a window above 128 MiB .*: zstd -d --long=31 "):
+    with pytest.raises(
+        UserError,
+        match=f"{path} was packed by zstd with a window above 128 MiB .*: zstd -d --long=31 ",
+    ):
         open_files([str(path)], COLUMNS)
 
 
 def test_a_plan_may_hold_names_that_are_not_utf8(tmp_path: Path) -> None:
     name = 'm\\\udce9"é🙂.py:f'
     file = SourceFile(name, "jsonl", 5, None, 5, "f", name)
-    plan = Plan("", Settings(mask=name), Identity(9, 0, "s"), (file,), (Unit(0, 0, 0, 1, None, 5),), 7)
+    plan = Plan(
+        "", Settings(mask=name), Identity(9, 0, "s"), (file,), (Unit(0, 0, 0, 1, None, 5),), 7
+    )
     plan = replace(plan, fingerprint=fingerprint_of(plan))
     write_plan(tmp_path, plan)
     assert read_plan(tmp_path) == plan
@@ -90,7 +149,10 @@ def test_a_plan_may_hold_names_that_are_not_utf8(tmp_path: Path) -> None:
 def test_the_first_wrong_file_of_many_is_named(tmp_path: Path) -> None:
     table = pa.table({"text": ["a", "b"], "id": ["1", "2"]})
     for number in range(20):
-        pq.write_table(table if number not in (11, 15) else table.drop(["text"]), tmp_path / f"{number:02}.parquet")
+        pq.write_table(
+            table if number not in (11, 15) else table.drop(["text"]),
+            tmp_path / f"{number:02}.parquet",
+        )
     with pytest.raises(UserError, match="11.parquet has no column 'text'"):
         open_files([str(tmp_path)], COLUMNS)
 
@@ -102,10 +164,22 @@ def test_files_of_every_kind_are_described(tmp_path: Path) -> None:
         written(tmp_path / name, rows, row_group_size=100)
     (tmp_path / "e").write_bytes((tmp_path / "c.jsonl.gz").read_bytes())
     files = open_files([str(tmp_path), str(tmp_path / "e")], COLUMNS)
-    assert [file.kind for file in files] == ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "jsonl.gz"]
+    assert [file.kind for file in files] == [
+        "parquet",
+        "jsonl",
+        "jsonl.gz",
+        "jsonl.zst",
+        "jsonl.gz",
+    ]
     assert [file.rows for file in files] == [500, None, None, None, None]
-    assert all(file.bytes == Path(file.path).stat().st_size and abs(file.text_bytes / text - 1) < 0.3 for file in files)
-    assert files[2].fingerprint == files[4].fingerprint and len({file.fingerprint for file in files}) == 4
+    assert all(
+        file.bytes == Path(file.path).stat().st_size and abs(file.text_bytes / text - 1) < 0.3
+        for file in files
+    )
+    assert (
+        files[2].fingerprint == files[4].fingerprint
+        and len({file.fingerprint for file in files}) == 4
+    )
 
 
 class Counting(streams.LocalFile):
@@ -124,21 +198,33 @@ class Counting(streams.LocalFile):
         return size
 
 
-def test_fingerprints_see_another_size_and_other_content_and_are_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_see_another_size_and_other_content_and_are_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 100 MB they read a tenth at most."""
     path, line = tmp_path / "x.jsonl", b'{"text": "%s", "id": "1"}\n' % (b"x" * 4000)
     whole = opened(path, line * 25_000)
     with monkeypatch.context() as patch:
         patch.setattr(streams, "LocalFile", Counting)
         patch.setattr(Counting, "total", 0)
-        assert open_files([str(path)], COLUMNS)[0] == whole and 1e6 < Counting.total < whole.bytes / 10
+        assert (
+            open_files([str(path)], COLUMNS)[0] == whole and 1e6 < Counting.total < whole.bytes / 10
+        )
     os.truncate(path, whole.bytes - 1)
     assert open_files([str(path)], COLUMNS)[0].fingerprint != whole.fingerprint
     with path.open("ab") as stream:
         stream.write(b" ")
     assert open_files([str(path)], COLUMNS)[0].fingerprint != whole.fingerprint
     texts = (["a", "b"], ["a", "c"], ["a", "bb"])
-    assert len({written(tmp_path / "x.parquet", [{"text": t, "id": t} for t in some]).fingerprint for some in texts}) == 3
+    assert (
+        len(
+            {
+                written(tmp_path / "x.parquet", [{"text": t, "id": t} for t in some]).fingerprint
+                for some in texts
+            }
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
@@ -148,18 +234,36 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
     file = written(tmp_path / f"x.{kind}", rows, row_group_size=7)
     (whole,) = spans(file, COLUMNS, WHOLE)
     expected = read_all(file)
-    assert [item[:2] for item in expected] == [(item["text"].encode(), item["id"].encode()) for item in rows]
+    assert [item[:2] for item in expected] == [
+        (item["text"].encode(), item["id"].encode()) for item in rows
+    ]
     least = 1 if kind == "parquet" else 500  # a span of JSONL costs an opened file
-    for unit_bytes in (least, 999, 5000, 20_000, *(random_.randrange(least, 60_000) for _ in range(3))):
+    for unit_bytes in (
+        least,
+        999,
+        5000,
+        20_000,
+        *(random_.randrange(least, 60_000) for _ in range(3)),
+    ):
         cut = spans(file, COLUMNS, unit_bytes)
         assert cut == spans(file, COLUMNS, unit_bytes) and read_all(file, cut) == expected
-        assert [span.start for span in cut] == [0, *(span.stop for span in cut[:-1])] and cut[-1].stop == whole.stop
+        assert [span.start for span in cut] == [0, *(span.stop for span in cut[:-1])] and cut[
+            -1
+        ].stop == whole.stop
         if kind == "parquet":
             sizes = [span.text_bytes for span in spans(file, COLUMNS, 1)]
-            assert sum(span.rows or 0 for span in cut) == 150 and all(span.text_bytes >= unit_bytes for span in cut[:-1])
-            assert all(span.text_bytes - sizes[span.stop - 1] < unit_bytes for span in cut)  # never more than a group beyond
+            assert sum(span.rows or 0 for span in cut) == 150 and all(
+                span.text_bytes >= unit_bytes for span in cut[:-1]
+            )
+            assert all(
+                span.text_bytes - sizes[span.stop - 1] < unit_bytes for span in cut
+            )  # never more than a group beyond
         else:
-            assert len(cut) == (max(1, min(file.bytes, round(file.text_bytes / unit_bytes))) if kind == "jsonl" else 1)
+            assert len(cut) == (
+                max(1, min(file.bytes, round(file.text_bytes / unit_bytes)))
+                if kind == "jsonl"
+                else 1
+            )
 
 
 def test_plain_lines_may_be_cut_at_any_byte(tmp_path: Path) -> None:

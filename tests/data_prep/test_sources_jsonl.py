@@ -20,18 +20,44 @@ from tests.wording import Wording
 FIRST = b'{"text": "first", "id": "0", "score": 1.5, "meta": {"set": "a"}}'
 
 
-def after_first(path: Path, lines: bytes, columns: Columns = COLUMNS) -> tuple[list[Read], list[str]]:
+def after_first(
+    path: Path, lines: bytes, columns: Columns = COLUMNS
+) -> tuple[list[Read], list[str]]:
     """What follows a good first line, places counted from there; and what is said of lines that cannot be read."""
     file, start = opened(path, FIRST + b"\n" + lines, columns), len(FIRST) + 1
     first, *others = read_all(file, WHOLE, columns)
-    said = [part.message for part in parts(file, spans(file, columns, WHOLE), columns) if isinstance(part, Unreadable)]
+    said = [
+        part.message
+        for part in parts(file, spans(file, columns, WHOLE), columns)
+        if isinstance(part, Unreadable)
+    ]
     assert first[0] == b"first"
     return [(*other[:-1], other[-1] - start) for other in others], said
 
 
 # --- against json.loads -----------------------------------------------------------------------------------------------------------------
 
-PIECES = ['"', "\\", "\n", "\t", "\x00", "é", "東", "🙂", "a", " ", "\u2028", "\x7f", "{", "}", "[", "]", ":", ",", "word word word "]
+PIECES = [
+    '"',
+    "\\",
+    "\n",
+    "\t",
+    "\x00",
+    "é",
+    "東",
+    "🙂",
+    "a",
+    " ",
+    "\u2028",
+    "\x7f",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ",",
+    "word word word ",
+]
 
 
 def fuzzed_text(random_: random.Random) -> str:
@@ -39,10 +65,25 @@ def fuzzed_text(random_: random.Random) -> str:
 
 
 def fuzzed_value(random_: random.Random, depth: int = 0) -> Any:
-    kinds: list[Any] = [None, True, 0, -1, 10**40, 1.5, -2e-300, fuzzed_text(random_), {"text": "not this one", "id": "nor this"}]
+    kinds: list[Any] = [
+        None,
+        True,
+        0,
+        -1,
+        10**40,
+        1.5,
+        -2e-300,
+        fuzzed_text(random_),
+        {"text": "not this one", "id": "nor this"},
+    ]
     if depth < 4:
         kinds.append([fuzzed_value(random_, depth + 1) for _ in range(random_.randrange(3))])
-        kinds.append({fuzzed_text(random_): fuzzed_value(random_, depth + 1) for _ in range(random_.randrange(3))})
+        kinds.append(
+            {
+                fuzzed_text(random_): fuzzed_value(random_, depth + 1)
+                for _ in range(random_.randrange(3))
+            }
+        )
     return random_.choice(kinds)
 
 
@@ -62,12 +103,22 @@ def escaped(random_: random.Random, value: Any) -> str:
 
 
 def fuzzed_line(random_: random.Random) -> bytes:
-    items = [("text", fuzzed_text(random_)), ("id", random_.choice([fuzzed_text(random_), None, random_.randrange(-(10**20), 10**20)]))]
-    items = items[: 2 - (random_.random() < 0.1)] + [(fuzzed_text(random_), fuzzed_value(random_)) for _ in range(random_.randrange(4))]
-    items += [("text", fuzzed_text(random_))] * (random_.random() < 0.1)  # the last of a key's values counts
+    items = [
+        ("text", fuzzed_text(random_)),
+        ("id", random_.choice([fuzzed_text(random_), None, random_.randrange(-(10**20), 10**20)])),
+    ]
+    items = items[: 2 - (random_.random() < 0.1)] + [
+        (fuzzed_text(random_), fuzzed_value(random_)) for _ in range(random_.randrange(4))
+    ]
+    items += [("text", fuzzed_text(random_))] * (
+        random_.random() < 0.1
+    )  # the last of a key's values counts
     random_.shuffle(items)
     space = random_.choice(["", " ", "\t "])
-    pairs = (f"{space}{escaped(random_, key)}{space}:{space}{escaped(random_, value)}" for key, value in items)
+    pairs = (
+        f"{space}{escaped(random_, key)}{space}:{space}{escaped(random_, value)}"
+        for key, value in items
+    )
     return f"{space}{{{','.join(pairs)}{space}}}{space}".encode()
 
 
@@ -79,7 +130,9 @@ def expected_rows(content: bytes) -> list[Read]:
         if line.strip(b" \t\r"):
             item = json.loads(line.decode("utf-8" if place else "utf-8-sig"))
             identity = item.get("id")
-            found.append((item["text"].encode(), None if identity is None else str(identity).encode(), place))
+            found.append(
+                (item["text"].encode(), None if identity is None else str(identity).encode(), place)
+            )
         place += len(line) + 1
     return found
 
@@ -90,24 +143,52 @@ def test_fuzzed_lines_are_read_as_json_reads_them(tmp_path: Path, seed: int) -> 
     lines = [fuzzed_line(random_) + random_.choice([b"", b"", b"\r"]) for _ in range(300)]
     lines += random_.choices([b"", b"\r", b" \t"], k=20)
     random_.shuffle(lines)
-    content = (b"\xef\xbb\xbf" if seed % 2 else b"") + b"\n".join([FIRST, *lines]) + (b"\n" if seed % 3 else b"")
+    content = (
+        (b"\xef\xbb\xbf" if seed % 2 else b"")
+        + b"\n".join([FIRST, *lines])
+        + (b"\n" if seed % 3 else b"")
+    )
     expected = expected_rows(content)
     for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst"):
         assert read_all(opened(tmp_path / name, packed(name, content))) == expected
     cuts = sorted(random_.sample(range(len(content)), 30))
-    cut = [Span(start, stop, None, 0) for start, stop in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+    cut = [
+        Span(start, stop, None, 0)
+        for start, stop in zip([0, *cuts], [*cuts, len(content)], strict=True)
+    ]
     assert read_all(opened(tmp_path / "x.jsonl", content), cut) == expected
     for size in (1, 7, 64, 1000):
         stream = (content[i : i + size] for i in range(0, len(content), size))
-        assert [line for _, _, line in reader.lines(stream, 0)] == content.removesuffix(b"\n").split(b"\n")
+        assert [line for _, _, line in reader.lines(stream, 0)] == content.removesuffix(
+            b"\n"
+        ).split(b"\n")
 
 
 # --- bad lines --------------------------------------------------------------------------------------------------------------------------
 
 BAD = [
-    *(b'{"text": "a"', b'{"text": "a"} {"text": "b"}', b'{"text": "a"}null{"text": "b"}', b"null", b"[]", b"12345678901234567890"),
-    *(b"\x00\x00\x00", b'{"text": "a\tb"}', b'{"text": "\\x"}', b'{"text": 01}', b'{"id": "1"}', b'{"text": 3}', b'{"text": ["a"]}'),
-    *(b'{"text": "a", "id": 1.5}', b'{"text": "a", "id": true}', b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    *(
+        b'{"text": "a"',
+        b'{"text": "a"} {"text": "b"}',
+        b'{"text": "a"}null{"text": "b"}',
+        b"null",
+        b"[]",
+        b"12345678901234567890",
+    ),
+    *(
+        b"\x00\x00\x00",
+        b'{"text": "a\tb"}',
+        b'{"text": "\\x"}',
+        b'{"text": 01}',
+        b'{"id": "1"}',
+        b'{"text": 3}',
+        b'{"text": ["a"]}',
+    ),
+    *(
+        b'{"text": "a", "id": 1.5}',
+        b'{"text": "a", "id": true}',
+        b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ),
     *(b"\xff\xfe{}", b'{"text": "a", "id": "1", "score": "3"}'),
 ]
 
@@ -116,7 +197,11 @@ def test_a_bad_line_is_lost_alone_and_named(tmp_path: Path, wording: Wording) ->
     for line in BAD:
         lines = b'{"text": "a", "id": "1"}\n' + line + b'\n{"text": "b", "id": "2"}\n'
         found, (said,) = after_first(tmp_path / "x.jsonl", lines, Columns(extra=("score",)))
-        assert found == [(b"a", b"1", None, 0), (b"b", b"2", None, 26 + len(line)), ("malformed", 1, 25)]
+        assert found == [
+            (b"a", b"1", None, 0),
+            (b"b", b"2", None, 26 + len(line)),
+            ("malformed", 1, 25),
+        ]
         wording(f"{line[:40].decode(errors='replace')} -> {said}")
 
 
@@ -141,22 +226,49 @@ def test_lines_that_are_rows(tmp_path: Path) -> None:
 
 
 NOT_UTF8 = [
-    *(b"\\ud800", b"a\\udc00b", b"\\ude42\\ud83d", b"\\ud83d\\ud83d\\ude42", b"a\xff", b"\xed\xa0\x80", b"\xc3", b"\x80\\ud800"),
-    *(b"\x80\\udc80", b"\\udcc3\\udca9", b"\xc3\\udca9", b"\\udcc3\xa9", b"\xff \\udcc3\\udca9", b"\xf5"),
+    *(
+        b"\\ud800",
+        b"a\\udc00b",
+        b"\\ude42\\ud83d",
+        b"\\ud83d\\ud83d\\ude42",
+        b"a\xff",
+        b"\xed\xa0\x80",
+        b"\xc3",
+        b"\x80\\ud800",
+    ),
+    *(
+        b"\x80\\udc80",
+        b"\\udcc3\\udca9",
+        b"\xc3\\udca9",
+        b"\\udcc3\xa9",
+        b"\xff \\udcc3\\udca9",
+        b"\xf5",
+    ),
 ]
 
 
 def test_text_that_is_not_utf8_stays_so_and_touches_no_other_row(tmp_path: Path) -> None:
     for text in NOT_UTF8:
-        lines = b'{"text": "a", "id": "1"}\n{"id": "2", "text": "' + text + b'"}\n{"text": "b\xc3\xa9", "id": "3"}\n'
+        lines = (
+            b'{"text": "a", "id": "1"}\n{"id": "2", "text": "'
+            + text
+            + b'"}\n{"text": "b\xc3\xa9", "id": "3"}\n'
+        )
         (before, bad, after), _ = after_first(tmp_path / "x.jsonl", lines)
         assert (before[0], bad[1], after[0]) == (b"a", b"2", "bé".encode())
         with pytest.raises(UnicodeDecodeError):
             bad[0].decode()
     for url in (b"http", b"\xff"):  # escaped surrogates never become UTF-8
-        line = b'{"text": "caf\\udcc3\\udca9", "id": "\\udcf0\\udc9f\\udc99\\udc82", "url": "' + url + b'"}'
+        line = (
+            b'{"text": "caf\\udcc3\\udca9", "id": "\\udcf0\\udc9f\\udc99\\udc82", "url": "'
+            + url
+            + b'"}'
+        )
         ((text, identity, _),), _ = after_first(tmp_path / "x.jsonl", line)
-        assert (text, identity) == tuple(said.encode("utf-8", "surrogatepass") for said in ("caf\udcc3\udca9", "\udcf0\udc9f\udc99\udc82"))
+        assert (text, identity) == tuple(
+            said.encode("utf-8", "surrogatepass")
+            for said in ("caf\udcc3\udca9", "\udcf0\udc9f\udc99\udc82")
+        )
 
 
 def test_rows_come_in_order_and_bad_lines_after_those_before_them(tmp_path: Path) -> None:
@@ -168,25 +280,36 @@ def test_rows_come_in_order_and_bad_lines_after_those_before_them(tmp_path: Path
     assert places == sorted(places) and bad == sorted(bad) and len(bad) == 1667
 
 
-def test_a_line_above_the_limit_is_malformed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_above_the_limit_is_malformed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 3 << 20)
     big = b'{"id": "1", "text": "' + b"x" * (5 << 20) + b'"}'
     for lines in (big + b'\n{"text": "b"}', b'{"text": "b"}\n' + big):
         found, said = after_first(tmp_path / "x.jsonl", lines)
-        assert sorted(found, key=str) == [("malformed", 1, lines.index(big)), (b"b", None, lines.index(b'{"text": "b"}'))]
+        assert sorted(found, key=str) == [
+            ("malformed", 1, lines.index(big)),
+            (b"b", None, lines.index(b'{"text": "b"}')),
+        ]
         assert said == ["it is longer than 3 MiB"]
 
 
 # --- other columns ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(tmp_path: Path) -> None:
+def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(
+    tmp_path: Path,
+) -> None:
     def column(name: str, *items: str) -> pa.Array:
         columns, found = Columns(extra=(name,)), []
         lines = "\n".join(f'{{"text": "a", "id": 1{"," * bool(item)}{item}}}' for item in items)
         file = opened(tmp_path / "x.jsonl", lines.encode("utf-8", "surrogateescape"), columns)
         for unit in (WHOLE, 1):
-            got = [part for part in parts(file, spans(file, columns, unit), columns) if isinstance(part, Rows)]
+            got = [
+                part
+                for part in parts(file, spans(file, columns, unit), columns)
+                if isinstance(part, Rows)
+            ]
             found.append(pa.concat_arrays([part.batch.column(name) for part in got]))
         assert str(found[0]) == str(found[1])
         return found[0]
@@ -196,7 +319,10 @@ def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(tmp
     assert str(column("v", '"v":NaN', '"v":1e999').to_pylist()) == "[nan, inf]"
     assert column("v", '"v":true', '"v":false').equals(pa.array([True, False]))
     words = column("v", '"v":"en"', '"v":7', '"v":{"b":[1,null,"é"]}', '"v":"\\ud800"')
-    assert (words.type, words.to_pylist()) == (pa.large_string(), ["en", "7", '{"b": ["1", null, "é"]}', "?"])
+    assert (words.type, words.to_pylist()) == (
+        pa.large_string(),
+        ["en", "7", '{"b": ["1", null, "é"]}', "?"],
+    )
     nested = column("meta.set", '"meta":{"set":"A"}', '"meta":null', '"meta":{}', '"meta":"x"', "")
     assert nested.to_pylist() == ["A", None, None, None, None]
     assert column("meta.set", '"meta.set":"literal","meta":{"set":"A"}').to_pylist() == ["literal"]
@@ -214,19 +340,34 @@ def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(tmp
 def noisy(number: int) -> bytes:
     """Lines that do not pack well, so that a cut has much before it."""
     random_ = random.Random(number)
-    return b"\n".join(json.dumps({"text": random_.randbytes(1000).hex(), "id": str(i)}).encode() for i in range(1000)) + b"\n"
+    return (
+        b"\n".join(
+            json.dumps({"text": random_.randbytes(1000).hex(), "id": str(i)}).encode()
+            for i in range(1000)
+        )
+        + b"\n"
+    )
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(tmp_path: Path, suffix: str) -> None:
+def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(
+    tmp_path: Path, suffix: str
+) -> None:
     """Empty members; of gzip zeros between and behind them, of zstd skippable frames."""
     random_ = random.Random(6)
     for _ in range(60):
         whole, contents = b"", []
         for _ in range(random_.randrange(1, 6)):
-            contents.append(random_.choice([random_.randbytes(3), b"\0", bytes(5)]) * random_.choice([0, 1, 90, 70_000]))
+            contents.append(
+                random_.choice([random_.randbytes(3), b"\0", bytes(5)])
+                * random_.choice([0, 1, 90, 70_000])
+            )
             skipped = struct.pack("<II", 0x184D2A5F, 70_000) + random_.randbytes(70_000)
-            between = bytes(random_.choice([0, 0, 1, 5, 70_000])) if suffix == "gz" else random_.choice([b"", skipped])
+            between = (
+                bytes(random_.choice([0, 0, 1, 5, 70_000]))
+                if suffix == "gz"
+                else random_.choice([b"", skipped])
+            )
             whole += packed(f"x.{suffix}", contents[-1]) + between
         (tmp_path / "x").write_bytes(whole)
         with (tmp_path / "x").open("rb") as file:
@@ -235,13 +376,20 @@ def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(tmp_path:
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.999])
-def test_a_stream_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path, suffix: str, share: float) -> None:
+def test_a_stream_that_ends_early_is_read_as_far_as_it_goes(
+    tmp_path: Path, suffix: str, share: float
+) -> None:
     content, name = noisy(1), f"x.jsonl.{suffix}"
     whole = packed(name, content)
     *rows, last = read_all(opened(tmp_path / name, whole[: int(len(whole) * share)]))
     lines = content.split(b"\n")
-    assert [text for text, _, _ in rows] == [json.loads(line)["text"].encode() for line in lines[: len(rows)]]
-    assert last == ("cut_off", 1, sum(len(line) + 1 for line in lines[: len(rows)])) and share * len(content) - last[2] < 200_000
+    assert [text for text, _, _ in rows] == [
+        json.loads(line)["text"].encode() for line in lines[: len(rows)]
+    ]
+    assert (
+        last == ("cut_off", 1, sum(len(line) + 1 for line in lines[: len(rows)]))
+        and share * len(content) - last[2] < 200_000
+    )
 
 
 def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -> None:
@@ -250,12 +398,19 @@ def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -
     for name in ("x.jsonl.gz", "x.jsonl.zst"):
         whole = packed(name, content)
         middle = len(whole) // 2
-        for damaged, least in ((whole[:middle] + bytes(1000) + whole[middle + 1000 :], 400), (whole + b"garbage behind the end", 998)):
+        for damaged, least in (
+            (whole[:middle] + bytes(1000) + whole[middle + 1000 :], 400),
+            (whole + b"garbage behind the end", 998),
+        ):
             file = opened(tmp_path / name, damaged)
             *rows, last = read_all(file)
             assert len(rows) >= least or name.endswith("gz")
-            assert [text for text, _, _ in rows[:400]] == texts[: min(400, len(rows))] and last[:2] == ("cut_off", 1)
+            assert [text for text, _, _ in rows[:400]] == texts[: min(400, len(rows))] and last[
+                :2
+            ] == ("cut_off", 1)
             *_, fault = parts(file, spans(file, COLUMNS, 1))
             assert isinstance(fault, Unreadable)
-            assert fault.message.startswith(f"{file.path} is damaged at byte {last[2]} of its unpacked content (")
+            assert fault.message.startswith(
+                f"{file.path} is damaged at byte {last[2]} of its unpacked content ("
+            )
             assert fault.message.endswith("): what follows is lost; fetch or pack it again")

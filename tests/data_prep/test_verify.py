@@ -58,7 +58,9 @@ CACHES = """
 complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2; pop sources.0.bin
 train-indices.npy: flip 100; cut 1; gone
 """
-UNITS: tuple[Callable[[list[Any]], object], ...] = (  # and to units.jsonl, with the manifest's hash of it
+UNITS: tuple[
+    Callable[[list[Any]], object], ...
+] = (  # and to units.jsonl, with the manifest's hash of it
     lambda u: u.pop(),
     lambda u: u.reverse(),
     lambda u: u[2].update(plan="0"),
@@ -74,7 +76,9 @@ def verify(folder: Path, *options: object) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-def check_faults(folder: Path, table: str, change: Callable[[str], object], wording: Wording, *options: object) -> None:
+def check_faults(
+    folder: Path, table: str, change: Callable[[str], object], wording: Wording, *options: object
+) -> None:
     """Each change is found, the fault named (tests/wording.yaml) with its remedy."""
     whole, name = room.snapshot(folder), version("tokenizers")
     fingerprint = json.loads(whole["plan.json"])["fingerprint"]
@@ -83,11 +87,25 @@ def check_faults(folder: Path, table: str, change: Callable[[str], object], word
         for how in changes.split("; "):
             change(f"{file} {how}")
             code, output = verify(folder, "--sample", 0, *options)
-            faults = [line.removeprefix("fault: ") for line in output.splitlines() if line.startswith("fault: ")]
-            assert code == 1 and faults and f"{folder}: {len(faults)} fault" in output.splitlines()[-1], (how, output)
-            assert all("; " in fault and re.search("--overwrite|run --out|remove it", fault) for fault in faults), output
+            faults = [
+                line.removeprefix("fault: ")
+                for line in output.splitlines()
+                if line.startswith("fault: ")
+            ]
+            assert (
+                code == 1 and faults and f"{folder}: {len(faults)} fault" in output.splitlines()[-1]
+            ), (how, output)
+            assert all(
+                "; " in fault and re.search("--overwrite|run --out|remove it", fault)
+                for fault in faults
+            ), output
             said = [fault.split("; ")[0] for fault in faults]
-            wording(f"{file} {how}: {' | '.join(said)}", DATA=folder, VERSION=name, FINGERPRINT=fingerprint[:12])
+            wording(
+                f"{file} {how}: {' | '.join(said)}",
+                DATA=folder,
+                VERSION=name,
+                FINGERPRINT=fingerprint[:12],
+            )
             room.restore(folder, whole)
 
 
@@ -99,8 +117,16 @@ def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded:
     ):
         before = room.snapshot(folder)
         code, output = verify(folder)
-        assert code == 0 and re.search(said, output) and "fault" not in output and "not checked" not in output, output
-        assert "hashes, indices, EOD, 100 documents encoded again agree" in output and room.snapshot(folder) == before
+        assert (
+            code == 0
+            and re.search(said, output)
+            and "fault" not in output
+            and "not checked" not in output
+        ), output
+        assert (
+            "hashes, indices, EOD, 100 documents encoded again agree" in output
+            and room.snapshot(folder) == before
+        )
 
 
 def test_a_fault_is_found_and_named(data: Path, wording: Wording) -> None:
@@ -122,12 +148,16 @@ def test_a_fault_in_shards_is_found_and_named(shards: Path, wording: Wording) ->
 
 
 @pytest.mark.parametrize("block", [2, 6, 64, 4096])
-def test_documents_that_straddle_blocks_are_followed(data: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_documents_that_straddle_blocks_are_followed(
+    data: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     monkeypatch.setattr("data_prep.verify.pairs.BLOCK_BYTES", block)
     monkeypatch.setattr("data_prep.verify.pairs.DOCUMENTS_AT_ONCE", 3)
     assert verify(data, "--sample", 0)[0] == 0
     ends = np.cumsum(read_index(data / "test.idx").lengths)
-    room.spoil(data, "test.bin ids " + " ".join(f"{ends[document] - 1}=9" for document in (0, 4, 7)))
+    room.spoil(
+        data, "test.bin ids " + " ".join(f"{ends[document] - 1}=9" for document in (0, 4, 7))
+    )
     room.reseal(data, "test")
     code, output = verify(data, "--sample", 0)
     assert code == 1 and "3 documents do not end in EOD, number 0 first" in output, output
@@ -135,13 +165,17 @@ def test_documents_that_straddle_blocks_are_followed(data: Path, monkeypatch: py
 
 def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: Path) -> None:
     room.copied(encoded / "shards", data / "shards")
-    assert f"not checked: {data / 'shards'}: all of it is merged" in room.done("verify", data, "--sample", 3)
+    assert f"not checked: {data / 'shards'}: all of it is merged" in room.done(
+        "verify", data, "--sample", 3
+    )
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_sample_alone_sees_a_document_that_is_not_its_text(data: Path, encoded: Path, tmp_path: Path) -> None:
+def test_the_sample_alone_sees_a_document_that_is_not_its_text(
+    data: Path, encoded: Path, tmp_path: Path
+) -> None:
     room.spoil(data, "train.bin ids 0=77")
     room.reseal(data, "train")
     assert verify(data, "--sample", 0)[0] == 0
@@ -158,24 +192,57 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(data: Path, encod
 
 def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
     """With a tokenizer that makes EOD or nothing of some texts: these are dropped, and what follows them is still found."""
-    tokenizer = Tokenizer(models.WordLevel({"<eod>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<eod>"))
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.WhitespaceSplit(), normalizers.Strip()
+    tokenizer = Tokenizer(
+        models.WordLevel({"<eod>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<eod>")
+    )
+    tokenizer.pre_tokenizer, tokenizer.normalizer = (
+        pre_tokenizers.WhitespaceSplit(),
+        normalizers.Strip(),
+    )
     (tmp_path / "tokenizer").mkdir()
     tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eod>"}}))
-    texts = ["   " if i % 7 == 3 else f"w{i % 50} unknown" if i % 11 == 4 else f"w{i % 50} w1 " * (1 + i % 3) for i in range(150)]
-    file = room.write_parquet(tmp_path / "a.parquet", [(f"d{i}", text) for i, text in enumerate(texts)], row_group_size=40)
-    out = room.merge(room.encode_units(room.plan_folder(tmp_path / "out", [file], tmp_path / "tokenizer", *room.SMALL_UNITS)))
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<eod>"}})
+    )
+    texts = [
+        "   "
+        if i % 7 == 3
+        else f"w{i % 50} unknown"
+        if i % 11 == 4
+        else f"w{i % 50} w1 " * (1 + i % 3)
+        for i in range(150)
+    ]
+    file = room.write_parquet(
+        tmp_path / "a.parquet", [(f"d{i}", text) for i, text in enumerate(texts)], row_group_size=40
+    )
+    out = room.merge(
+        room.encode_units(
+            room.plan_folder(tmp_path / "out", [file], tmp_path / "tokenizer", *room.SMALL_UNITS)
+        )
+    )
     dropped = room.manifest_of(out)["source"]["dropped"]
-    assert dropped == {"no_tokens": sum(not text.strip() for text in texts), "contains_eod": sum("unknown" in text for text in texts)}
-    assert f"{150 - sum(dropped.values())} documents encoded again" in room.done("verify", out, "--sample", 1000)
+    assert dropped == {
+        "no_tokens": sum(not text.strip() for text in texts),
+        "contains_eod": sum("unknown" in text for text in texts),
+    }
+    assert f"{150 - sum(dropped.values())} documents encoded again" in room.done(
+        "verify", out, "--sample", 1000
+    )
 
 
-def test_inputs_gone_or_changed_are_said_and_are_no_fault(tmp_path: Path, rows: Path, tokenizer: Path) -> None:
+def test_inputs_gone_or_changed_are_said_and_are_no_fault(
+    tmp_path: Path, rows: Path, tokenizer: Path
+) -> None:
     mine, mask = tmp_path / "mine.parquet", tmp_path / "mask.py"
     mine.write_bytes(rows.read_bytes())
-    mask.write_text("import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % 2 == 0\n")
-    out = room.merge(room.encode_units(room.plan_folder(tmp_path / "out", [mine], tokenizer, "--mask", f"{mask}:keep")))
+    mask.write_text(
+        "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % 2 == 0\n"
+    )
+    out = room.merge(
+        room.encode_units(
+            room.plan_folder(tmp_path / "out", [mine], tokenizer, "--mask", f"{mask}:keep")
+        )
+    )
     assert "100 documents encoded again" in room.done("verify", out)
     moved = mine.rename(tmp_path / "moved.parquet")
     room.spoil(out, f"plan.json set files.0.path {json.dumps(str(moved))}")
@@ -188,13 +255,20 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(tmp_path: Path, rows: 
 
     for change, said in (
         (went_bad, "moved.parquet can no longer be read as it was"),
-        (lambda: room.write_parquet(moved, room.rows_with_faults(250, seed=12), row_group_size=60), "moved.parquet has changed since"),
+        (
+            lambda: room.write_parquet(
+                moved, room.rows_with_faults(250, seed=12), row_group_size=60
+            ),
+            "moved.parquet has changed since",
+        ),
         (moved.unlink, "no such file: .*moved.parquet"),
         (mask.unlink, "mask.py"),
     ):
         change()
         output = room.done("verify", out)
-        assert re.search(f"^not checked: a sample of unit 0 against the inputs: .*{said}", output, re.MULTILINE), output
+        assert re.search(
+            f"^not checked: a sample of unit 0 against the inputs: .*{said}", output, re.MULTILINE
+        ), output
         assert "encoded again" not in output and "whole" in output
 
 
@@ -216,20 +290,33 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
         }
         for name, kind in (("train", "bin_sha256"), ("valid", "bin_sample"))
     ]
-    files = {"train-indices.npy": {"bytes": 200, "sha256": hashlib.sha256(bytes(range(200))).hexdigest()}}
-    (cache / "complete.json").write_text(json.dumps({"format": 1, "sources": sources, "files": files}))
+    files = {
+        "train-indices.npy": {"bytes": 200, "sha256": hashlib.sha256(bytes(range(200))).hexdigest()}
+    }
+    (cache / "complete.json").write_text(
+        json.dumps({"format": 1, "sources": sources, "files": files})
+    )
     return cache
 
 
-def test_a_stale_or_damaged_index_cache_is_found(data: Path, merged: Path, wording: Wording) -> None:
+def test_a_stale_or_damaged_index_cache_is_found(
+    data: Path, merged: Path, wording: Wording
+) -> None:
     """Those of other data and those that are not finished are no fault."""
     cache, options = make_cache(data / "caches", data), ("--index-cache", data / "caches")
-    room.spoil(make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"')
+    room.spoil(
+        make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"'
+    )
     (data / "caches" / ".building-x").mkdir()
     (data / "caches" / ".lock").touch()
-    assert "1 index caches (1 of other data, 1 unfinished) agree" in room.done("verify", data, "--sample", 0, *options)
+    assert "1 index caches (1 of other data, 1 unfinished) agree" in room.done(
+        "verify", data, "--sample", 0, *options
+    )
     check_faults(data, CACHES, lambda how: room.spoil(cache, how), wording, *options)
-    room.edit_json(cache / "complete.json", lambda value: value["sources"][1].update(prefix=str(data / "valid2")))
+    room.edit_json(
+        cache / "complete.json",
+        lambda value: value["sources"][1].update(prefix=str(data / "valid2")),
+    )
     code, output = verify(data, "--sample", 0, *options)
     assert code == 1 and "which the data no longer has" in output
 
@@ -240,8 +327,19 @@ def test_the_cache_that_pretrain_leaves_is_read(tmp_path: Path, merged: Path) ->
     from pretrain.data.index_cache import IndexCache
 
     splits = room.manifest_of(merged)["splits"]
-    of = {name: (os.path.abspath(merged / name), splits[name]["idx_sha256"], splits[name]["bin_sha256"]) for name in ("train", "valid")}
-    cache = IndexCache(tmp_path / "caches", Contents(tuple(SourceContents(name, *told) for name, told in of.items())), ("seed", 1))
+    of = {
+        name: (
+            os.path.abspath(merged / name),
+            splits[name]["idx_sha256"],
+            splits[name]["bin_sha256"],
+        )
+        for name in ("train", "valid")
+    }
+    cache = IndexCache(
+        tmp_path / "caches",
+        Contents(tuple(SourceContents(name, *told) for name, told in of.items())),
+        ("seed", 1),
+    )
     with cache.building() as building:
         (building / "a.npy").write_bytes(b"indices")
         cache.publish(building)

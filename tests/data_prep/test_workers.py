@@ -18,19 +18,42 @@ from tests.data_prep import conftest as room
 @pytest.mark.parametrize(
     ("death", "code", "said"),
     [
-        ("os.kill(os.getpid(), 9)", 1, "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept"),
-        pytest.param("os._exit(3)", 1, "ended with exit code 3 at {}; what is finished is kept", marks=pytest.mark.slow),
+        (
+            "os.kill(os.getpid(), 9)",
+            1,
+            "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept",
+        ),
+        pytest.param(
+            "os._exit(3)",
+            1,
+            "ended with exit code 3 at {}; what is finished is kept",
+            marks=pytest.mark.slow,
+        ),
         ("raise ValueError('no such luck')", 2, "no such luck"),
     ],
 )
 def test_a_workers_death_is_one_line_and_loses_one_unit(
-    tmp_path: Path, many: Path, many_made: Path, masked: list[object], death: str, code: int, said: str
+    tmp_path: Path,
+    many: Path,
+    many_made: Path,
+    masked: list[object],
+    death: str,
+    code: int,
+    said: str,
 ) -> None:
-    slow = {"SLOW": str(21 * 40), "DELAY": "0.5"}  # so that the other worker does not end many units while this one dies
-    error, out = room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow), tmp_path / "out"
+    slow = {
+        "SLOW": str(21 * 40),
+        "DELAY": "0.5",
+    }  # so that the other worker does not end many units while this one dies
+    error, out = (
+        room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow),
+        tmp_path / "out",
+    )
     assert said.format(f"unit 20 ({many}, row groups 20 to 20)") in error
     done = room.entries(out)
-    assert {*range(20)} <= done and 20 not in done and len(done) < 39  # none was handed out once the death was heard of
+    assert (
+        {*range(20)} <= done and 20 not in done and len(done) < 39
+    )  # none was handed out once the death was heard of
     assert room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
@@ -52,14 +75,26 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
     [
         (signal.SIGINT, "group", 130, "interrupted"),
         (signal.SIGTERM, "parent", 143, "terminated"),
-        pytest.param(signal.SIGHUP, "terminal", 129, "", marks=pytest.mark.slow),  # it is closed: there is nobody to tell
+        pytest.param(
+            signal.SIGHUP, "terminal", 129, "", marks=pytest.mark.slow
+        ),  # it is closed: there is nobody to tell
     ],
 )
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
-    tmp_path: Path, many_made: Path, masked: list[object], number: signal.Signals, whom: str, code: int, said: str
+    tmp_path: Path,
+    many_made: Path,
+    masked: list[object],
+    number: signal.Signals,
+    whom: str,
+    code: int,
+    said: str,
 ) -> None:
     """While both workers are at units that take longer than the test."""
-    out, words, slow = tmp_path / "out", room.command(*masked), {"SLOW": str(8 * 40), "DELAY": "1000"}
+    out, words, slow = (
+        tmp_path / "out",
+        room.command(*masked),
+        {"SLOW": str(8 * 40), "DELAY": "1000"},
+    )
     if whom == "terminal":
         pid, terminal = pty.fork()
         if pid == 0:
@@ -74,14 +109,19 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
         workers = room.children(process.pid)
         os.killpg(process.pid, number) if whom == "group" else process.send_signal(number)
         error = process.communicate(timeout=120)[1]
-        assert (process.returncode, error) == (code, f"data_prep: {said}; what is finished is kept: the same command goes on\n")
+        assert (process.returncode, error) == (
+            code,
+            f"data_prep: {said}; what is finished is kept: the same command goes on\n",
+        )
     assert not room.live(workers)
     assert len(room.entries(out)) == 8 and room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
 
 
-def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked: list[object]) -> None:
+def test_interrupts_of_a_worker_are_the_parents_to_handle(
+    tmp_path: Path, masked: list[object]
+) -> None:
     process = room.start(*masked, DELAY="0.02")
     room.wait_until(lambda: len(room.entries(tmp_path / "out")) >= 2)
     for worker in room.children(process.pid):
@@ -90,11 +130,17 @@ def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
 
 
-def test_no_more_workers_than_units_and_all_cores_by_default(tmp_path: Path, masked: list[object]) -> None:
+def test_no_more_workers_than_units_and_all_cores_by_default(
+    tmp_path: Path, masked: list[object]
+) -> None:
     at = masked.index("--unit-mb") + 1
-    assert "2 of 2 units to do, 2 workers" in room.done(*masked[:at], "0.2", *masked[at + 1 :], "--workers", 7)
+    assert "2 of 2 units to do, 2 workers" in room.done(
+        *masked[:at], "0.2", *masked[at + 1 :], "--workers", 7
+    )
     masked[masked.index("--out") + 1] = tmp_path / "cores"
-    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", room.done(*masked[:-2]))
+    assert re.search(
+        f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", room.done(*masked[:-2])
+    )
 
 
 SHARES = """
@@ -121,7 +167,10 @@ def test_a_share_of_the_work(case: str) -> None:
     """--task-id, --tasks | Slurm's array | the task, or what is wrong."""
     given, slurm, said = case.split("|")
     index, tasks = (None if word == "-" else int(word) for word in given.split())
-    environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (pair.split("=") for pair in slurm.split())}
+    environment = {
+        f"SLURM_ARRAY_TASK_{name}": value
+        for name, value in (pair.split("=") for pair in slurm.split())
+    }
     if said.strip()[0] in "N(":
         task = task_of(index, tasks, environment)
         assert str(task and (task.index, task.tasks)) == said.strip()
@@ -143,10 +192,33 @@ sys.exit(code)
 @pytest.mark.parametrize("encoder", ["gigatoken", "hf"])
 def test_memory_of_a_worker_is_bounded(tmp_path: Path, tokenizer: Path, encoder: str) -> None:
     """The longest documents there may be, of the worst letters, and small ones, in one row group."""
-    nasty = ["\U0001f642" * 1_300_000, "a" * 5_200_000, " " * 5_200_000, "\n\t" * 2_600_000, "word 123 " * 570_000, "x" * 50_000_000]
-    rows = [(f"n{i}", text) for i, text in enumerate(nasty)] + [(f"d{i}", "small text " * 500) for i in range(3_000)]
-    file, out = room.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows)), tmp_path / "out"
-    options = ("--tokenizer", tokenizer, "--out", out, "--workers", 1, "--encoder", encoder, "--max-bad", 1)
+    nasty = [
+        "\U0001f642" * 1_300_000,
+        "a" * 5_200_000,
+        " " * 5_200_000,
+        "\n\t" * 2_600_000,
+        "word 123 " * 570_000,
+        "x" * 50_000_000,
+    ]
+    rows = [(f"n{i}", text) for i, text in enumerate(nasty)] + [
+        (f"d{i}", "small text " * 500) for i in range(3_000)
+    ]
+    file, out = (
+        room.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows)),
+        tmp_path / "out",
+    )
+    options = (
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+        "--workers",
+        1,
+        "--encoder",
+        encoder,
+        "--max-bad",
+        1,
+    )
     result = room.python(MEMORY, "run", file, *options)
     assert result.returncode == 0, result
     kilobytes = int(result.stdout.split("VmHWM ")[1])

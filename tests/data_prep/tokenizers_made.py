@@ -25,12 +25,16 @@ Spec = dict[str, Any]
 
 def texts() -> list[str]:
     """What they are trained on: a little of the standard library, about 300 kB, and some other scripts."""
-    files = [Path(os.__file__).with_name(name) for name in ("argparse.py", "typing.py", "inspect.py")]
+    files = [
+        Path(os.__file__).with_name(name) for name in ("argparse.py", "typing.py", "inspect.py")
+    ]
     others = ["naïve café 東京 日本語 🙂 العربية Ελλάδα it's we'll 1234 234 2025 "] * 20
     return [file.read_text(encoding="utf-8") for file in files] + others
 
 
-def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, most: int | None = None) -> Tokenizer:
+def trained(
+    model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, most: int | None = None
+) -> Tokenizer:
     """A tokenizer trained on so many characters of each text."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -44,9 +48,13 @@ def of_bytes(pieces: Any, normalizer: Any = None) -> Tokenizer:
     """A byte-level BPE of 1500 entries, of a pre-tokenizer or of a regular expression's matches."""
     if isinstance(pieces, str):
         split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
-        pieces = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pieces = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False
+    )
     return trained(models.BPE(), trainer, pieces, normalizer)
 
 
@@ -69,7 +77,9 @@ def llama(change: Callable[[Spec], object] = lambda spec: None) -> Tokenizer:
 
 def metaspace(**how: object) -> Callable[[Spec], object]:
     """A change: Metaspace as pre-tokenizer in place of the normalizer."""
-    return lambda spec: spec.update(normalizer=None, pre_tokenizer={"type": "Metaspace", "replacement": "▁", **how})
+    return lambda spec: spec.update(
+        normalizer=None, pre_tokenizer={"type": "Metaspace", "replacement": "▁", **how}
+    )
 
 
 def ignore_merges(spec: Spec) -> None:
@@ -86,15 +96,23 @@ def added(tokenizer: Tokenizer, *contents: str, after: str = "", **how: bool) ->
 
 def unigram() -> Tokenizer:
     """T5's kind."""
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>", EOD], unk_token="<unk>", show_progress=False)
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), 30_000)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=["<unk>", EOD], unk_token="<unk>", show_progress=False
+    )
+    return trained(
+        models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), 30_000
+    )
 
 
 def word_piece() -> Tokenizer:
     """BERT's kind."""
-    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=["[UNK]", EOD], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=600, special_tokens=["[UNK]", EOD], show_progress=False
+    )
     model = models.WordPiece(unk_token="[UNK]")
-    return trained(model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(), 30_000)
+    return trained(
+        model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(), 30_000
+    )
 
 
 DIGITS = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
@@ -107,7 +125,9 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
     "qwen": lambda: of_bytes(QWEN, normalizers.NFC()),
     "ignoring merges": lambda: changed(gpt(), ignore_merges),
     "added": lambda: added(gpt(), "    ", "<tool>", normalized=False),
-    "added after special": lambda: added(gpt(), "<tool>", "    ", after="<|pad|>", normalized=False),
+    "added after special": lambda: added(
+        gpt(), "<tool>", "    ", after="<|pad|>", normalized=False
+    ),
     "llama": llama,
     "llama, ignoring merges": lambda: llama(ignore_merges),
     "llama, added": lambda: added(llama(), "<tool>", "▁▁▁▁", normalized=False),

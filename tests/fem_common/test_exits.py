@@ -27,10 +27,28 @@ from fem_common.exits import Exit
 COMMANDS: dict[str, list[str]] = {
     "pretrain": ["FOLDER/run.yaml"],
     "data_prep stdlib": ["FOLDER/text.parquet"],
-    "data_prep train-tokenizer": ["FOLDER/text.parquet", "--vocab-size", "300", "--out", "FOLDER/tokenizer"],
+    "data_prep train-tokenizer": [
+        "FOLDER/text.parquet",
+        "--vocab-size",
+        "300",
+        "--out",
+        "FOLDER/tokenizer",
+    ],
     "data_prep inspect": ["FOLDER/text.parquet"],
-    "data_prep plan": ["FOLDER/text.parquet", "--tokenizer", "FOLDER/tokenizer", "--out", "FOLDER/out"],
-    "data_prep run": ["FOLDER/text.parquet", "--tokenizer", "FOLDER/tokenizer", "--out", "FOLDER/out"],
+    "data_prep plan": [
+        "FOLDER/text.parquet",
+        "--tokenizer",
+        "FOLDER/tokenizer",
+        "--out",
+        "FOLDER/out",
+    ],
+    "data_prep run": [
+        "FOLDER/text.parquet",
+        "--tokenizer",
+        "FOLDER/tokenizer",
+        "--out",
+        "FOLDER/out",
+    ],
     "data_prep status": ["FOLDER"],
     "data_prep merge": ["FOLDER"],
     "data_prep verify": ["FOLDER"],
@@ -38,7 +56,13 @@ COMMANDS: dict[str, list[str]] = {
     "data_prep blend": ["FOLDER/blend.yaml", "FOLDER/a=1"],
     "launch submit": ["FOLDER/run.yaml", "--cluster", "FOLDER/cluster.yaml"],
     "launch local": ["FOLDER/run.yaml", "--cluster", "FOLDER/cluster.yaml"],
-    "launch sweep": ["FOLDER/run.yaml", "--list", "FOLDER/runs.yaml", "--cluster", "FOLDER/cluster.yaml"],
+    "launch sweep": [
+        "FOLDER/run.yaml",
+        "--list",
+        "FOLDER/runs.yaml",
+        "--cluster",
+        "FOLDER/cluster.yaml",
+    ],
     "launch status": ["FOLDER"],
     "launch logs": ["FOLDER"],
     "launch cancel": ["FOLDER"],
@@ -69,7 +93,9 @@ def run(command: str, folder: Path) -> int:
     else:
         main = importlib.import_module(f"{module}.__main__").main
     try:
-        return int(main([*verb, *(word.replace("FOLDER", str(folder)) for word in COMMANDS[command])]))
+        return int(
+            main([*verb, *(word.replace("FOLDER", str(folder)) for word in COMMANDS[command])])
+        )
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -92,7 +118,10 @@ def fail(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_path_is_2_and_a_failing_file_system_1(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "folder"
     if command == "data_prep stdlib":  # it makes the folder; not below a file
@@ -103,9 +132,14 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
     for number in FAULTS:
         with monkeypatch.context() as patch:
             fail(patch, folder, number)
-            assert run(command, folder) == Exit.FAULT, (errno.errorcode[number], capsys.readouterr())
+            assert run(command, folder) == Exit.FAULT, (
+                errno.errorcode[number],
+                capsys.readouterr(),
+            )
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and os.strerror(number) in said and str(folder.parent) in said, said
+        assert (
+            said.count("\n") == 1 and os.strerror(number) in said and str(folder.parent) in said
+        ), said
 
 
 FORKED = """
@@ -130,10 +164,14 @@ def test_the_table_of_the_page_has_every_code() -> None:
     """A script, and a launcher elsewhere, reads the numbers there; KILLED is never a command's own."""
     page = (Path(__file__).parents[2] / "fem_common" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE)
-    assert [int(code) for row in rows for code in row.split(",")] == [code for code in Exit if code is not Exit.KILLED]
+    assert [int(code) for row in rows for code in row.split(",")] == [
+        code for code in Exit if code is not Exit.KILLED
+    ]
 
 
-def test_requests_that_a_stop_cuts_off_are_not_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_a_stop_cuts_off_are_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """asyncio logs the traceback of a failed request whose answer nobody takes, when the request is freed."""
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", False)
 

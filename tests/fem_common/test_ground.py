@@ -18,11 +18,20 @@ from fem_common import text
 from fem_common.cli import Parser
 from fem_common.errors import ConfigError, InUse, told
 from fem_common.exits import Exit
-from fem_common.files import append_json_line, locked, read_lines, remove_leftovers, temporary, write_whole
+from fem_common.files import (
+    append_json_line,
+    locked,
+    read_lines,
+    remove_leftovers,
+    temporary,
+    write_whole,
+)
 from fem_common.progress import Progress
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process dies as the content is on its way to the disk: readers have the old file, and the next process removes the rest."""
     path = tmp_path / "state.json"
     write_whole(path, "old")
@@ -52,17 +61,26 @@ def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
     for step in (3, 4):
         append_json_line(path, {"step": step})
     first, half, *rest = path.read_text().splitlines()
-    assert (json.loads(first), half, [json.loads(line) for line in rest]) == ({"step": 1}, '{"step', [{"step": 3}, {"step": 4}])
+    assert (json.loads(first), half, [json.loads(line) for line in rest]) == (
+        {"step": 1},
+        '{"step',
+        [{"step": 3}, {"step": 4}],
+    )
 
 
-def test_arguments_that_are_paths_expand_a_leading_tilde(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_paths_expand_a_leading_tilde(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HOME", "/folder/of/mine")
     parser = Parser(prog="x")
     parser.add_argument("--out", type=Path)
     assert parser.parse_args(["--out=~/x"]).out == Path("/folder/of/mine/x")
     with pytest.raises(SystemExit):
         parser.parse_args(["--out=~nobody_here/x"])
-    assert "x: error: argument --out: ~nobody_here/x: there is no user 'nobody_here'" in capsys.readouterr().err
+    assert (
+        "x: error: argument --out: ~nobody_here/x: there is no user 'nobody_here'"
+        in capsys.readouterr().err
+    )
 
 
 def test_lines_end_at_lf_and_crlf_alone(tmp_path: Path) -> None:
@@ -81,7 +99,12 @@ def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from fem_common.files import locked\nwith locked(Path({str(tmp_path / 'lock')!r})): print('held')"
 
     def another() -> str:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         return done.stdout.strip() or done.stderr.strip().rsplit("\n", 1)[-1]
 
     with locked(tmp_path / "lock") as held:
@@ -93,14 +116,29 @@ def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert held and "InUse" in there and after == "held"
-    with locked(tmp_path / "lock", shared=True), locked(tmp_path / "lock", shared=True), pytest.raises(InUse), locked(tmp_path / "lock"):
+    with (
+        locked(tmp_path / "lock", shared=True),
+        locked(tmp_path / "lock", shared=True),
+        pytest.raises(InUse),
+        locked(tmp_path / "lock"),
+    ):
         pass
 
 
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        *((number, Exit.WRONG_INPUT) for number in (errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)),
+        *(
+            (number, Exit.WRONG_INPUT)
+            for number in (
+                errno.ENOENT,
+                errno.EEXIST,
+                errno.EACCES,
+                errno.EPERM,
+                errno.ENOTDIR,
+                errno.EISDIR,
+            )
+        ),
         *((number, Exit.FAULT) for number in (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EROFS)),
     ],
     ids=lambda value: errno.errorcode[value] if not isinstance(value, Exit) else value.name,
@@ -111,8 +149,21 @@ def test_a_wrong_path_is_a_mistake_and_all_else_the_file_systems(number: int, co
 
 def test_times_and_counts_in_words() -> None:
     seconds = (0, 59.6, 3599, 3600, 86399, 90000, float("inf"))
-    assert [text.duration(value) for value in seconds] == ["0s", "1m 00s", "59m 59s", "1h 00m", "23h 59m", "1d 01h", "?"]
-    assert [text.count(value) for value in (999, 999_600, 1_234_567, 3e12)] == ["999", "1M", "1.23M", "3T"]
+    assert [text.duration(value) for value in seconds] == [
+        "0s",
+        "1m 00s",
+        "59m 59s",
+        "1h 00m",
+        "23h 59m",
+        "1d 01h",
+        "?",
+    ]
+    assert [text.count(value) for value in (999, 999_600, 1_234_567, 3e12)] == [
+        "999",
+        "1M",
+        "1.23M",
+        "3T",
+    ]
     assert [text.size(value) for value in (999, 12_345, 4.56e9)] == ["999 B", "12.3 kB", "4.56 GB"]
 
 

@@ -33,10 +33,23 @@ def test_values_are_found_longest_first_line_by_line_and_inside_addresses() -> N
         "SAME_KEY": "abcdefgh",
     }
     found = secrets.values(environment)
-    assert set(found[:2]) == {"-----BEGIN-----\nline of key\n-----END-----", "-----BEGIN----- line of key -----END-----"}
-    assert set(found[2:]) == {"-----BEGIN-----", "-----END-----", "line of key", "proxy-password", "abcdefghij", "abcdefgh"}
+    assert set(found[:2]) == {
+        "-----BEGIN-----\nline of key\n-----END-----",
+        "-----BEGIN----- line of key -----END-----",
+    }
+    assert set(found[2:]) == {
+        "-----BEGIN-----",
+        "-----END-----",
+        "line of key",
+        "proxy-password",
+        "abcdefghij",
+        "abcdefgh",
+    }
     assert [len(value) for value in found] == sorted(map(len, found), reverse=True)
-    assert secrets.hide("x abcdefghij y abcdefgh z socks5://user:proxy-password@proxy", found) == "x *** y *** z socks5://user:***@proxy"
+    assert (
+        secrets.hide("x abcdefghij y abcdefgh z socks5://user:proxy-password@proxy", found)
+        == "x *** y *** z socks5://user:***@proxy"
+    )
     assert secrets.hide("seven77 a harmless value", found) == "seven77 a harmless value"
 
 
@@ -51,7 +64,11 @@ def test_only_what_is_known_to_be_harmless_is_told() -> None:
         "MY_OWN": "what it is nobody knows",
         "SLURM_JOB_COMMENT": "key 0123456789",
     }
-    assert secrets.harmless_environment(environment) == {"NCCL_DEBUG": "WARN", "PATH": "/usr/bin", "SLURM_JOB_ID": "7"}
+    assert secrets.harmless_environment(environment) == {
+        "NCCL_DEBUG": "WARN",
+        "PATH": "/usr/bin",
+        "SLURM_JOB_ID": "7",
+    }
 
 
 def test_no_value_of_a_secret_is_ever_told() -> None:
@@ -59,9 +76,13 @@ def test_no_value_of_a_secret_is_ever_told() -> None:
     for seed in range(20):
         chance = random.Random(seed)
         hidden = {name: f"canary-{chance.getrandbits(64):x}" for name in chance.sample(SECRET, 5)}
-        environment = {name: f"value-{chance.random()}" for name in (*HARMLESS, "NCCL_X", "SLURM_X", "PYTHONX")}
+        environment = {
+            name: f"value-{chance.random()}" for name in (*HARMLESS, "NCCL_X", "SLURM_X", "PYTHONX")
+        }
         for name in chance.sample(sorted(environment), 4):
             environment[name] += " " + chance.choice(list(hidden.values()))
         told = str(secrets.harmless_environment({**hidden, **environment}))
         line = secrets.hide(str({**hidden, **environment}), secrets.values(hidden))
-        assert told != "{}" and not [value for value in hidden.values() if value in told or value in line]
+        assert told != "{}" and not [
+            value for value in hidden.values() if value in told or value in line
+        ]

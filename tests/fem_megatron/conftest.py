@@ -32,7 +32,9 @@ def seeded() -> None:
 def load_fixture(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a fixture says of itself, and its arrays."""
     with np.load(FIXTURES / f"{name}.npz") as file:
-        return json.loads(str(file["meta"])), {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+        return json.loads(str(file["meta"])), {
+            key: torch.from_numpy(file[key]) for key in file.files if key != "meta"
+        }
 
 
 def drawn(layer: Any, spread: float = 0.3) -> Any:
@@ -41,10 +43,17 @@ def drawn(layer: Any, spread: float = 0.3) -> Any:
     with torch.no_grad():
         for weight in layer.parameters():
             constant = weight.spec.init if isinstance(weight.spec.init, int | float) else 0.0
-            weight.copy_(constant + spread * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+            weight.copy_(
+                constant
+                + spread * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            )
     return layer
 
 
-def tokens(length: int, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+def tokens(
+    length: int, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Tensor:
     """A stream of so many tokens, [length, b, hidden]."""
-    return torch.randn(length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)

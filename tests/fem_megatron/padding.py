@@ -20,16 +20,29 @@ VOCABULARIES = {"padded": (100, 128), "not padded": (128, 128), "a rank of paddi
 
 def model_of(vocabulary: str, tied: bool) -> ModelConfig:
     entries, multiple = VOCABULARIES[vocabulary]
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 4, "ffn_hidden_size": 48, "init_std": 0.5}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "init_std": 0.5,
+    }
     return ModelConfig(
-        mixer="transformer", **sizes, vocab_size=entries, make_vocab_size_divisible_by=multiple, tie_embeddings=tied, norm_eps=1e-5
+        mixer="transformer",
+        **sizes,
+        vocab_size=entries,
+        make_vocab_size_divisible_by=multiple,
+        tie_embeddings=tied,
+        norm_eps=1e-5,
     )
 
 
 def batch(model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Tokens and labels [b, t]; the last entry is among them."""
     assert model.vocab_size is not None
-    both = torch.randint(model.vocab_size, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    both = torch.randint(
+        model.vocab_size, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     both[:, 0, 0] = model.vocab_size - 1
     return both[0], both[1]
 
@@ -40,7 +53,10 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
 
     from fem_megatron.megatron.model import Layout, build, global_name
 
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
     model = model_of(vocabulary, tied)
     assert model.vocab_size is not None
     (chunk,) = build(model, Layout(tensor_model_parallel_size=size, **layout), LENGTH, seed=1)
@@ -53,8 +69,14 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     rows = model.padded_vocab_size() // size
     own = slice(rank * rows, min((rank + 1) * rows, model.vocab_size))
     kept = max(0, own.stop - own.start)
-    weights = {global_name(chunk, name): whole(weight, size).detach() for name, weight in chunk.named_parameters()}
-    cut = {name: weight[: model.vocab_size] if weight.shape[0] == 128 else weight for name, weight in weights.items()}
+    weights = {
+        global_name(chunk, name): whole(weight, size).detach()
+        for name, weight in chunk.named_parameters()
+    }
+    cut = {
+        name: weight[: model.vocab_size] if weight.shape[0] == 128 else weight
+        for name, weight in weights.items()
+    }
     wanted, wanted_logits, gradients = without_padding(model, cut, tokens, labels, z_loss)
     found = {
         "loss": difference(losses, wanted),
@@ -64,14 +86,22 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     }
     for name, weight in chunk.named_parameters():
         if weight.shape[0] == rows and weight.ndim == 2:
-            found[f"gradient of {name}"] = difference(weight.grad[:kept], gradients[global_name(chunk, name)][own])
-            found["padding's gradient"] = max(found["padding's gradient"], float(weight.grad[kept:].abs().sum()))
+            found[f"gradient of {name}"] = difference(
+                weight.grad[:kept], gradients[global_name(chunk, name)][own]
+            )
+            found["padding's gradient"] = max(
+                found["padding's gradient"], float(weight.grad[kept:].abs().sum())
+            )
     assert sum(name.startswith("gradient of") for name in found) == 2 - tied
     return found
 
 
 def without_padding(
-    model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, z_loss: float = 0.0
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Losses [b, t], logits [b, t, V] and the gradients of embedding and output layer, in the weights' type."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
@@ -80,13 +110,23 @@ def without_padding(
     for layer, shape in enumerate(model.blocks()):
         block = Block(shape, OneProcess(embedding.dtype))
         prefix = f"decoder.layers.{layer}."
-        own = {name.removeprefix(prefix): weight for name, weight in leaves.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): weight
+            for name, weight in leaves.items()
+            if name.startswith(prefix)
+        }
         x = torch.func.functional_call(block, own, (x, Context()))
     x = rms_norm(x, (model.hidden_size,), leaves["decoder.final_layernorm.weight"], model.norm_eps)
     logits = linear(x, leaves.get("output_layer.weight", embedding)).transpose(0, 1)
-    losses = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+    losses = cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction="none"
+    ).view_as(labels)
     (losses + z_loss * logits.logsumexp(-1).square()).mean().backward()
-    return losses.detach(), logits.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return (
+        losses.detach(),
+        logits.detach(),
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+    )
 
 
 def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> dict[str, float]:
@@ -101,13 +141,23 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
 
     model, size = model_of(vocabulary, tied), parallel_state.get_tensor_model_parallel_world_size()
     text, labels = batch(model)
-    positions, mask = torch.arange(LENGTH).expand_as(text), (torch.arange(BATCH * LENGTH) % 4 != 1).float().view_as(text)
+    positions, mask = (
+        torch.arange(LENGTH).expand_as(text),
+        (torch.arange(BATCH * LENGTH) % 4 != 1).float().view_as(text),
+    )
     sums, gradients, largest = [], [], []
     for chunk_of in (0, tokens):
-        (chunk,) = build(model, Layout(tensor_model_parallel_size=size, loss_chunk=chunk_of, **layout), LENGTH, seed=1)
+        (chunk,) = build(
+            model,
+            Layout(tensor_model_parallel_size=size, loss_chunk=chunk_of, **layout),
+            LENGTH,
+            seed=1,
+        )
         losses, seen = chunk.compute_language_model_loss, list[int]()
 
-        def noted(known: Tensor, logits: Tensor, losses: Any = losses, seen: list[int] = seen) -> Any:
+        def noted(
+            known: Tensor, logits: Tensor, losses: Any = losses, seen: list[int] = seen
+        ) -> Any:
             seen.append(logits.numel())
             return losses(known, logits)
 
@@ -122,7 +172,9 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
         gradients.append({name: weight.grad for name, weight in chunk.named_parameters()})
         largest.append(max(seen))
     told = {"sum": difference(sums[1], sums[0]), "logits": float(largest[1])}
-    return told | {name: difference(gradients[1][name], gradient) for name, gradient in gradients[0].items()}
+    return told | {
+        name: difference(gradients[1][name], gradient) for name, gradient in gradients[0].items()
+    }
 
 
 def whole(weight: Tensor, size: int) -> Tensor:
@@ -132,16 +184,26 @@ def whole(weight: Tensor, size: int) -> Tensor:
     if not getattr(weight, "tensor_model_parallel", False):
         return weight
     parts = [torch.empty_like(weight) for _ in range(size)]
-    torch.distributed.all_gather(parts, weight.detach().contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    torch.distributed.all_gather(
+        parts, weight.detach().contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+    )
     return torch.cat(parts, weight.partition_dim)  # type: ignore[attr-defined]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
     assert ours.shape == theirs.shape
-    return float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0)) if ours.numel() else 0.0
+    return (
+        float((ours - theirs).detach().abs().max() / (float(theirs.abs().max()) or 1.0))
+        if ours.numel()
+        else 0.0
+    )
 
 
 def wrong(found: dict[str, float], tolerance: float) -> dict[str, float]:
     """What is off; -inf and zero gradients are exact."""
     exact = ("not -inf", "padding's gradient")
-    return {name: value for name, value in found.items() if not (value == 0.0 if name in exact else value <= tolerance)}
+    return {
+        name: value
+        for name, value in found.items()
+        if not (value == 0.0 if name in exact else value <= tolerance)
+    }

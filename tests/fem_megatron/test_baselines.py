@@ -49,7 +49,9 @@ def model(**changed: Any) -> ModelConfig:
         "mamba2": Mamba2Config(inner_size=16, head_size=4, state_size=6),
         "fla": FlaConfig(),
     }
-    return ModelConfig(**{**sizes, "norm_eps": EPS, "attention_backend": "auto", **sections, **changed})
+    return ModelConfig(
+        **{**sizes, "norm_eps": EPS, "attention_backend": "auto", **sections, **changed}
+    )
 
 
 SWITCHED: dict[str, Any] = {
@@ -58,10 +60,16 @@ SWITCHED: dict[str, Any] = {
 }
 SHAPES: dict[str, Callable[..., Shape]] = {
     "attention": lambda **k: AttentionShape.of(model(**k)),
-    "grouped": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})),
+    "grouped": lambda **k: AttentionShape.of(
+        model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})
+    ),
     # Every switch, heads wider than the stream's share; 5 tokens: under the tests' lengths, over some of their pieces.
-    "switched": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **SWITCHED, **k})),
-    "normed": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "qk_norm": True, **k})),
+    "switched": lambda **k: AttentionShape.of(
+        model(**{"num_attention_heads": 4, "num_query_groups": 2, **SWITCHED, **k})
+    ),
+    "normed": lambda **k: AttentionShape.of(
+        model(**{"num_attention_heads": 4, "num_query_groups": 2, "qk_norm": True, **k})
+    ),
     "differential": lambda **k: DifferentialShape.of(model(**k), 3),
     "differential normed": lambda **k: DifferentialShape.of(model(**{"qk_norm": True, **k}), 3),
     "deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=False),
@@ -94,7 +102,12 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def softmax_read(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """[s, d] each."""
     seen = [slice(0 if window is None else max(0, t + 1 - window), t + 1) for t in range(len(q))]
-    return torch.stack([torch.softmax(q[t] @ k[own].T / math.sqrt(q.shape[-1]), -1) @ v[own] for t, own in enumerate(seen)])
+    return torch.stack(
+        [
+            torch.softmax(q[t] @ k[own].T / math.sqrt(q.shape[-1]), -1) @ v[own]
+            for t, own in enumerate(seen)
+        ]
+    )
 
 
 def turned(x: Tensor) -> Tensor:
@@ -113,21 +126,42 @@ def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
             smooth = (scaling.original_length / wave - low) / (scaling.high_freq_factor - low)
             frequency *= (1 - smooth) / scaling.factor + smooth
         angle = torch.arange(len(x), dtype=x.dtype) * frequency
-        turned_pairs.append(torch.complex(x[:, pair], x[:, pair + half]) * torch.polar(torch.ones_like(angle), angle))
+        turned_pairs.append(
+            torch.complex(x[:, pair], x[:, pair + half])
+            * torch.polar(torch.ones_like(angle), angle)
+        )
     pairs = torch.stack(turned_pairs, -1)
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
 def normed(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight)) if layer.shape.qk_norm else (q, k)
+    return (
+        (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight))
+        if layer.shape.qk_norm
+        else (q, k)
+    )
 
 
 def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
-    outputs, bias = [], layer.in_proj.bias if shape.bias else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
-    turn = turned if shape.rope.scaling.kind is None else partial(turned_slowly, scaling=shape.rope.scaling)
-    for rows, offsets in zip(layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True):
-        *qs, k, v = (h @ part.T + offset for part, offset in zip(rows.split(shape.head), offsets.split(shape.head), strict=True))
+    outputs, bias = (
+        [],
+        layer.in_proj.bias
+        if shape.bias
+        else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype),
+    )
+    turn = (
+        turned
+        if shape.rope.scaling.kind is None
+        else partial(turned_slowly, scaling=shape.rope.scaling)
+    )
+    for rows, offsets in zip(
+        layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True
+    ):
+        *qs, k, v = (
+            h @ part.T + offset
+            for part, offset in zip(rows.split(shape.head), offsets.split(shape.head), strict=True)
+        )
         pairs = [normed(layer, q, k) for q in qs]
         outputs += [softmax_read(turn(q), turn(k), v, shape.window) for q, k in pairs]
         assert len(qs) == each
@@ -141,7 +175,9 @@ def differential(layer: Any, h: Tensor) -> Tensor:
     for rows in layer.in_proj.weight.chunk(shape.heads):
         q1, q2, k1, k2, v = (h @ part.T for part in rows.split([d, d, d, d, 2 * d]))
         (q1, k1), (q2, k2) = normed(layer, q1, k1), normed(layer, q2, k2)
-        read = softmax_read(turned(q1), turned(k1), v) - lam * softmax_read(turned(q2), turned(k2), v)
+        read = softmax_read(turned(q1), turned(k1), v) - lam * softmax_read(
+            turned(q2), turned(k2), v
+        )
         outputs.append(norm(read, layer.head_norm.weight) * (0.2 + 0.6 * math.exp(-0.9)))
     return torch.cat(outputs, -1) @ layer.out_proj.weight.T
 
@@ -149,7 +185,9 @@ def differential(layer: Any, h: Tensor) -> Tensor:
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     taps = weight.shape[1]
     padded = torch.cat((x.new_zeros(taps - 1, x.shape[1]), x))
-    return silu(torch.stack([(padded[t : t + taps].T * weight).sum(1) for t in range(len(x))]) + bias)
+    return silu(
+        torch.stack([(padded[t : t + taps].T * weight).sum(1) for t in range(len(x))]) + bias
+    )
 
 
 def step_and_rate(layer: Any, raw: Tensor, rates: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -165,15 +203,23 @@ def deltanet(layer: Any, h: Tensor) -> Tensor:
     shape = layer.shape
     dk, dv = shape.key_head, shape.value_head
     raw = (h @ layer.rates.weight.T).unflatten(-1, (shape.heads, -1))
-    decay = step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1] if shape.gated else torch.ones(len(h), shape.heads, dtype=h.dtype)
+    decay = (
+        step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1]
+        if shape.gated
+        else torch.ones(len(h), shape.heads, dtype=h.dtype)
+    )
     outputs = []
-    for i, (rows, taps) in enumerate(zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)):
+    for i, (rows, taps) in enumerate(
+        zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)
+    ):
         q, k, v = convolved(h @ rows[: 2 * dk + dv].T, taps).split([dk, dk, dv], -1)
         q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
         state, reads = h.new_zeros(dk, dv), []
         for t in range(len(h)):
             beta = raw[t, i, 0].sigmoid() * (2 if shape.negative_eigenvalues else 1)
-            state = decay[t, i] * (state - beta * torch.outer(k[t], k[t] @ state)) + beta * torch.outer(k[t], v[t])
+            state = decay[t, i] * (
+                state - beta * torch.outer(k[t], k[t] @ state)
+            ) + beta * torch.outer(k[t], v[t])
             reads.append(q[t] @ state / math.sqrt(dk))
         o = norm(torch.stack(reads), layer.head_norm.weight)
         outputs.append(o * silu(h @ rows[2 * dk + dv :].T) if shape.gated else o)
@@ -187,7 +233,10 @@ def mamba2(layer: Any, h: Tensor) -> Tensor:
     outputs = []
     for i, rows in enumerate(layer.in_proj.weight.chunk(shape.heads)):
         own = slice(i * shape.head, (i + 1) * shape.head)
-        u, z = convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own]), h @ rows[shape.head :].T
+        u, z = (
+            convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own]),
+            h @ rows[shape.head :].T,
+        )
         state, reads = h.new_zeros(shape.state, shape.head), []
         for t in range(len(h)):
             state = decay[t, i] * state + delta[t, i] * torch.outer(b[t], u[t])
@@ -196,7 +245,12 @@ def mamba2(layer: Any, h: Tensor) -> Tensor:
     return norm(torch.cat(outputs, -1), layer.out_norm.weight) @ layer.out_proj.weight.T
 
 
-DEFINITIONS = {Attention: attention, DifferentialAttention: differential, DeltaNet: deltanet, Mamba2: mamba2}
+DEFINITIONS = {
+    Attention: attention,
+    DifferentialAttention: differential,
+    DeltaNet: deltanet,
+    Mamba2: mamba2,
+}
 
 
 def definition(layer: Any, x: Tensor) -> Tensor:
@@ -207,8 +261,12 @@ def definition(layer: Any, x: Tensor) -> Tensor:
 def equals_the_definition(layer: Any, length: int) -> None:
     x, results = tokens(length).requires_grad_(), []
     for function in (layer(x, Context()), definition(layer, x)):
-        w = torch.randn(function.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        results.append([function, *torch.autograd.grad((function * w).sum(), (x, *layer.parameters()))])
+        w = torch.randn(
+            function.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        results.append(
+            [function, *torch.autograd.grad((function * w).sum(), (x, *layer.parameters()))]
+        )
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, **ROUNDING)
 
@@ -218,14 +276,19 @@ def test_equals_the_definition_with_all_gradients(name: str) -> None:
     for length in (1, 2, 9):
         equals_the_definition(build(name), length)
     if "deltanet" in name:
-        for delta in (DeltaConfig(negative_eigenvalues=True), DeltaConfig(heads=4, key_size=8, value_size=12, conv_size=1)):
+        for delta in (
+            DeltaConfig(negative_eigenvalues=True),
+            DeltaConfig(heads=4, key_size=8, value_size=12, conv_size=1),
+        ):
             equals_the_definition(build(name, delta=delta), 5)
     if name in SQUARE:
         layer, x, order = build(name), tokens(7), torch.tensor([3, 1, 6, 0, 2, 5, 4])
         # Without a mask and positions a mixer does not know the order.
         flat = Context(causal=False, positions=torch.zeros(7))
         torch.testing.assert_close(layer(x, flat)[order], layer(x[order], flat), **ROUNDING)
-        torch.testing.assert_close(layer(x, Context(causal=False))[-1], layer(x, Context())[-1], **ROUNDING)
+        torch.testing.assert_close(
+            layer(x, Context(causal=False))[-1], layer(x, Context())[-1], **ROUNDING
+        )
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -263,11 +326,17 @@ def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
 def test_budgets(name: str, sizes: dict[str, Any], budget: float) -> None:
     shape = SHAPES[name](**{"hidden_size": 1024, "num_attention_heads": 8, **sizes})
     size = sum(weight.size for weight in shape.weights().values()) / 1024**2
-    assert size == pytest.approx(budget, rel=0.06 if name == "mamba2" else 0.015)  # whole heads; norms, convolutions and rates
+    assert size == pytest.approx(
+        budget, rel=0.06 if name == "mamba2" else 0.015
+    )  # whole heads; norms, convolutions and rates
 
 
 def test_lambda_starts_around_its_init_which_grows_with_depth() -> None:
-    assert [round(lambda_init(layer), 4) for layer in (0, 1, 100)] == [0.2, round(0.8 - 0.6 * math.exp(-0.3), 4), 0.8]
+    assert [round(lambda_init(layer), 4) for layer in (0, 1, 100)] == [
+        0.2,
+        round(0.8 - 0.6 * math.exp(-0.3), 4),
+        0.8,
+    ]
     layer = build("differential")
     with torch.no_grad():
         layer.lam.zero_()
@@ -278,7 +347,15 @@ def test_time_steps_start_in_the_papers_ranges() -> None:
     zero = torch.zeros(16, dtype=torch.float64)
     delta, log_decay = time_steps(zero, zero, zero, (1.0, 16.0), 16, 0)
     rates = -log_decay / delta
-    assert 0.001 <= delta.min() < 0.002 and 0.05 < delta.max() <= 0.1 and 1.0 <= rates.min() < 2.0 and 15.0 < rates.max() <= 16.0
+    assert (
+        0.001 <= delta.min() < 0.002
+        and 0.05 < delta.max() <= 0.1
+        and 1.0 <= rates.min() < 2.0
+        and 15.0 < rates.max() <= 16.0
+    )
     assert abs(float(torch.corrcoef(torch.stack((delta.log(), rates)))[0, 1])) < 0.3
-    parts = [torch.stack(time_steps(zero[:8], zero[:8], zero[:8], (1.0, 16.0), 16, first)) for first in (0, 8)]
+    parts = [
+        torch.stack(time_steps(zero[:8], zero[:8], zero[:8], (1.0, 16.0), 16, first))
+        for first in (0, 8)
+    ]
     torch.testing.assert_close(torch.cat(parts, 1), torch.stack((delta, log_decay)), **ROUNDING)

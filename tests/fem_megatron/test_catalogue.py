@@ -37,40 +37,86 @@ from tests.fem_megatron.conftest import drawn
 from tests.pretrain.conftest import DEMO
 from tests.wording import Wording
 
-SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, tie_embeddings=True)
+SMALL = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=100,
+    tie_embeddings=True,
+)
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 LENGTH = 13
 # The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
 ROUNDED = 1e-12
 
-LLAMA3, YARN = RopeScaling("llama3", 4.0, 400), RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
-SWITCHED: dict[str, Any] = {"attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5), "rope_scaling": LLAMA3}
+LLAMA3, YARN = (
+    RopeScaling("llama3", 4.0, 400),
+    RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5),
+)
+SWITCHED: dict[str, Any] = {
+    "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
+    "rope_scaling": LLAMA3,
+}
 
 # Names, and what differs from SMALL besides: each mixer as it is, and the switches that change what tensor parallelism has to do.
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
     "switched": {"mixer": "transformer", "num_query_groups": 2, **SWITCHED},
-    "yuriiformer switched": {"mixer": "yuriiformer", "num_query_groups": 2, "qk_norm": True, **SWITCHED},
+    "yuriiformer switched": {
+        "mixer": "yuriiformer",
+        "num_query_groups": 2,
+        "qk_norm": True,
+        **SWITCHED,
+    },
     "normed": {"mixer": "transformer", "num_query_groups": 2, "qk_norm": True},
     "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
     "differential normed": {"mixer": "differential", "qk_norm": True},
     "loop": {"mixer": "transformer", "recurrence": 2},
-    "fem budget ii": {"mixer": "fem_softmax", "hidden_size": 32, "fem": FemConfig(budget="ii", value_size=16)},
-    "fem bidirectional": {"mixer": "fem_softmax", "causal": False, "fem": FemConfig(conditioner_size=4)},
-    "fem plain": {"mixer": "fem_softmax", "fem": FemConfig(conditioner=False, free_energy=False, gate=False)},
+    "fem budget ii": {
+        "mixer": "fem_softmax",
+        "hidden_size": 32,
+        "fem": FemConfig(budget="ii", value_size=16),
+    },
+    "fem bidirectional": {
+        "mixer": "fem_softmax",
+        "causal": False,
+        "fem": FemConfig(conditioner_size=4),
+    },
+    "fem plain": {
+        "mixer": "fem_softmax",
+        "fem": FemConfig(conditioner=False, free_energy=False, gate=False),
+    },
     "gla by channel": {"mixer": "fem_gla", "fem": FemConfig(gla_decay="channel")},
-    "gla bidirectional": {"mixer": "fem_gla", "causal": False, "fem": FemConfig(conditioner_size=4)},
+    "gla bidirectional": {
+        "mixer": "fem_gla",
+        "causal": False,
+        "fem": FemConfig(conditioner_size=4),
+    },
     "aft inside": {"mixer": "fem_aft", "fem": FemConfig(aft_query="inside")},
     "mamba unnormalised": {"mixer": "fem_mamba", "fem": FemConfig(mamba_normalise=False)},
-    "second order, mean": {"mixer": "energy_linear", "second_order": SecondOrderConfig(linear_read="mean")},
+    "second order, mean": {
+        "mixer": "energy_linear",
+        "second_order": SecondOrderConfig(linear_read="mean"),
+    },
     "second order, log": {"mixer": "mha2nd", "second_order": SecondOrderConfig(temperature="log")},
     "cem mlp": {"mixer": "transformer", "mlp": "cem"},
-    "cem attention": {"mixer": "cem", "mlp": "swiglu", "cem": CemConfig(diagonal="head", residual="raw", preconditioner="diagonal")},
-    "hyperset deep": {"mixer": "hyperset", "recurrence": 3, "hyperset": HyperSetConfig(lora_rank=2, update="adam", feed_forward="gated")},
+    "cem attention": {
+        "mixer": "cem",
+        "mlp": "swiglu",
+        "cem": CemConfig(diagonal="head", residual="raw", preconditioner="diagonal"),
+    },
+    "hyperset deep": {
+        "mixer": "hyperset",
+        "recurrence": 3,
+        "hyperset": HyperSetConfig(lora_rank=2, update="adam", feed_forward="gated"),
+    },
     "hyperset linear": {
         "mixer": "hyperset",
         "recurrence": 2,
-        "hyperset": HyperSetConfig(attention="linear", feed_forward="softmax", update="momentum", step_condition="current"),
+        "hyperset": HyperSetConfig(
+            attention="linear", feed_forward="softmax", update="momentum", step_condition="current"
+        ),
     },
     "hyperset sigmoid": {
         "mixer": "hyperset",
@@ -81,13 +127,27 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "fem no temperature": {"mixer": "fem_gla", "fem": FemConfig(temperature=False)},
     "fem no gate": {"mixer": "fem_linear", "fem": FemConfig(gate=False)},
     "fem no free energy": {"mixer": "fem_mamba", "fem": FemConfig(free_energy=False)},
-    "aft plain": {"mixer": "fem_aft", "fem": FemConfig(conditioner=False, free_energy=False, gate=False)},
-    "cem plain": {"mixer": "cem", "cem": CemConfig(diagonal="none", preconditioner="identity", steps_attention=1, steps_mlp=1)},
+    "aft plain": {
+        "mixer": "fem_aft",
+        "fem": FemConfig(conditioner=False, free_energy=False, gate=False),
+    },
+    "cem plain": {
+        "mixer": "cem",
+        "cem": CemConfig(
+            diagonal="none", preconditioner="identity", steps_attention=1, steps_mlp=1
+        ),
+    },
     "delta narrow": {
         "mixer": "gated_deltanet",
-        "delta": DeltaConfig(heads=2, key_size=8, value_size=12, conv_size=1, negative_eigenvalues=True),
+        "delta": DeltaConfig(
+            heads=2, key_size=8, value_size=12, conv_size=1, negative_eigenvalues=True
+        ),
     },
-    "hyperset both ways": {"mixer": "hyperset", "causal": False, "hyperset": HyperSetConfig(attention="bisoftmax")},
+    "hyperset both ways": {
+        "mixer": "hyperset",
+        "causal": False,
+        "hyperset": HyperSetConfig(attention="bisoftmax"),
+    },
     "fem yarn": {"mixer": "fem_softmax", "rope_scaling": YARN},
     "second order yarn": {"mixer": "mha2nd1st", "rope_scaling": YARN},
     "hyperset yarn": {"mixer": "hyperset", "recurrence": 2, "rope_scaling": YARN},
@@ -100,7 +160,11 @@ CAUSAL = [name for name in CASES if CASES[name].get("causal", True)]
 def model_of(name: str, *, attention_backend: str = "reference", **changes: Any) -> ModelConfig:
     """A case's model; the FEM alone has a read to choose a backend for."""
     model = replace(SMALL, **{**CASES[name], **changes})
-    return replace(model, attention_backend=attention_backend) if model.mixer.startswith("fem_") else model
+    return (
+        replace(model, attention_backend=attention_backend)
+        if model.mixer.startswith("fem_")
+        else model
+    )
 
 
 def shape_of(name: str) -> BlockShape:
@@ -133,7 +197,9 @@ def test_the_planned_parameters_are_the_built_ones(name: str, tied: bool) -> Non
 
     model = model_of(name, tie_embeddings=tied)
     built = build(model, Layout(params_dtype=torch.float64), 16, seed=1)[0]
-    assert {key: tuple(weight.shape) for key, weight in built.named_parameters()} == parameter_shapes(model)
+    assert {
+        key: tuple(weight.shape) for key, weight in built.named_parameters()
+    } == parameter_shapes(model)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -151,11 +217,17 @@ def test_every_parameter_has_a_finite_gradient(name: str, length: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str) -> None:
-    block, x, context = block_of(name), tokens(name, 3)[:, :1].requires_grad_(), Context(causal=is_causal(name))
+    block, x, context = (
+        block_of(name),
+        tokens(name, 3)[:, :1].requires_grad_(),
+        Context(causal=is_causal(name)),
+    )
     names = [key for key, _ in block.named_parameters()]
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(block, dict(zip(names, weights, strict=True)), (x, context))
+        return torch.func.functional_call(
+            block, dict(zip(names, weights, strict=True)), (x, context)
+        )
 
     assert torch.autograd.gradcheck(function, (x, *block.parameters()), fast_mode=True)
 
@@ -181,7 +253,9 @@ def test_bf16_is_near_fp32(name: str) -> None:
         exact = wide(x, context)
     rounded = narrow(x.bfloat16(), context)
     rounded.float().square().sum().backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in narrow.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in narrow.parameters()
+    )
     assert rounded.dtype == torch.bfloat16
     # Eight bits a number through a few sums: under 5% of the largest output. Some switches divide by what is small.
     assert name not in NAMES or (exact - rounded.float()).abs().max() < 0.05 * exact.abs().max()
@@ -196,15 +270,24 @@ def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[i
     """
     if name in ("differential", "differential normed", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
-    block, length, context = block_of(name, torch.float32, attention_backend="fused"), sum(documents), Context(causal=is_causal(name))
+    block, length, context = (
+        block_of(name, torch.float32, attention_backend="fused"),
+        sum(documents),
+        Context(causal=is_causal(name)),
+    )
     costs = [(length, shape_of(name).flops(length, whole_square=True))]
     if len(documents) > 1:
-        costs = [(size, shape_of(name).flops(length, whole_square=True, document=size)) for size in documents]
+        costs = [
+            (size, shape_of(name).flops(length, whole_square=True, document=size))
+            for size in documents
+        ]
         begins = torch.isin(torch.arange(length), torch.tensor((0, *documents)).cumsum(0))[None]
         context = Context(documents=Documents.of(begins), causal=is_causal(name))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         block(tokens(name, length, torch.float32)[:, :1], context)
-    planned = sum(size * value for size, cost in costs for part, value in cost.items() if part != "solves")
+    planned = sum(
+        size * value for size, cost in costs for part, value in cost.items() if part != "solves"
+    )
     assert counter.get_total_flops() == pytest.approx(planned, rel=1e-12)
 
 
@@ -243,7 +326,12 @@ def guarded() -> list[tuple[str, Any]]:
         if item.name in catalogue.EVERYONES:
             continue
         inner = (
-            [(f"{item.name}.{part.name}", part, getattr(default, part.name)) for part in fields(default)] if is_dataclass(default) else []
+            [
+                (f"{item.name}.{part.name}", part, getattr(default, part.name))
+                for part in fields(default)
+            ]
+            if is_dataclass(default)
+            else []
         )
         for key, part, value in inner or [(item.name, item, default)]:
             found.append((key, other(value, spec(part).choices)))
@@ -252,7 +340,14 @@ def guarded() -> list[tuple[str, Any]]:
 
 def with_key(model: ModelConfig, key: str, value: Any) -> ModelConfig:
     section, _, name = key.rpartition(".")
-    return replace(model, **({section: replace(getattr(model, section), **{name: value})} if section else {name: value}))
+    return replace(
+        model,
+        **(
+            {section: replace(getattr(model, section), **{name: value})}
+            if section
+            else {name: value}
+        ),
+    )
 
 
 def fitting(model: ModelConfig, key: str) -> BlockShape | None:
@@ -272,7 +367,9 @@ UNSEEN = ("attention_backend", "second_order.exact_max_length")
 MET = ("fem.budget", "fem.temperature")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in NAMES else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in NAMES else pytest.mark.slow) for name in CASES]
+)
 def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
     """A key set away from its default is refused just where the block computes the same with it."""
     model, x = replace(SMALL, **CASES[name]), tokens(name)
@@ -294,18 +391,28 @@ def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("key", UNSEEN)
 def test_what_is_heard_unseen_is_refused_elsewhere(key: str) -> None:
-    models = {name: with_key(replace(SMALL, mixer=name), key, dict(guarded())[key]) for name in NAMES}
+    models = {
+        name: with_key(replace(SMALL, mixer=name), key, dict(guarded())[key]) for name in NAMES
+    }
     readers = [name for name, model in models.items() if key not in catalogue.unread(model)]
-    assert readers == (["mha2nd"] if "." in key else [name for name in NAMES if name.startswith("fem_")])
+    assert readers == (
+        ["mha2nd"] if "." in key else [name for name in NAMES if name.startswith("fem_")]
+    )
 
 
 def test_a_pattern_repeats_and_survives_its_dictionary() -> None:
-    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), **SWITCHED)
+    model = replace(
+        SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), **SWITCHED
+    )
     assert catalogue.mixer_names(model) == ["fem_softmax", "transformer", "transformer"] * 2
     assert ModelConfig.from_dict(asdict(model)) == model
     with_bias = ["in_proj.bias" in block.mixer.weights() for block in model.blocks()]
-    assert with_bias == [False, True, True] * 2, "a hybrid takes the section for its transformer layers"
-    with pytest.raises(ValueError, match=r"model.pattern has 3 layers, which does not divide model.num_layers=4"):
+    assert with_bias == [False, True, True] * 2, (
+        "a hybrid takes the section for its transformer layers"
+    )
+    with pytest.raises(
+        ValueError, match=r"model.pattern has 3 layers, which does not divide model.num_layers=4"
+    ):
         replace(model, num_layers=4).blocks()
 
 
@@ -315,20 +422,34 @@ TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
 @pytest.mark.parametrize("name", TURNING)
 def test_every_mixer_that_turns_stretches(name: str) -> None:
     """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
-    x, close = tokens(name), dict[str, Any](rtol=1e-10, atol=1e-10)  # float64: the same angles, made by another product
+    x, close = (
+        tokens(name),
+        dict[str, Any](rtol=1e-10, atol=1e-10),
+    )  # float64: the same angles, made by another product
     positions = torch.arange(LENGTH, dtype=x.dtype)
 
     def out(context: Context | None = None, **changes: Any) -> Tensor:
         return block_of(name, **changes)(x, context or Context())
 
-    torch.testing.assert_close(out(rope_scaling=RopeScaling("linear", 4.0)), out(Context(positions=positions / 4.0)), **close)
+    torch.testing.assert_close(
+        out(rope_scaling=RopeScaling("linear", 4.0)),
+        out(Context(positions=positions / 4.0)),
+        **close,
+    )
     assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
-    plain, slowed, yarn, flat = (out(rope_scaling=each) for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0)))
-    assert not any(torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2))
+    plain, slowed, yarn, flat = (
+        out(rope_scaling=each)
+        for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0))
+    )
+    assert not any(
+        torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2)
+    )
     assert torch.equal(yarn, flat) == (name in ("fem_linear", "fem_gla", "energy_linear"))
 
 
-REFUSED: list[str] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
+REFUSED: list[str] = yaml.safe_load(
+    Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8")
+)
 
 
 SIZES = "hidden_size=16 num_layers=2 num_attention_heads=2 ffn_hidden_size=24 vocab_size=100 tie_embeddings=false"
@@ -337,7 +458,9 @@ SIZES = "hidden_size=16 num_layers=2 num_attention_heads=2 ffn_hidden_size=24 vo
 def test_what_does_not_fit_or_contradicts_itself_is_refused_by_name(wording: Wording) -> None:
     for row in REFUSED:
         with pytest.raises((ConfigError, ValueError)) as refused:
-            load_run(DEMO, [f"model.{setting}" for setting in f"{SIZES} {row}".split()]).model.blocks()
+            load_run(
+                DEMO, [f"model.{setting}" for setting in f"{SIZES} {row}".split()]
+            ).model.blocks()
         assert "\n" not in str(refused.value)
         wording(f"{row}: {refused.value}")
 
@@ -352,7 +475,10 @@ LINEAR_TIME = [name for name, mixer in catalogue.MIXERS.items() if mixer.cost ==
 
 def kept_bytes(name: str, length: int) -> int:
     """Bytes that autograd keeps of a forward pass, parameters aside; all of it and the backward pass is finite."""
-    block, x = block_of(name, torch.float32, attention_backend="auto"), tokens(name, length, torch.float32)[:, :1].requires_grad_()
+    block, x = (
+        block_of(name, torch.float32, attention_backend="auto"),
+        tokens(name, length, torch.float32)[:, :1].requires_grad_(),
+    )
     own = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -363,8 +489,13 @@ def kept_bytes(name: str, length: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = block(x, Context())
     y.square().mean().backward()
-    assert all(value is not None and value.isfinite().all() for value in (y, x.grad, *(weight.grad for weight in block.parameters())))
-    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
+    assert all(
+        value is not None and value.isfinite().all()
+        for value in (y, x.grad, *(weight.grad for weight in block.parameters()))
+    )
+    return sum(
+        tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own
+    )
 
 
 @pytest.mark.parametrize("name", [*LINEAR_TIME, "switched"])
@@ -396,4 +527,6 @@ def test_8192_tokens_forward_and_backward_are_finite(name: str) -> None:
     y = block(x, Context())
     y.square().mean().backward()
     assert y.isfinite().all()
-    assert all(value.grad is not None and value.grad.isfinite().all() for value in (x, *block.parameters()))
+    assert all(
+        value.grad is not None and value.grad.isfinite().all() for value in (x, *block.parameters())
+    )

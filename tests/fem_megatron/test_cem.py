@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.cem.layer import CemAttention, CemMlp, elementwise_energy, smallest_eigenvalue
+from fem_megatron.mixers.cem.layer import (
+    CemAttention,
+    CemMlp,
+    elementwise_energy,
+    smallest_eigenvalue,
+)
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpShape
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
@@ -21,18 +26,37 @@ from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps
 DIAGONALS = ("none", "shared", "head")
 PRECONDITIONERS = ("identity", "diagonal", "low_rank")
-PLAIN: dict[str, Any] = {"diagonal": "none", "preconditioner": "identity", "steps_attention": 1, "steps_mlp": 1}
+PLAIN: dict[str, Any] = {
+    "diagonal": "none",
+    "preconditioner": "identity",
+    "steps_attention": 1,
+    "steps_mlp": 1,
+}
 Layers = CemAttention | CemMlp
 
 
-def model(hidden: int = 16, heads: int = 4, ffn_size: int = 24, causal: bool = True, norm_eps: float = 1e-6, **switches: Any) -> Any:
+def model(
+    hidden: int = 16,
+    heads: int = 4,
+    ffn_size: int = 24,
+    causal: bool = True,
+    norm_eps: float = 1e-6,
+    **switches: Any,
+) -> Any:
     return ModelConfig(
-        hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn_size, causal=causal, norm_eps=norm_eps, cem=CemConfig(**switches)
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn_size,
+        causal=causal,
+        norm_eps=norm_eps,
+        cem=CemConfig(**switches),
     )
 
 
 def attention(**sizes: Any) -> CemAttention:
-    made: CemAttention = drawn(CemAttention(CemAttentionShape.of(model(**sizes)), OneProcess(torch.float64)))
+    made: CemAttention = drawn(
+        CemAttention(CemAttentionShape.of(model(**sizes)), OneProcess(torch.float64))
+    )
     return made
 
 
@@ -51,31 +75,67 @@ def both(**sizes: Any) -> list[Layers]:
 def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the subroutines of Algorithm 1, given a normalised h; their p is our sqrt(D) p."""
     _, stored = load_fixture(f"cem_{kind}_T{steps}")
-    switches: dict[str, Any] = {"preconditioner": "low_rank" if "in/U" in stored else "diagonal", "rank_attention": 2, "rank_mlp": 2}
+    switches: dict[str, Any] = {
+        "preconditioner": "low_rank" if "in/U" in stored else "diagonal",
+        "rank_attention": 2,
+        "rank_mlp": 2,
+    }
     switches |= {f"steps_{kind}": steps, "diagonal": "shared" if "in/d" in stored else "none"}
     layer: Any = (attention if kind == "attention" else mlp)(**switches)
-    preconditioner = {"p": "precondition.p", "U": "precondition.u", "Vp" if kind == "mlp" else "V": "precondition.v"}
+    preconditioner = {
+        "p": "precondition.p",
+        "U": "precondition.u",
+        "Vp" if kind == "mlp" else "V": "precondition.v",
+    }
     names = {"W": "gamma.weight", "V": "up.weight"}
     if kind == "attention":
-        names = {"Wq": "query.weight", "Wk": "key.weight", "d": "diagonal", "b_self": "self_bias", "b_cross": "cross_bias"}
+        names = {
+            "Wq": "query.weight",
+            "Wk": "key.weight",
+            "d": "diagonal",
+            "b_self": "self_bias",
+            "b_cross": "cross_bias",
+        }
     names |= preconditioner
-    weights = {ours: layer.get_parameter(ours) for theirs, ours in names.items() if f"in/{theirs}" in stored}
+    weights = {
+        ours: layer.get_parameter(ours)
+        for theirs, ours in names.items()
+        if f"in/{theirs}" in stored
+    }
     assert {*weights, "norm.weight"} == {name for name, _ in layer.named_parameters()}
     with torch.no_grad():
         for theirs, ours in names.items():
             if ours in weights:
-                weights[ours].copy_(stored[f"in/{theirs}"].view(weights[ours].shape) / (4.0 if theirs == "p" else 1.0))
+                weights[ours].copy_(
+                    stored[f"in/{theirs}"].view(weights[ours].shape)
+                    / (4.0 if theirs == "p" else 1.0)
+                )
     forward = layer.precondition.forward
-    monkeypatch.setattr(layer.precondition, "forward", lambda w, tokens: forward(w, 1000 if fold else 1))
+    monkeypatch.setattr(
+        layer.precondition, "forward", lambda w, tokens: forward(w, 1000 if fold else 1)
+    )
     h = stored["in/h"][:, None].clone().requires_grad_()
     out = layer.descend(h, h, Context()) if kind == "attention" else layer.descend(h, h)
-    grads = dict(zip(["h", *weights], torch.autograd.grad((out * stored["w"][:, None]).sum(), [h, *weights.values()]), strict=True))
+    grads = dict(
+        zip(
+            ["h", *weights],
+            torch.autograd.grad((out * stored["w"][:, None]).sum(), [h, *weights.values()]),
+            strict=True,
+        )
+    )
     checks = [(out[:, 0], stored["out/0"]), (grads["h"][:, 0], stored["grad/h"])]
     for theirs, ours in names.items():
         if ours in weights:
-            checks.append((grads[ours].view(stored[f"grad/{theirs}"].shape), stored[f"grad/{theirs}"] * (4.0 if theirs == "p" else 1.0)))
+            checks.append(
+                (
+                    grads[ours].view(stored[f"grad/{theirs}"].shape),
+                    stored[f"grad/{theirs}"] * (4.0 if theirs == "p" else 1.0),
+                )
+            )
     for got, right in checks:
-        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)  # float64 on both sides; the fixtures' own tolerance
+        torch.testing.assert_close(
+            got, right, rtol=1e-9, atol=1e-9
+        )  # float64 on both sides; the fixtures' own tolerance
 
 
 # --- limits and energies ---------------------------------------------------------------------------------------------------------
@@ -89,7 +149,9 @@ def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None
     q, diagonal = layer.look(u, seen)
     if diagonal is not None and u_diagonal is not None:
         diagonal = diagonal._replace(u=u_diagonal.transpose(0, 1))
-    scores = interaction_scores(q, k, *layer.biases(q), diagonal, own=torch.arange(len(h)), scale=layer.shape.scale)
+    scores = interaction_scores(
+        q, k, *layer.biases(q), diagonal, own=torch.arange(len(h)), scale=layer.shape.scale
+    )
     return interaction_energy(scores, layer.shape.scale).T
 
 
@@ -100,7 +162,11 @@ def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
         h, start = tokens(9), tokens(9, seed=1)
         u = rms_norm(start, None, 1e-6).requires_grad_()
         (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
-        moved = layer.descend(h, start, Context()) if isinstance(layer, CemAttention) else layer.descend(h, start)
+        moved = (
+            layer.descend(h, start, Context())
+            if isinstance(layer, CemAttention)
+            else layer.descend(h, start)
+        )
         torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
 
 
@@ -110,9 +176,14 @@ def test_elementwise_energy() -> None:
     (slope,) = torch.autograd.grad(phi.sum(), z)
     phi = phi.detach()
     torch.testing.assert_close(slope, silu(z), rtol=1e-12, atol=1e-14)  # float64 rounding
-    torch.testing.assert_close(phi[2000], torch.tensor(-(torch.pi**2) / 12, dtype=torch.float64), rtol=1e-14, atol=0)  # Li2(-1)
+    torch.testing.assert_close(
+        phi[2000], torch.tensor(-(torch.pi**2) / 12, dtype=torch.float64), rtol=1e-14, atol=0
+    )  # Li2(-1)
     assert abs(float(phi[0])) < 1e-15  # the integral starts at zero
-    assert elementwise_energy(torch.ones(3).bfloat16(), torch.ones(3).bfloat16()).dtype == torch.float32
+    assert (
+        elementwise_energy(torch.ones(3).bfloat16(), torch.ones(3).bfloat16()).dtype
+        == torch.float32
+    )
 
 
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
@@ -124,9 +195,15 @@ def test_diagnose(residual: str) -> None:
         h = rms_norm(x, layer.norm.weight, 1e-6)
         start = h if residual == "normalised" else x
         for name, end in (("energy_before", start), ("energy_after", after)):
-            torch.testing.assert_close(found[name], energy(layer, h, rms_norm(end, None, 1e-6))[some], **ROUNDING)
-        torch.testing.assert_close(found["step_norm"], (after - start)[some].norm(dim=-1), **ROUNDING)
-        assert found["smallest_eigenvalue"].shape == ((4,) if isinstance(layer, CemAttention) else (1,))
+            torch.testing.assert_close(
+                found[name], energy(layer, h, rms_norm(end, None, 1e-6))[some], **ROUNDING
+            )
+        torch.testing.assert_close(
+            found["step_norm"], (after - start)[some].norm(dim=-1), **ROUNDING
+        )
+        assert found["smallest_eigenvalue"].shape == (
+            (4,) if isinstance(layer, CemAttention) else (1,)
+        )
         for name, value in layer.diagnose(x, Context(), some, after).items():
             torch.testing.assert_close(value, found[name], **ROUNDING)
 
@@ -157,7 +234,11 @@ def test_attention_equals_a_naive_loop(diagonal: str, preconditioner: str, resid
             a = (w_q @ u.T).T @ (w_k @ h.T)
             if diagonal != "none":
                 a = a + (u * layer.diagonal.view(-1, 16)[k if diagonal == "head" else 0]) @ h.T
-            a = a / 2 - 0.25 ** (k + 1) * (i[:, None] - i).abs() + torch.where(i[:, None] == i, layer.self_bias, layer.cross_bias)
+            a = (
+                a / 2
+                - 0.25 ** (k + 1) * (i[:, None] - i).abs()
+                + torch.where(i[:, None] == i, layer.self_bias, layer.cross_bias)
+            )
             o = a.masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ (w_k @ h.T).T
             moved = moved + o @ w_q @ matrix(layer, k)
         x = x + 0.7 * moved
@@ -167,11 +248,16 @@ def test_attention_equals_a_naive_loop(diagonal: str, preconditioner: str, resid
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
-    layer, stream = mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3), tokens(5)
+    layer, stream = (
+        mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3),
+        tokens(5),
+    )
     h = rms_norm(stream, layer.norm.weight, 1e-6)
     x = h if residual == "normalised" else stream
     for _ in range(3):
-        x = x + 0.7 * (layer.gamma(h) * silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))) @ layer.up.weight @ matrix(layer, 0)
+        x = x + 0.7 * (
+            layer.gamma(h) * silu(linear(rms_norm(x, None, 1e-6), layer.up.weight))
+        ) @ layer.up.weight @ matrix(layer, 0)
     torch.testing.assert_close(layer(stream, Context()), x, **ROUNDING)
 
 
@@ -190,19 +276,35 @@ def matrix(layer: Layers, group: int) -> Tensor:
 @pytest.mark.parametrize("strength", [0.0, 1e-3, 1.0, 30.0])
 def test_smallest_eigenvalue(strength: float) -> None:
     rng = torch.Generator().manual_seed(0)
-    d, u, v = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((3, 20), (3, 20, 4), (3, 20, 4)))
+    d, u, v = (
+        torch.randn(*shape, generator=rng, dtype=torch.float64)
+        for shape in ((3, 20), (3, 20, 4), (3, 20, 4))
+    )
     d, v = torch.nn.functional.softplus(d), v * strength
     expected = torch.linalg.eigvalsh(torch.diag_embed(d) + u @ v.mT + v @ u.mT)[:, 0]
-    torch.testing.assert_close(smallest_eigenvalue(d, u, v), expected, rtol=1e-10, atol=1e-10)  # both to float64 rounding
+    torch.testing.assert_close(
+        smallest_eigenvalue(d, u, v), expected, rtol=1e-10, atol=1e-10
+    )  # both to float64 rounding
     for kind in PRECONDITIONERS:
         for layer in both(preconditioner=kind):
-            least = [torch.linalg.eigvalsh(matrix(layer, group))[0] for group in range(layer.precondition.smallest_eigenvalue().numel())]
-            torch.testing.assert_close(layer.precondition.smallest_eigenvalue(), torch.stack(least).detach(), rtol=1e-10, atol=1e-10)
+            least = [
+                torch.linalg.eigvalsh(matrix(layer, group))[0]
+                for group in range(layer.precondition.smallest_eigenvalue().numel())
+            ]
+            torch.testing.assert_close(
+                layer.precondition.smallest_eigenvalue(),
+                torch.stack(least).detach(),
+                rtol=1e-10,
+                atol=1e-10,
+            )
 
 
 def test_as_it_starts() -> None:
     """P is softplus(1) I, the biases and the diagonal are zero."""
-    parts = [CemAttention(CemAttentionShape.of(model()), OneProcess()), CemMlp(CemMlpShape.of(model()), OneProcess())]
+    parts = [
+        CemAttention(CemAttentionShape.of(model()), OneProcess()),
+        CemMlp(CemMlpShape.of(model()), OneProcess()),
+    ]
     for layer in parts:
         with torch.no_grad():
             for name, weight in layer.named_parameters():
@@ -230,7 +332,12 @@ def test_bidirectional() -> None:
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_energies_fall_along_small_steps(preconditioner: str) -> None:
     # P as it starts: softplus(1) I.
-    switches: dict[str, Any] = {"diagonal": "none", "preconditioner": preconditioner, "eta_attention": 0.02, "eta_mlp": 0.02}
+    switches: dict[str, Any] = {
+        "diagonal": "none",
+        "preconditioner": preconditioner,
+        "eta_attention": 0.02,
+        "eta_mlp": 0.02,
+    }
     for layer in both(**switches):
         with torch.no_grad():
             for name, weight in layer.named_parameters():
@@ -239,7 +346,9 @@ def test_energies_fall_along_small_steps(preconditioner: str) -> None:
         h = tokens(9)
         before, points = energy(layer, h, rms_norm(h, None, 1e-6)), [h]
         for _ in range(6):
-            known = (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
+            known = (
+                (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
+            )
             points.append(layer.descend(*known))
             after = energy(layer, h, rms_norm(points[-1], None, 1e-6))
             assert (after < before).all()
@@ -248,16 +357,33 @@ def test_energies_fall_along_small_steps(preconditioner: str) -> None:
 
 def test_a_preconditioner_folded_or_not() -> None:
     for layer in both():
-        w, c = (layer.query if isinstance(layer, CemAttention) else layer.up).weight, tokens(9, hidden=16)
+        w, c = (
+            (layer.query if isinstance(layer, CemAttention) else layer.up).weight,
+            tokens(9, hidden=16),
+        )
         c = torch.cat((c, c), -1)[..., : len(w)]
-        torch.testing.assert_close(layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING)
+        torch.testing.assert_close(
+            layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING
+        )
 
 
 def test_numbers_of_parameters() -> None:
     """Half of attention's D^2 and two thirds of a gated MLP's; every weight once."""
-    shapes = CemAttentionShape.of(model(**PLAIN)).weights(), CemMlpShape.of(model(**PLAIN)).weights()
-    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [2 * 16**2, 2 * 16 * 24]
-    sizes = [sum(w.size for w in weights.values()) for weights in (layer.shape.weights() for layer in both())]
+    shapes = (
+        CemAttentionShape.of(model(**PLAIN)).weights(),
+        CemMlpShape.of(model(**PLAIN)).weights(),
+    )
+    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [
+        2 * 16**2,
+        2 * 16 * 24,
+    ]
+    sizes = [
+        sum(w.size for w in weights.values())
+        for weights in (layer.shape.weights() for layer in both())
+    ]
     preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
-    assert sizes == [16 + 2 * 16**2 + 2 + 16 + preconditioners[0], 16 + 2 * 16 * 24 + preconditioners[1]]
+    assert sizes == [
+        16 + 2 * 16**2 + 2 + 16 + preconditioners[0],
+        16 + 2 * 16 * 24 + preconditioners[1],
+    ]
     assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes

@@ -29,11 +29,21 @@ def no_gradients() -> Any:
         yield
 
 
-def tokens(name: str, length: int = STEPS, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(length, batch, model_of(name).stream_size, generator=torch.Generator().manual_seed(5), dtype=dtype)
+def tokens(
+    name: str, length: int = STEPS, batch: int = 2, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return torch.randn(
+        length,
+        batch,
+        model_of(name).stream_size,
+        generator=torch.Generator().manual_seed(5),
+        dtype=dtype,
+    )
 
 
-def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0) -> Tensor:
+def decode(
+    block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0
+) -> Tensor:
     """The block's outputs on the pieces of x, one after the other."""
     state = {} if state is None else state
     outputs = []
@@ -46,7 +56,9 @@ def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = Non
 def close(got: Tensor, wanted: Tensor) -> None:
     """Rounding over sums of 300 terms, relative to the largest output."""
     assert got.shape == wanted.shape and got.isfinite().all()
-    assert (got - wanted).abs().max() <= (1e-5 if got.dtype == torch.float32 else 1e-10) * max(1.0, wanted.abs().max().item())
+    assert (got - wanted).abs().max() <= (1e-5 if got.dtype == torch.float32 else 1e-10) * max(
+        1.0, wanted.abs().max().item()
+    )
 
 
 def state_bytes(state: State) -> int:
@@ -74,13 +86,17 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
     valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
     if not any(word in name for word in COUNTING):
         valid[::2, width : width + 2] = False
-    x = tokens(name, width + sum(more), len(lengths), **DOUBLE).masked_fill(~valid.T[..., None], 50.0)
+    x = tokens(name, width + sum(more), len(lengths), **DOUBLE).masked_fill(
+        ~valid.T[..., None], 50.0
+    )
     positions = (valid.long().cumsum(1) - 1).clamp_min(0).T
     state: State = {}
     outputs, past = [], 0
     for piece in x.split([width, *more]):
         seen = past + len(piece)
-        outputs.append(block(piece, Context(positions[past:seen], valid[:, :seen], state=state, past=past)))
+        outputs.append(
+            block(piece, Context(positions[past:seen], valid[:, :seen], state=state, past=past))
+        )
         past = seen
     whole = block(x, Context(positions, valid))
     for row, own in enumerate(valid):
@@ -99,7 +115,9 @@ def test_right_padding_changes_nothing(name: str) -> None:
         whole = block(x, Context(valid=valid))
         (whole * valid.T[..., None]).square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all() and not x.grad[~valid.T].any()
-    assert whole.isfinite().all() and all(weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters())
+    assert whole.isfinite().all() and all(
+        weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters()
+    )
     for row, length in enumerate(lengths):
         close(whole[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
 
@@ -116,8 +134,14 @@ def test_rows_of_the_state_are_the_batch(name: str) -> None:
 
 
 @EVERY_CASE
-@pytest.mark.parametrize(("dtype", "again"), [(torch.float32, {}), (torch.bfloat16, {"recurrence": 2})], ids=["fp32", "bf16, twice"])
-def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, again: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "again"),
+    [(torch.float32, {}), (torch.bfloat16, {"recurrence": 2})],
+    ids=["fp32", "bf16, twice"],
+)
+def test_the_state_has_the_bytes_that_the_plan_says(
+    name: str, dtype: torch.dtype, again: dict[str, Any]
+) -> None:
     block = block_of(name, dtype, **again)
     (shape, *_) = model_of(name, **again).blocks()
     for length in (1, 2, 7, 70):

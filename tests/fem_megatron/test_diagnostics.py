@@ -23,26 +23,40 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 
-SMALL = ModelConfig(hidden_size=16, num_layers=1, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
+SMALL = ModelConfig(
+    hidden_size=16, num_layers=1, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32
+)
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 FEMS = [name for name in NAMES if name.startswith("fem_")]
 LENGTH = 24
 ROUNDING: Any = {"rel": 1e-9, "abs": 1e-12}  # float64 sums of some hundred terms
 
 
-def block(name: str = "fem_softmax", seed: int = 0, spread: float = 0.4, model: ModelConfig = SMALL, **settings: Any) -> Block:
+def block(
+    name: str = "fem_softmax",
+    seed: int = 0,
+    spread: float = 0.4,
+    model: ModelConfig = SMALL,
+    **settings: Any,
+) -> Block:
     """A block of one process in float64 with random weights, those that start as constants a little off them."""
-    made = Block(catalogue.block(replace(model, mixer=name, **settings), name, 0), OneProcess(torch.float64))
+    made = Block(
+        catalogue.block(replace(model, mixer=name, **settings), name, 0), OneProcess(torch.float64)
+    )
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in made.parameters():
             init = weight.spec.init  # type: ignore[attr-defined]
             noise = torch.randn(weight.shape, generator=rng, dtype=torch.float64)
-            weight.copy_(init + 0.1 * noise.abs() if isinstance(init, int | float) else spread * noise)
+            weight.copy_(
+                init + 0.1 * noise.abs() if isinstance(init, int | float) else spread * noise
+            )
     return made
 
 
-def tokens(length: int = LENGTH, batch: int = 2, seed: int = 1, name: str = "fem_softmax") -> Tensor:
+def tokens(
+    length: int = LENGTH, batch: int = 2, seed: int = 1, name: str = "fem_softmax"
+) -> Tensor:
     width, rng = replace(SMALL, mixer=name).stream_size, torch.Generator().manual_seed(seed)
     return torch.randn(length, batch, width, generator=rng, dtype=torch.float64)
 
@@ -55,7 +69,11 @@ def seen(made: Block, x: Tensor, count: int = 256, *, causal: bool = True) -> di
 
 def own(values: dict[str, float], part: str = "mixer") -> dict[str, float]:
     """The quantities of one part of a block without recurrence, by their own names."""
-    return {name.rpartition("/")[2]: value for name, value in values.items() if name.startswith(f"layer_03/{part}/")}
+    return {
+        name.rpartition("/")[2]: value
+        for name, value in values.items()
+        if name.startswith(f"layer_03/{part}/")
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +84,11 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
         moved = made.mixer(x, Context(origin=x, memory={}))
         with observing({3: made}) as values:
             watched = made(x, Context())
-        hooks = [hook for module in made.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+        hooks = [
+            hook
+            for module in made.modules()
+            for hook in (*module._forward_hooks, *module._forward_pre_hooks)
+        ]
     assert torch.equal(plain, watched)
     assert not hooks
     assert all(math.isfinite(value) for value in values.values()), values
@@ -75,7 +97,9 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
     if not name.startswith("cem"):  # whose steps start elsewhere
         assert own(values)["step_norm"] == pytest.approx(expected, **ROUNDING)
     quantities = set(own(values)) - {"step_norm", "activation_max"}
-    assert own(values, "mlp" if made.mlp else "mixer")["activation_max"] == pytest.approx(plain[:, 0].abs().max().item(), **ROUNDING)
+    assert own(values, "mlp" if made.mlp else "mixer")["activation_max"] == pytest.approx(
+        plain[:, 0].abs().max().item(), **ROUNDING
+    )
     assert bool(quantities) == (made.mixer.diagnostics is not None)
     assert own(values, "mlp").keys() >= ({"step_norm"} if made.mlp else set())
 
@@ -109,14 +133,21 @@ def test_of_documents_read_apart_the_longest_is_the_sample(monkeypatch: pytest.M
     assert values == pytest.approx(seen(made, x[5:20, :1]), **ROUNDING)
     monkeypatch.setattr(made.mixer, "parallel", Gathering(torch.float64))
     short = Context(documents=Documents.of(torch.ones(2, 2 * LENGTH, dtype=torch.bool)))
-    assert observe(made.mixer, x, 2 * x, short) == {"step_norm": pytest.approx(1.0), "activation_max": 2 * x[:, 0].abs().max()}
+    assert observe(made.mixer, x, 2 * x, short) == {
+        "step_norm": pytest.approx(1.0),
+        "activation_max": 2 * x[:, 0].abs().max(),
+    }
 
 
 def test_names_of_iterations() -> None:
     names = set(seen(block("transformer", recurrence=2), tokens()))
-    quantities = [f"{part}/{name}" for part in ("mixer", "mlp") for name in ("step_norm", "activation_max")]
+    quantities = [
+        f"{part}/{name}" for part in ("mixer", "mlp") for name in ("step_norm", "activation_max")
+    ]
     quantities += ["mixer/prior_entropy", "mixer/logit_max"]
-    assert names == {f"layer_03/iteration_{i:02}/{quantity}" for i in (0, 1) for quantity in quantities}
+    assert names == {
+        f"layer_03/iteration_{i:02}/{quantity}" for i in (0, 1) for quantity in quantities
+    }
 
 
 def test_fem_by_its_equations() -> None:
@@ -127,11 +158,18 @@ def test_fem_by_its_equations() -> None:
     values = own(seen(made, x))
     parts, v, beta, lam, *_ = given[0]
     q, k = (parts[name][:, 0].transpose(0, 1) for name in ("q", "k"))
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+        torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf
+    )
     p = scores.softmax(-1)
     heads, _, width = v[0].shape
     free_energy = torch.stack(
-        [(p * (beta[:, j, None, None] * v[0, :, None, :, j]).exp()).sum(-1).log() / beta[:, j, None] for j in range(width)], -1
+        [
+            (p * (beta[:, j, None, None] * v[0, :, None, :, j]).exp()).sum(-1).log()
+            / beta[:, j, None]
+            for j in range(width)
+        ],
+        -1,
     )
     mu = p @ v[0]
     assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
@@ -146,10 +184,14 @@ def test_fem_by_its_equations() -> None:
             prior.append(torch.special.entr(row).sum())
             posterior.append(torch.special.entr(tilted).sum())
     assert values["prior_entropy"] == pytest.approx(torch.stack(prior).mean().item(), **ROUNDING)
-    assert values["posterior_entropy"] == pytest.approx(torch.stack(posterior).mean().item(), **ROUNDING)
+    assert values["posterior_entropy"] == pytest.approx(
+        torch.stack(posterior).mean().item(), **ROUNDING
+    )
     for name, known in (("beta", beta), ("lambda", lam)):
         for percent in (10, 50, 90):
-            assert values[f"{name}_{percent}"] == pytest.approx(known.flatten().quantile(percent / 100).item(), **ROUNDING)
+            assert values[f"{name}_{percent}"] == pytest.approx(
+                known.flatten().quantile(percent / 100).item(), **ROUNDING
+            )
 
 
 @pytest.mark.parametrize("name", FEMS)
@@ -180,7 +222,9 @@ def test_attention_of_zero_scores() -> None:
             made.mixer.in_proj.weight.zero_()
         wanted = sum(math.log(t + 1) for t in range(LENGTH)) / LENGTH
         assert own(seen(made, tokens()))["prior_entropy"] == pytest.approx(wanted, **ROUNDING)
-        assert own(seen(made, tokens(), causal=False))["prior_entropy"] == pytest.approx(math.log(LENGTH), **ROUNDING)
+        assert own(seen(made, tokens(), causal=False))["prior_entropy"] == pytest.approx(
+            math.log(LENGTH), **ROUNDING
+        )
 
 
 @pytest.mark.parametrize("part", ["mixer", "mlp"])
@@ -192,7 +236,9 @@ def test_cem_descends_and_climbs(part: str) -> None:
         values, update = own(seen(made, tokens()), part), getattr(made, part)
         assert values["energy_rose"] == rose
         assert (values["energy_after"] > values["energy_before"]) == bool(rose)
-        assert values["smallest_eigenvalue"] == pytest.approx(update.precondition.diagonal().min().item(), **ROUNDING)
+        assert values["smallest_eigenvalue"] == pytest.approx(
+            update.precondition.diagonal().min().item(), **ROUNDING
+        )
         x = tokens()[:, :1] if part == "mixer" else made.mixer(tokens()[:, :1], Context())
         start = rms_norm(x, update.norm.weight, update.shape.norm_eps)
         wanted = (update(x, Context()) - start).norm(dim=-1) / start.norm(dim=-1)
@@ -223,11 +269,17 @@ def test_hyperset_is_its_own_measure() -> None:
         after = made(x, Context())
     every, context = torch.arange(LENGTH), Context(iteration=1)
     then, now = (made.mixer.diagnose(t, context, every) for t in (middle, after))
-    values = {name.rpartition("/")[2]: value for name, value in seen(made, x).items() if "iteration_01" in name}
+    values = {
+        name.rpartition("/")[2]: value
+        for name, value in seen(made, x).items()
+        if "iteration_01" in name
+    }
     for energy in ("attention_energy", "feed_forward_energy"):
         assert values[f"{energy}_before"] == pytest.approx(then[energy].mean().item(), **ROUNDING)
         assert values[f"{energy}_after"] == pytest.approx(now[energy].mean().item(), **ROUNDING)
-        assert values[f"{energy}_rose"] == pytest.approx((now[energy] > then[energy]).double().mean().item(), **ROUNDING)
+        assert values[f"{energy}_rose"] == pytest.approx(
+            (now[energy] > then[energy]).double().mean().item(), **ROUNDING
+        )
     for measure in ("effective_rank", "mean_angle"):
         assert values[measure] == pytest.approx(then[measure].mean().item(), **ROUNDING)
 
@@ -243,16 +295,24 @@ def test_short_and_broken_samples(name: str) -> None:
         found = observe(made.mixer, x, x * torch.nan, Context())
     assert set(found) == {"step_norm", "activation_max"} and found["step_norm"].isnan()
     half = block(name).to(torch.bfloat16)
-    assert all(math.isfinite(value) for value in seen(half, tokens(5, name=name).bfloat16()).values())
+    assert all(
+        math.isfinite(value) for value in seen(half, tokens(5, name=name).bfloat16()).values()
+    )
 
 
-@pytest.mark.parametrize("name", ["transformer", "differential", "mha2nd1st", "cem", "hyperset", "fem_softmax"])
-def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["transformer", "differential", "mha2nd1st", "cem", "hyperset", "fem_softmax"]
+)
+def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The definition's own softmax is listened to, mask and all, in a forward pass of one sequence."""
     made, x, given = block(name, cem=CemConfig(steps_attention=1)), tokens(batch=1), list[Tensor]()
 
     class Softmaxes(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
             if function in (Tensor.softmax, Tensor.log_softmax):
                 given.append(arguments[0])
             return function(*arguments, **(named or {}))
@@ -261,8 +321,12 @@ def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(name: str, mon
     monkeypatch.setenv("FEM_KERNELS", "fem_attention=reference,symmetric_attention=reference")
     with torch.no_grad(), Softmaxes():
         made.mixer(x, Context(origin=x, memory={}))
-    left_out = float(made.mixer.cross_bias.detach()) if name == "cem" else 0.0  # common to all scores
-    assert found == pytest.approx(max(float(scores.max()) for scores in given) + left_out, **ROUNDING)
+    left_out = (
+        float(made.mixer.cross_bias.detach()) if name == "cem" else 0.0
+    )  # common to all scores
+    assert found == pytest.approx(
+        max(float(scores.max()) for scores in given) + left_out, **ROUNDING
+    )
 
 
 @pytest.mark.parametrize("query", ["after", "inside"])
@@ -279,7 +343,9 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
         for j in range(width):
             t = max(0, (j * heads + h + 1) * LENGTH // (heads * width) - 1)
             entropies.append(torch.special.entr(k[: t + 1, h, j].softmax(0)).sum())
-    assert values["prior_entropy"] == pytest.approx(torch.stack(entropies).mean().item(), **ROUNDING)
+    assert values["prior_entropy"] == pytest.approx(
+        torch.stack(entropies).mean().item(), **ROUNDING
+    )
     # The released code's form, inside, has logits of its own for F: the second half.
     first, last = k[..., :width], k[..., -width:]
     free_energy = ((last + beta * v).logcumsumexp(0) - last.logcumsumexp(0)) / beta
@@ -297,17 +363,34 @@ def test_the_gap_is_a_divergence() -> None:
         rows[:, : sum(parts.values())] = 0.0
     values = own(seen(made, tokens()))
     heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
-    asked = [max(0, number * LENGTH // (heads * width) - 1) for number in range(1, heads * width + 1)]
-    assert values["prior_entropy"] == pytest.approx(sum(math.log(t + 1) for t in asked) / len(asked), **ROUNDING)
+    asked = [
+        max(0, number * LENGTH // (heads * width) - 1) for number in range(1, heads * width + 1)
+    ]
+    assert values["prior_entropy"] == pytest.approx(
+        sum(math.log(t + 1) for t in asked) / len(asked), **ROUNDING
+    )
     assert values["free_energy_gap"] > 0.01
     assert values["posterior_entropy"] < values["prior_entropy"] - 0.01
 
 
 def test_switches_of_the_fem() -> None:
     x = tokens()
-    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {"step_norm", "activation_max", "logit_max", "prior_entropy"}
+    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {
+        "step_norm",
+        "activation_max",
+        "logit_max",
+        "prior_entropy",
+    }
     without = set(own(seen(block(fem=FemConfig(temperature=False)), x)))
-    assert without == {"step_norm", "activation_max", "logit_max", "prior_entropy", "posterior_entropy", "energy", "free_energy_gap"}
+    assert without == {
+        "step_norm",
+        "activation_max",
+        "logit_max",
+        "prior_entropy",
+        "posterior_entropy",
+        "energy",
+        "free_energy_gap",
+    }
 
 
 def test_hypersets_iterations_have_their_own_weights() -> None:

@@ -20,7 +20,10 @@ from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, model_
 Packs = tuple[tuple[int, ...], ...]
 # Tokens of the documents of each sequence: of one and two tokens, one that fills a sequence and goes on, fifty, ends at the sequence's.
 PACKED: Packs = ((1, 2, 30, 17, 14), (64,), (5, 1, 58), (1, 2) * 14 + (1,) * 22)
-FEW: Packs = ((1, 2, 5, 13, 3), (7, 1, 9, 7))  # for kernels, which are slow to interpret: rows of 4, 5, 8, 10, 12 and 14 tokens
+FEW: Packs = (
+    (1, 2, 5, 13, 3),
+    (7, 1, 9, 7),
+)  # for kernels, which are slow to interpret: rows of 4, 5, 8, 10, 12 and 14 tokens
 LENGTH = 64
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
@@ -35,7 +38,11 @@ def begins(packs: Packs = PACKED) -> Tensor:
 
 def spans(packs: Packs = PACKED) -> list[tuple[int, int, int]]:
     """(Sequence, first token, end) of every document."""
-    return [(row, sum(sizes[:number]), sum(sizes[: number + 1])) for row, sizes in enumerate(packs) for number in range(len(sizes))]
+    return [
+        (row, sum(sizes[:number]), sum(sizes[: number + 1]))
+        for row, sizes in enumerate(packs)
+        for number in range(len(sizes))
+    ]
 
 
 def packed(name: str, packs: Packs = PACKED) -> Context:
@@ -57,16 +64,25 @@ def gradients(block: Block, x: Tensor, context: Context, pull: Tensor) -> Found:
     x = x.clone().requires_grad_()
     out = block(x, context)
     out.backward(pull)
-    weights = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
+    weights = {
+        name: weight.grad.clone()
+        for name, weight in block.named_parameters()
+        if weight.grad is not None
+    }
     assert x.grad is not None
     return weights | {"out": out.detach(), "x": x.grad}
 
 
 def alone(block: Block, x: Tensor, pull: Tensor, packs: Packs, *, causal: bool) -> Found:
     """The same of each document by itself: those of a length are a batch, whose sequences do not meet (test_catalogue.py)."""
-    made = {name: torch.zeros_like(weight) for name, weight in block.named_parameters()} | {"out": x.clone(), "x": x.clone()}
+    made = {name: torch.zeros_like(weight) for name, weight in block.named_parameters()} | {
+        "out": x.clone(),
+        "x": x.clone(),
+    }
     for size in {end - first for _, first, end in spans(packs)}:
-        where = [(slice(first, end), row) for row, first, end in spans(packs) if end - first == size]
+        where = [
+            (slice(first, end), row) for row, first, end in spans(packs) if end - first == size
+        ]
         parts = [torch.stack([t[here] for here in where], dim=1) for t in (x, pull)]
         own = gradients(block, parts[0], Context(causal=causal), parts[1])
         for number, here in enumerate(where):
@@ -77,7 +93,9 @@ def alone(block: Block, x: Tensor, pull: Tensor, packs: Packs, *, causal: bool) 
 
 
 def distance(got: Found, wanted: Found) -> dict[str, float]:
-    return {name: float((got[name] - t).norm() / t.norm().clamp_min(1.0)) for name, t in wanted.items()}
+    return {
+        name: float((got[name] - t).norm() / t.norm().clamp_min(1.0)) for name, t in wanted.items()
+    }
 
 
 def in_both_types(name: str, packs: Packs, **changes: str) -> tuple[Block, Block, Tensor, Tensor]:
@@ -96,24 +114,42 @@ def test_a_document_in_a_sequence_is_the_document_alone(name: str) -> None:
     """
     (narrow, wide, x, pull), causal = in_both_types(name, PACKED), is_causal(name)
     wanted = alone(wide, x.double(), pull.double(), PACKED, causal=causal)
-    assert max(distance(gradients(wide, x.double(), packed(name), pull.double()), wanted).values()) <= 1e-12
+    assert (
+        max(distance(gradients(wide, x.double(), packed(name), pull.double()), wanted).values())
+        <= 1e-12
+    )
     theirs = distance(alone(narrow, x, pull, PACKED, causal=causal), wanted)
     for key, off in distance(gradients(narrow, x, packed(name), pull), wanted).items():
         assert off <= max(1e-6, 4 * theirs[key]), key
 
 
-KERNELS = ("transformer", "fem_softmax", "fem_gla", "fem_aft", "fem_mamba", "cem", "mha2nd1st", "hyperset sigmoid", "mamba2")
+KERNELS = (
+    "transformer",
+    "fem_softmax",
+    "fem_gla",
+    "fem_aft",
+    "fem_mamba",
+    "cem",
+    "mha2nd1st",
+    "hyperset sigmoid",
+    "mamba2",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*KERNELS, "fem bidirectional", "gla bidirectional", "hyperset both ways"])
+@pytest.mark.parametrize(
+    "name", [*KERNELS, "fem bidirectional", "gla bidirectional", "hyperset both ways"]
+)
 def test_kernels_read_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, interpreted, in float32, against documents alone in float64: 1e-5, as each kernel's own (tests/README.md), or four times
     what the definition is off."""
     ran, automatic = set(), Op.automatic
 
     def triton(op: Op, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
-        if "triton" not in [each.name for each in op.implementations] or unfit("triton") is not None:
+        if (
+            "triton" not in [each.name for each in op.implementations]
+            or unfit("triton") is not None
+        ):
             return automatic(op, device, unfit)
         ran.add(op.name)
         return "triton", {}
@@ -135,7 +171,11 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
     """Whatever stands in a document, infinities too: the others' outputs, and the gradients of their tokens, are what they were."""
     block, x, pull = block_of(name), draw(name, 1), draw(name, 2)
     kept = torch.ones(LENGTH, len(PACKED), dtype=torch.bool)
-    for row, first, end in ((0, 3, 33), (2, 0, 5), (3, 30, 33)):  # a document of each of three sequences at once
+    for row, first, end in (
+        (0, 3, 33),
+        (2, 0, 5),
+        (3, 30, 33),
+    ):  # a document of each of three sequences at once
         kept[first:end, row] = False
     wanted = gradients(block, x, packed(name), pull * kept[..., None])
     for value in (1e30, torch.inf):
@@ -160,7 +200,12 @@ def test_cudnn_plans_for_whole_sequences_alone(name: str, monkeypatch: pytest.Mo
     x, causal = draw(name, 1, packs).float(), is_causal(name)
     once = replace(packed(name, packs), recompute=True)
     padding = torch.ones(1, 256, dtype=torch.bool)
-    for context in (once, Context(valid=padding, causal=causal), Context(state={}, causal=causal), Context(causal=causal)):
+    for context in (
+        once,
+        Context(valid=padding, causal=causal),
+        Context(state={}, causal=causal),
+        Context(causal=causal),
+    ):
         seen.clear()
         block(x, context).sum().backward()
         whole = context.documents is None and context.valid is None and context.state is None
@@ -178,18 +223,28 @@ def test_joined_is_another_read() -> None:
 
 def test_rows_are_few_and_little_longer_than_their_documents() -> None:
     """Of pairs of tokens of two documents nothing is computed: attention's work is the documents' own, times 1.25^2 at most."""
-    assert all(size <= row_length(size, 4096) <= max(size + 3, 1.25 * size) for size in range(1, 4097))
+    assert all(
+        size <= row_length(size, 4096) <= max(size + 3, 1.25 * size) for size in range(1, 4097)
+    )
     assert len({row_length(size, 4096) for size in range(1, 4097)}) <= 4 * 11
     documents = Documents.of(begins())
     assert documents.rows == ((53, 4), (1, 8), (1, 16), (1, 20), (1, 32), (2, 64))
-    assert sum(count * length**2 for count, length in documents.rows) < 0.7 * len(PACKED) * LENGTH**2
+    assert (
+        sum(count * length**2 for count, length in documents.rows) < 0.7 * len(PACKED) * LENGTH**2
+    )
 
 
 @pytest.mark.parametrize("mean", [3, 30, 300])
 def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
     """What a read is given, counted: places at most 1.25 times the tokens, and pairs 1.25^2 times the documents' own; below 13 tokens a
     document has 3 places more at most."""
-    sizes, length = (torch.empty(4096).exponential_(1 / mean, generator=torch.Generator().manual_seed(mean)).ceil().long(), 4096)
+    sizes, length = (
+        torch.empty(4096)
+        .exponential_(1 / mean, generator=torch.Generator().manual_seed(mean))
+        .ceil()
+        .long(),
+        4096,
+    )
     sizes = sizes[sizes.cumsum(0) < length]
     sizes = torch.cat([sizes, length - sizes.sum()[None]])
     given: list[tuple[int, int]] = []

@@ -43,7 +43,9 @@ from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 
 def stream(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(tokens, batch, 32, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        tokens, batch, 32, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64
+    ).to(dtype)
 
 
 Arrays = dict[str, Tensor]
@@ -71,7 +73,9 @@ def shape_of(name: str, config: FemConfig | None = None, **changes: Any) -> FemS
         aft_query="inside" if name == "aft_inside" else "after",
         mamba_normalise=name != "mamba_not_normalised",
     )
-    model = ModelConfig(**{"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 8, "fem": config, **changes})
+    model = ModelConfig(
+        **{"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 8, "fem": config, **changes}
+    )
     return FemShape.of(model, PRIORS[name])
 
 
@@ -102,27 +106,39 @@ def place(arrays: Arrays, heads: int, kind: str, *, decay: bool = False) -> Arra
     placed = {
         "norm.weight": torch.ones(arrays["x"].shape[-1], dtype=torch.float64),
         "in_proj.weight": pack(heads, *rows.values()),
-        "beta": _inverse_temperature(arrays["param/_beta_param"]) if kind == "param" else arrays["grad/_beta_param"],
+        "beta": _inverse_temperature(arrays["param/_beta_param"])
+        if kind == "param"
+        else arrays["grad/_beta_param"],
         "out_proj.weight": arrays[f"{kind}/W_o.weight"],
     }
-    tdc = {key.removeprefix(f"{kind}/tdc.fwd."): value for key, value in arrays.items() if key.startswith(f"{kind}/tdc.fwd.")}
+    tdc = {
+        key.removeprefix(f"{kind}/tdc.fwd."): value
+        for key, value in arrays.items()
+        if key.startswith(f"{kind}/tdc.fwd.")
+    }
     if "out_proj" in tdc:
         order = ["v", "q", "k", "lambda", "gate", *["decay"] * decay]
-        phi = dict(zip(order, tdc["out_proj"].T.split([len(rows[name]) for name in order]), strict=True))
+        phi = dict(
+            zip(order, tdc["out_proj"].T.split([len(rows[name]) for name in order]), strict=True)
+        )
         if decay:
             assert kind == "param" or not phi["decay"].any()
             phi["decay"] = torch.zeros_like(phi["decay"])
         placed |= {
             "tdc.norm.weight": tdc["norm.weight"],
             # Rows a, f, r of each channel.
-            "tdc.in_proj.weight": torch.stack([tdc["in_f.weight"], tdc["x_f.weight"], tdc["shortcut.weight"]], dim=1).flatten(0, 1),
+            "tdc.in_proj.weight": torch.stack(
+                [tdc["in_f.weight"], tdc["x_f.weight"], tdc["shortcut.weight"]], dim=1
+            ).flatten(0, 1),
             "tdc.state_norm.weight": tdc["ln.weight"],
             "tdc.out_proj.weight": pack(heads, *(phi[name] for name in names)),
         }
     return placed
 
 
-def run_fixture(mixer: FemMixer, meta: dict[str, Any], arrays: Arrays, *, decay: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+def run_fixture(
+    mixer: FemMixer, meta: dict[str, Any], arrays: Arrays, *, decay: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> (ours, the fixture's) of the output and of every gradient; the mixer without its norm and residual, as the fixture has it."""
     if meta["C"]:
         mixer.tdc.eps = 1e-5
@@ -132,7 +148,10 @@ def run_fixture(mixer: FemMixer, meta: dict[str, Any], arrays: Arrays, *, decay:
     x = arrays["x"].transpose(0, 1).clone().requires_grad_()
     y = mixer.step(x, Context(causal=mixer.shape.causal))
     (y * arrays["w"].transpose(0, 1)).sum().backward()
-    found: dict[str, Any] = {"y": (y, arrays["y"].transpose(0, 1)), "x": (x.grad, arrays["dx"].transpose(0, 1))}
+    found: dict[str, Any] = {
+        "y": (y, arrays["y"].transpose(0, 1)),
+        "x": (x.grad, arrays["dx"].transpose(0, 1)),
+    }
     for key, wanted in place(arrays, meta["H"], "grad", decay=decay).items():
         if key != "norm.weight":  # the fixture has none
             found[key] = mixer.get_parameter(key).grad, wanted
@@ -147,11 +166,23 @@ def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "fused"])
-@pytest.mark.parametrize("name", ["fem_softmax_full", "fem_softmax_no_conv", "fem_softmax_bidirectional"])
+@pytest.mark.parametrize(
+    "name", ["fem_softmax_full", "fem_softmax_no_conv", "fem_softmax_bidirectional"]
+)
 def test_the_softmax_prior_reproduces_the_fixture(name: str, backend: str) -> None:
     meta, arrays = load_fixture(name)
-    config = FemConfig(conditioner=meta["C"], budget="ii" if meta["d_k"] == meta["d_v"] else "i", value_size=meta["fem_dim"])
-    sizes = {"hidden_size": meta["D"], "num_attention_heads": meta["H"], "rope": False, "norm_eps": 0.0, "causal": meta["causal"]}
+    config = FemConfig(
+        conditioner=meta["C"],
+        budget="ii" if meta["d_k"] == meta["d_v"] else "i",
+        value_size=meta["fem_dim"],
+    )
+    sizes = {
+        "hidden_size": meta["D"],
+        "num_attention_heads": meta["H"],
+        "rope": False,
+        "norm_eps": 0.0,
+        "causal": meta["causal"],
+    }
     config = replace(config, conditioner_size=4 if meta["C"] else None)
     mixer = build(shape_of("softmax", config, attention_backend=backend, **sizes))
     # The fixture adds 1e-6 to the gate (of order one) before it normalises it; ours adds nothing there. All else agrees to rounding.
@@ -166,11 +197,17 @@ def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
     """
     plain, normed = (build(shape_of("softmax", qk_norm=on, norm_eps=1e-30)) for on in (False, True))
     normed.load_state_dict(plain.state_dict(), strict=False)
-    weights, x = {part: normed.prior.get_parameter(f"{part}_norm.weight") for part in "qk"}, tokens(9, hidden=32)
+    weights, x = (
+        {part: normed.prior.get_parameter(f"{part}_norm.weight") for part in "qk"},
+        tokens(9, hidden=32),
+    )
 
     def given(mixer: FemMixer, at: Context) -> dict[str, Tensor]:
         seen: list[dict[str, Tensor]] = []
-        with mixer.prior.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])), torch.no_grad():
+        with (
+            mixer.prior.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])),
+            torch.no_grad(),
+        ):
             mixer(x, at)
         return seen[0]
 
@@ -190,7 +227,13 @@ def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
 
 
 def released_read(
-    v: Tensor, beta: Tensor, lam: Tensor, gate: Tensor, read: Any, log_weights: Callable[[int, int], Tensor], **_: Any
+    v: Tensor,
+    beta: Tensor,
+    lam: Tensor,
+    gate: Tensor,
+    read: Any,
+    log_weights: Callable[[int, int], Tensor],
+    **_: Any,
 ) -> Tensor:
     """The read with the released GLA's 1e-5 in the denominator, so that p sums to a little less than one."""
     logs = log_weights(0, v.shape[2])
@@ -219,10 +262,17 @@ def test_scans_reproduce_the_fixture(
         monkeypatch.setattr(free_energy_linear, "free_energy_read", released_read)
     config = FemConfig(value_size=meta["fem_dim"], conditioner_size=4)
     name, sizes = meta["prior"], {"hidden_size": meta["D"], "num_attention_heads": meta["H"]}
-    mixer = build(shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes))
+    mixer = build(
+        shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes)
+    )
     for key, (got, wanted) in run_fixture(mixer, meta, arrays, decay=name == "gla").items():
-        if key == "tdc.out_proj.weight" and name == "gla":  # its decay's rows have no gradient, ours have
-            got, wanted = (t.unflatten(0, (meta["H"], -1))[:, [*range(32), *range(33, 57)]] for t in (got, wanted))
+        if (
+            key == "tdc.out_proj.weight" and name == "gla"
+        ):  # its decay's rows have no gradient, ours have
+            got, wanted = (
+                t.unflatten(0, (meta["H"], -1))[:, [*range(32), *range(33, 57)]]
+                for t in (got, wanted)
+            )
         # The conditioner sees them through two more norms.
         close(got, wanted, 5 * tolerance if key.startswith("tdc") else tolerance)
 
@@ -254,12 +304,16 @@ def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("with_epsilons", [True, False])
-def test_aft_inside_reproduces_the_released_code(with_epsilons: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aft_inside_reproduces_the_released_code(
+    with_epsilons: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if with_epsilons:
         put_in_the_released_epsilons(monkeypatch)
     meta, arrays = load_fixture("fem_aft_full")
     config = FemConfig(value_size=meta["fem_dim"], conditioner_size=4)
-    shape = shape_of("aft_inside", config, hidden_size=meta["D"], num_attention_heads=meta["H"], norm_eps=0.0)
+    shape = shape_of(
+        "aft_inside", config, hidden_size=meta["D"], num_attention_heads=meta["H"], norm_eps=0.0
+    )
     assert shape.prior == AftShape(meta["d_k"], "inside", own_logits=True)
     mixer = build(shape)
     found = run_fixture(mixer, meta, arrays)
@@ -276,7 +330,10 @@ def test_aft_inside_reproduces_the_released_code(with_epsilons: bool, monkeypatc
 
 def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
     """The packed projection's slices of the normalised x, [s, b, h, width]."""
-    return split_heads(rms_norm(x, mixer.norm.weight, mixer.shape.norm_eps) @ mixer.in_proj.weight.T, mixer.shape.slices)
+    return split_heads(
+        rms_norm(x, mixer.norm.weight, mixer.shape.norm_eps) @ mixer.in_proj.weight.T,
+        mixer.shape.slices,
+    )
 
 
 @every_scan
@@ -288,23 +345,39 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
     x = tokens(11, hidden=32)
     parts = by_head(mixer, x)
     one = torch.ones(11, 2, 2, 1, dtype=torch.float64)
-    q, k = (relu(rotate(parts[n], Context(), Rope(10000))) + 1e-6 if n in parts else one for n in "qk")
+    q, k = (
+        relu(rotate(parts[n], Context(), Rope(10000))) + 1e-6 if n in parts else one for n in "qk"
+    )
     decay = torch.zeros_like(q)
     if name != "linear":
-        decay = decay - (softplus(parts["decay"]) if name == "lrnn_decay" else relu(parts["decay"]) + 1e-6)
+        decay = decay - (
+            softplus(parts["decay"]) if name == "lrnn_decay" else relu(parts["decay"]) + 1e-6
+        )
     reads = []
     for t in range(11):
         keys = range(t + 1 if causal else 11)
-        weights = torch.stack([(q[t] * decay[min(t, i) + 1 : max(t, i) + 1].sum(0).exp() * k[i]).sum(-1) for i in keys])
-        reads.append((weights[..., None] * parts["v"][: len(keys)]).sum(0) / weights.sum(0)[..., None])
+        weights = torch.stack(
+            [
+                (q[t] * decay[min(t, i) + 1 : max(t, i) + 1].sum(0).exp() * k[i]).sum(-1)
+                for i in keys
+            ]
+        )
+        reads.append(
+            (weights[..., None] * parts["v"][: len(keys)]).sum(0) / weights.sum(0)[..., None]
+        )
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11)  # float64 rounding
+    torch.testing.assert_close(
+        mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11
+    )  # float64 rounding
 
 
 @every_scan
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
-    fast, exact = (build(shape_of(name, causal=causal, attention_backend=backend)) for backend in ("fused", "reference"))
+    fast, exact = (
+        build(shape_of(name, causal=causal, attention_backend=backend))
+        for backend in ("fused", "reference")
+    )
     for length in (1, 2, 75):
         results = []
         for mixer in (fast, exact):
@@ -315,7 +388,9 @@ def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
             results.append([y, x.grad, *(p.grad for p in mixer.parameters())])
         for one, other in zip(*results, strict=True):
             # float64 rounding, relative to the largest; gradients pass through many sums
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-9 * max(1.0, other.detach().abs().max().item()))
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=1e-9 * max(1.0, other.detach().abs().max().item())
+            )
 
 
 @pytest.mark.parametrize("name", ["linear", "gla", "lrnn_decay"])
@@ -339,9 +414,14 @@ def test_the_query_gates_after_the_read() -> None:
     assert beta is not None
     mu = (weights * parts["v"]).cumsum(0) / total
     free_energy = ((weights * (beta * parts["v"]).exp()).cumsum(0) / total).log() / beta
-    lam, gate = parts["lam"].sigmoid(), fem_projection.outer_gate(parts["gate"], mixer.shape.norm_eps)
+    lam, gate = (
+        parts["lam"].sigmoid(),
+        fem_projection.outer_gate(parts["gate"], mixer.shape.norm_eps),
+    )
     read = parts["q"].sigmoid() * gate * ((1 - lam) * mu + lam * free_energy)
-    torch.testing.assert_close(mixer(x, Context()), x + read.flatten(2) @ mixer.out_proj.weight.T, rtol=1e-12, atol=1e-12)  # rounding
+    torch.testing.assert_close(
+        mixer(x, Context()), x + read.flatten(2) @ mixer.out_proj.weight.T, rtol=1e-12, atol=1e-12
+    )  # rounding
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -352,36 +432,60 @@ def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None
     steps = torch.logspace(-3, -1, width, dtype=torch.float64)
     delta = softplus(parts["delta"] + steps.expm1().log() + mixer.prior.delta_bias.view(2, width))
     states = parts["b"].shape[-1]
-    rate = softplus(mixer.prior.rate.view(2, width, states) + torch.arange(1, states + 1).double().expm1().log())
+    rate = softplus(
+        mixer.prior.rate.view(2, width, states) + torch.arange(1, states + 1).double().expm1().log()
+    )
     numerator = denominator = torch.zeros(2, 2, width, states, dtype=torch.float64)
     reads = []
     for t in range(11):
-        decay, intake = (-delta[t, ..., None] * rate).exp(), delta[t, ..., None] * (softplus(parts["b"][t]) + 1e-6)[..., None, :]
-        numerator, denominator = decay * numerator + intake * parts["v"][t, ..., None], decay * denominator + intake
+        decay, intake = (
+            (-delta[t, ..., None] * rate).exp(),
+            delta[t, ..., None] * (softplus(parts["b"][t]) + 1e-6)[..., None, :],
+        )
+        numerator, denominator = (
+            decay * numerator + intake * parts["v"][t, ..., None],
+            decay * denominator + intake,
+        )
         c_out = (softplus(parts["c"][t]) + 1e-6)[..., None, :]
         read = (c_out * numerator).sum(-1)
         reads.append(read / (c_out * denominator).sum(-1) if normalise else read)
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)  # float64 rounding
+    torch.testing.assert_close(
+        mixer(x, Context()), expected, rtol=1e-12, atol=1e-12
+    )  # float64 rounding
 
 
 def test_the_first_steps_and_rates_are_mambas() -> None:
     prior = FemMixer(shape_of("mamba"), OneProcess()).prior
     assert isinstance(prior, MambaPrior)
     steps, rates = softplus(prior._step_logit(torch.float32)), prior._rate(torch.float32)
-    torch.testing.assert_close(steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0)  # float32 through log and softplus
-    torch.testing.assert_close(rates[1, 3], torch.arange(1.0, rates.shape[-1] + 1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0
+    )  # float32 through log and softplus
+    torch.testing.assert_close(
+        rates[1, 3], torch.arange(1.0, rates.shape[-1] + 1), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["aft", "aft_inside", "mamba", "mamba_not_normalised"])
-def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_reversed_read(name: str) -> None:
-    mixer = build(shape_of(name, replace(FemConfig(budget="ii", value_size=16), conditioner=False), causal=False))
+def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_reversed_read(
+    name: str,
+) -> None:
+    mixer = build(
+        shape_of(
+            name, replace(FemConfig(budget="ii", value_size=16), conditioner=False), causal=False
+        )
+    )
     x = tokens(9, hidden=32).requires_grad_()
     o = mixer(x, Context(causal=False))
     (dx,) = torch.autograd.grad(o[3].sum(), x)
     assert (dx != 0).all()
-    if name.startswith("aft"):  # the state-space model's steps lie before a token in one direction, behind it in the other
-        torch.testing.assert_close(mixer(x.flip(0), Context(causal=False)).flip(0), o, rtol=1e-12, atol=1e-12)  # float64 rounding
+    if name.startswith(
+        "aft"
+    ):  # the state-space model's steps lie before a token in one direction, behind it in the other
+        torch.testing.assert_close(
+            mixer(x.flip(0), Context(causal=False)).flip(0), o, rtol=1e-12, atol=1e-12
+        )  # float64 rounding
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------------------
@@ -395,9 +499,17 @@ def test_the_planned_chunks_are_the_kernels() -> None:
 @pytest.mark.parametrize("name", ["linear", "gla", "aft", "aft_inside", "mamba"])
 def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> None:
     for config in (FemConfig(conditioner=False), OFF):
-        shape = shape_of(name, replace(config, budget=budget), hidden_size=768, num_attention_heads=8)
-        size = sum(weight.size for key, weight in shape.weights().items() if key.endswith(".weight") and len(weight.shape) == 2)
-        assert size == 4 * 768**2 + (8 * 768 if name == "gla" else 0)  # and a row a head for the decay
+        shape = shape_of(
+            name, replace(config, budget=budget), hidden_size=768, num_attention_heads=8
+        )
+        size = sum(
+            weight.size
+            for key, weight in shape.weights().items()
+            if key.endswith(".weight") and len(weight.shape) == 2
+        )
+        assert size == 4 * 768**2 + (
+            8 * 768 if name == "gla" else 0
+        )  # and a row a head for the decay
 
 
 @every_scan
@@ -422,7 +534,9 @@ def test_with_all_switches_off_it_is_aft() -> None:
     weights = parts["k"].exp()
     read = parts["q"].sigmoid() * (weights * parts["v"]).cumsum(0) / weights.cumsum(0)
     expected = x + read.flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)  # float64 rounding
+    torch.testing.assert_close(
+        mixer(x, Context()), expected, rtol=1e-12, atol=1e-12
+    )  # float64 rounding
 
 
 def test_the_state_does_not_grow() -> None:

@@ -32,12 +32,21 @@ class CumulativeMean(torch.nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, expand: int = 1) -> None:
         super().__init__()
-        self.out, self.scale = torch.nn.Linear(hidden_size, hidden_size, bias=False), torch.nn.Parameter(torch.rand(expand))
+        self.out, self.scale = (
+            torch.nn.Linear(hidden_size, hidden_size, bias=False),
+            torch.nn.Parameter(torch.rand(expand)),
+        )
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None, None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None, None]:
         mask = torch.ones(hidden_states.shape[:2]) if attention_mask is None else attention_mask
         h = hidden_states * mask[..., None]
-        return self.out(h.cumsum(1) / mask.cumsum(1).clamp_min(1)[..., None]) * self.scale.sum(), None, None
+        return (
+            self.out(h.cumsum(1) / mask.cumsum(1).clamp_min(1)[..., None]) * self.scale.sum(),
+            None,
+            None,
+        )
 
 
 @pytest.fixture
@@ -48,8 +57,13 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla.layers", layers)
 
 
-def fla_layer(name: str = "CumulativeMean", parallel: OneProcess | None = None, **options: Any) -> Any:
-    return FlaLayer(FlaShape.of(model(fla=FlaConfig(options)), 2, name=name), parallel or OneProcess(torch.float64))
+def fla_layer(
+    name: str = "CumulativeMean", parallel: OneProcess | None = None, **options: Any
+) -> Any:
+    return FlaLayer(
+        FlaShape.of(model(fla=FlaConfig(options)), 2, name=name),
+        parallel or OneProcess(torch.float64),
+    )
 
 
 def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +72,22 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     h = norm(x, layer.norm.weight)
     mean = h.cumsum(0) / torch.arange(1, 10)[:, None, None]
     whole = layer(x, Context())
-    torch.testing.assert_close(whole, x + layer.layer.out(mean) * layer.layer.scale.sum(), **ROUNDING)
+    torch.testing.assert_close(
+        whole, x + layer.layer.out(mean) * layer.layer.scale.sum(), **ROUNDING
+    )
     state: State = {}
     torch.testing.assert_close(decode(layer, x, [4, 1, 3, 1], state), whole, **ROUNDING)
     assert sum(kept.numel() * 8 for kept in state.values()) == 2 * layer.shape.state_bytes(9, 8)
     valid = torch.arange(9)[None] >= torch.tensor([[0], [5]])
     padded = layer(x, Context(valid=valid))
     torch.testing.assert_close(padded[5:, 1:], layer(x[5:, 1:], Context()), **ROUNDING)
-    documents = Documents.of(torch.isin(torch.arange(9), torch.tensor([0, 2, 6])).expand(x.shape[1], -1))
+    documents = Documents.of(
+        torch.isin(torch.arange(9), torch.tensor([0, 2, 6])).expand(x.shape[1], -1)
+    )
     apart = layer(x, Context(documents=documents))
-    torch.testing.assert_close(apart, torch.cat([layer(part, Context()) for part in x.split([2, 4, 3])]), **ROUNDING)
+    torch.testing.assert_close(
+        apart, torch.cat([layer(part, Context()) for part in x.split([2, 4, 3])]), **ROUNDING
+    )
     assert {key: weight.spec.init for key, weight in layer.named_parameters()} == {
         "layer.out.weight": "normal",
         "layer.scale": 0.0,
@@ -76,7 +96,9 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(layer.layer.scale, fla_layer(expand=3).layer.scale)
 
 
-def test_foreign_layers_that_cannot_run_are_refused_in_one_line(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_layers_that_cannot_run_are_refused_in_one_line(
+    package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(message: str, function: Callable[[], Any]) -> None:
         with pytest.raises(ValueError, match=message) as error:
             function()
@@ -88,6 +110,8 @@ def test_foreign_layers_that_cannot_run_are_refused_in_one_line(package: None, m
     refused("tensor_model_parallel_size to 1", lambda: fla_layer(parallel=Half()))
     refused("write a class of fla.layers", lambda: fla_layer("a-b"))
     refused("model.fla.options.num_heads", lambda: fla_layer(num_heads=3))
-    refused("model.causal", lambda: FlaShape.of(model(causal=False), 0, name="GatedLinearAttention"))
+    refused(
+        "model.causal", lambda: FlaShape.of(model(causal=False), 0, name="GatedLinearAttention")
+    )
     monkeypatch.setitem(sys.modules, "fla.layers", None)
     refused("pip install flash-linear-attention", fla_layer)

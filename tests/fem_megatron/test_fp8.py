@@ -42,7 +42,10 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
         found, scale = fp8.quantised(t, dtype)
         wanted, bound = rounded(t, dtype)
         assert found.is_contiguous() and torch.equal(found.double() * scale.double(), wanted)
-        assert bool(((wanted - t.double()).abs() <= bound).all()) and float(torch.frexp(scale).mantissa) == 0.5
+        assert (
+            bool(((wanted - t.double()).abs() <= bound).all())
+            and float(torch.frexp(scale).mantissa) == 0.5
+        )
     nothing, _ = fp8.quantised(torch.zeros(16, 16, dtype=of), dtype)
     assert not nothing.double().any()
 
@@ -50,17 +53,29 @@ def test_an_operand_is_the_nearest_number_to_the_bit(dtype: torch.dtype, of: tor
 def test_parts_scaled_apart_round_to_the_same_numbers() -> None:
     for dtype, normal in ((fp8.FORWARD, 2.0**-13), (fp8.BACKWARD, 2.0**-28)):
         whole = draw(64, 32, seed=3)
-        parts = torch.cat([found.double() * scale.double() for found, scale in (fp8.quantised(part, dtype) for part in whole.split(16))])
+        parts = torch.cat(
+            [
+                found.double() * scale.double()
+                for found, scale in (fp8.quantised(part, dtype) for part in whole.split(16))
+            ]
+        )
         found, scale = fp8.quantised(whole, dtype)
         same = whole.abs() > normal * whole.abs().max()
-        assert torch.equal(parts[same], (found.double() * scale.double())[same]) and same.float().mean() > 0.9
+        assert (
+            torch.equal(parts[same], (found.double() * scale.double())[same])
+            and same.float().mean() > 0.9
+        )
         assert len({float(fp8.quantised(part, dtype)[1]) for part in whole.split(16)}) > 1
 
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
 def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None:
     """To the sum's rounding (fp32's 2^-24 for each of n summands) and the result's; so they are off the exact ones by their operands'."""
-    x, weight, dy = draw(8, 6, 32, seed=0, dtype=of), draw(48, 32, seed=1, dtype=of), draw(8, 6, 48, seed=2, dtype=of)
+    x, weight, dy = (
+        draw(8, 6, 32, seed=0, dtype=of),
+        draw(48, 32, seed=1, dtype=of),
+        draw(8, 6, 48, seed=2, dtype=of),
+    )
     x.requires_grad_()
     weight.requires_grad_()
     y = fp8.linear(x, weight)
@@ -78,15 +93,23 @@ def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None
         narrow = torch.finfo(of).eps / 2 * wanted.abs()
         assert bool((error <= a.shape[1] * 2.0**-24 * sums + narrow).all())
         exact = t.detach().double() @ u.detach().double()
-        allowed = off_a @ u.detach().double().abs() + t.detach().double().abs() @ off_b + off_a @ off_b
-        assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all()) and not torch.equal(wanted, exact)
+        allowed = (
+            off_a @ u.detach().double().abs() + t.detach().double().abs() @ off_b + off_a @ off_b
+        )
+        assert bool(((wanted - exact).abs() <= allowed * (1 + 1e-12)).all()) and not torch.equal(
+            wanted, exact
+        )
 
 
 def history(weight: Tensor, steps: int, margin: int = 0) -> fp8.Delayed:
-    return fp8.Delayed({"map": weight}, steps, margin, torch.distributed.group.WORLD, torch.device("cpu"))
+    return fp8.Delayed(
+        {"map": weight}, steps, margin, torch.distributed.group.WORLD, torch.device("cpu")
+    )
 
 
-def passes(x: Tensor, weight: Tensor, dy: Tensor, known: fp8.Known | None = None) -> tuple[Tensor, ...]:
+def passes(
+    x: Tensor, weight: Tensor, dy: Tensor, known: fp8.Known | None = None
+) -> tuple[Tensor, ...]:
     x = x.clone().requires_grad_()
     y = fp8.linear(x, weight, known)
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
@@ -100,21 +123,37 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
         passes(100 * times * draw(16, 32, seed=5), weight, draw(16, 16, seed=6))  # an evaluation's
         delayed.begin()
         for part in (0.125, 1.0):  # two micro-batches
-            passes(times * part * draw(16, 32, seed=0), weight, draw(16, 16, seed=2) / times, fp8.known_of(weight))
+            passes(
+                times * part * draw(16, 32, seed=0),
+                weight,
+                draw(16, 16, seed=2) / times,
+                fp8.known_of(weight),
+            )
         if step != 3:
             delayed.advance()
         delayed.begin(gradient=0.5)
         scales.append(delayed.by[0] * torch.tensor([1, 1, 2]))
     x, dy = (draw(16, n, seed=seed).abs().max() for n, seed in ((32, 0), (16, 2)))
     wanted = [(1, 1), (8, 1), (8, 2), (8, 2), (2, 2)]  # of x, of dy
-    assert torch.equal(torch.stack(scales), 8 * torch.stack([torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]))
+    assert torch.equal(
+        torch.stack(scales),
+        8
+        * torch.stack(
+            [torch.stack((a * x, weight.detach().abs().max(), b * dy)) for a, b in wanted]
+        ),
+    )
 
 
 def test_another_length_of_history_takes_over_the_last_steps() -> None:
     kept = draw(4, 1, 3, seed=9).abs()
     for steps, wanted in ((2, kept[:2]), (4, kept), (6, torch.cat((kept, torch.zeros(2, 1, 3))))):
         delayed = history(draw(16, 16, seed=1), steps)
-        delayed.restore(lambda asked: {name: kept[:, 0] for name, one in asked.items() if one.local_shape == (4, 3)}, 4)
+        delayed.restore(
+            lambda asked: {
+                name: kept[:, 0] for name, one in asked.items() if one.local_shape == (4, 3)
+            },
+            4,
+        )
         assert torch.equal(delayed.history, wanted)
         delayed.restore(dict, None)  # of a run without one
         assert not delayed.history.any()
@@ -139,7 +178,9 @@ def test_delayed_operands_are_the_nearest_numbers_of_their_scale(of: torch.dtype
             assert torch.equal(found.double(), torch.round(scaled / step) * step)
             assert bool((found.double().abs() == largest).any()) == (octaves < 0)
             same = (t.abs() <= largest * its) & (t.abs() >= 2.0**least * torch.maximum(its, scale))
-            assert same.float().mean() > 0.3 and torch.equal((found.double() * its)[same], (plain.double() * scale)[same])
+            assert same.float().mean() > 0.3 and torch.equal(
+                (found.double() * its)[same], (plain.double() * scale)[same]
+            )
 
 
 def test_what_is_not_finite_stays_so_whatever_is_known() -> None:
@@ -152,7 +193,10 @@ def test_what_is_not_finite_stays_so_whatever_is_known() -> None:
         x, dy = draw(16, 16, seed=0), torch.ones(16, 16)
         x[3, 4] = dy[2, 2] = bad
         y, dx, dw = passes(x, weight, dy, fp8.known_of(weight))
-        assert not (y.isfinite().any() or dx.isfinite().any() or dw.isfinite().any()) and not delayed.now[0, 0].isfinite()
+        assert (
+            not (y.isfinite().any() or dx.isfinite().any() or dw.isfinite().any())
+            and not delayed.now[0, 0].isfinite()
+        )
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -166,19 +210,40 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     assert not dw.isfinite().all()
 
 
-@pytest.mark.parametrize("mixer", [name for name in catalogue.MIXERS if not name.startswith("fla.")])
+@pytest.mark.parametrize(
+    "mixer", [name for name in catalogue.MIXERS if not name.startswith("fla.")]
+)
 def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
     """Where it is on, the same parameters under the same names; the modules that multiply 8-bit floats are those that the shapes name."""
-    model = ModelConfig(mixer=mixer, hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, vocab_size=512)
-    config, groups = transformer_config(model, Layout()), ProcessGroupCollection.use_mpu_process_groups()
+    model = ModelConfig(
+        mixer=mixer, hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, vocab_size=512
+    )
+    config, groups = (
+        transformer_config(model, Layout()),
+        ProcessGroupCollection.use_mpu_process_groups(),
+    )
     shape = catalogue.block(model, mixer, 0)
-    off, on = (MegatronBlock(config, shape=shape, causal=True, fp8=wanted, pg_collection=groups) for wanted in (False, True))
-    parameters = [[(name, one.shape, one.dtype) for name, one in block.named_parameters()] for block in (off, on)]
+    off, on = (
+        MegatronBlock(config, shape=shape, causal=True, fp8=wanted, pg_collection=groups)
+        for wanted in (False, True)
+    )
+    parameters = [
+        [(name, one.shape, one.dtype) for name, one in block.named_parameters()]
+        for block in (off, on)
+    ]
     assert parameters[0] == parameters[1]
-    found = {f"{name}.weight" for name, module in on.named_modules() if isinstance(module, fp8.Fp8Linear)}
+    found = {
+        f"{name}.weight" for name, module in on.named_modules() if isinstance(module, fp8.Fp8Linear)
+    }
     wanted = {name for name, weight in shape.weights().items() if weight.eight_bit}
-    assert found == wanted - {"mlp.gate_up"} and not any(isinstance(module, fp8.Fp8Linear) for module in off.modules())
-    assert not {name for name in found if any(part in name for part in ("tdc", "rates", "steps", "query", "step."))}
+    assert found == wanted - {"mlp.gate_up"} and not any(
+        isinstance(module, fp8.Fp8Linear) for module in off.modules()
+    )
+    assert not {
+        name
+        for name in found
+        if any(part in name for part in ("tdc", "rates", "steps", "query", "step."))
+    }
 
 
 def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +253,6 @@ def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, missing in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         assert bool(missing_part := platform.lacks_fp8()) == missing
-        assert missing_part is None or ("8.9" in missing_part and "NVIDIA A100 has 8.0" in missing_part)
+        assert missing_part is None or (
+            "8.9" in missing_part and "NVIDIA A100 has 8.0" in missing_part
+        )

@@ -33,7 +33,9 @@ def test_swiglu(dtype: torch.dtype) -> None:
     plain, plain_grad = gradient(OneProcess().swiglu, x, weight)
     assert torch.equal(out, plain)
     # Uncompiled, its backward rounds every step of the gate's derivative; compiled, all of it is one kernel in float32.
-    assert (grad - plain_grad).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-14) * plain_grad.norm()
+    assert (grad - plain_grad).norm() <= (
+        1e-2 if dtype == torch.bfloat16 else 1e-14
+    ) * plain_grad.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,11 +45,19 @@ def test_cross_entropy_is_for_bfloat16(dtype: torch.dtype) -> None:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     group = parallel_state.get_tensor_model_parallel_group()
-    logits, labels, weight = 4 * draw(7, 2, 32, dtype=dtype), torch.arange(14).view(7, 2) * 2, draw(7, 2, seed=1)
+    logits, labels, weight = (
+        4 * draw(7, 2, 32, dtype=dtype),
+        torch.arange(14).view(7, 2) * 2,
+        draw(7, 2, seed=1),
+    )
     # Each works in place on float32 logits; a model's are made for it.
     with torch.compiler.set_stance("force_eager"):
-        fused = gradient(lambda x: fused_vocab_parallel_cross_entropy(x.clone(), labels, group), logits, weight)
-    plain = gradient(lambda x: tensor_parallel.vocab_parallel_cross_entropy(x.clone(), labels), logits, weight)
+        fused = gradient(
+            lambda x: fused_vocab_parallel_cross_entropy(x.clone(), labels, group), logits, weight
+        )
+    plain = gradient(
+        lambda x: tensor_parallel.vocab_parallel_cross_entropy(x.clone(), labels), logits, weight
+    )
     assert torch.equal(fused[0], plain[0])
     assert torch.equal(fused[1], plain[1]) == (dtype == torch.bfloat16)
 
@@ -68,13 +78,17 @@ def test_a_cpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_on_a_gpu_the_loss_is_fused_in_bfloat16(dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_loss_is_fused_in_bfloat16(
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(platform, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(fusions, "lacks", lambda device: None)
     assert fusions.config_overrides(dtype).get("cross_entropy_loss_fusion", False) is fused
 
 
-def test_without_triton_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(platform, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(fusions, "lacks", lambda device: "the package triton is not installed")
     assert fusions.config_overrides(torch.bfloat16) == {}

@@ -24,11 +24,25 @@ FEED_FORWARDS = ("relu", "softmax", "gated")
 UPDATES = ("gradient", "momentum", "rmsprop", "adam")
 
 
-def shape(*, hidden: int = 16, heads: int = 2, causal: bool = True, recurrence: int = 3, **switches: Any) -> HyperSetShape:
-    sizes = {key: switches.pop(key) for key in ("norm_eps", "rope", "rope_scaling") if key in switches}
-    chosen = {"multiplier": 2, "time_size": 8, "attention": "softmax" if causal else "bisoftmax", **switches}
+def shape(
+    *, hidden: int = 16, heads: int = 2, causal: bool = True, recurrence: int = 3, **switches: Any
+) -> HyperSetShape:
+    sizes = {
+        key: switches.pop(key) for key in ("norm_eps", "rope", "rope_scaling") if key in switches
+    }
+    chosen = {
+        "multiplier": 2,
+        "time_size": 8,
+        "attention": "softmax" if causal else "bisoftmax",
+        **switches,
+    }
     model = ModelConfig(
-        hidden_size=hidden, num_attention_heads=heads, causal=causal, recurrence=recurrence, hyperset=HyperSetConfig(**chosen), **sizes
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        causal=causal,
+        recurrence=recurrence,
+        hyperset=HyperSetConfig(**chosen),
+        **sizes,
     )
     return HyperSetShape.of(model)
 
@@ -50,22 +64,43 @@ def run(layer: HyperSet, x: Tensor, iterations: int = 3, **known: Any) -> Tensor
 def test_fixture() -> None:
     _, stored = load_fixture("hyperset_block")
     # The released norms' epsilon is float64's.
-    sizes: dict[str, Any] = {"hidden": 48, "heads": 4, "causal": False, "multiplier": 4, "rope": False, "step_size": "fixed"}
+    sizes: dict[str, Any] = {
+        "hidden": 48,
+        "heads": 4,
+        "causal": False,
+        "multiplier": 4,
+        "rope": False,
+        "step_size": "fixed",
+    }
     layer = build(**sizes, norm_eps=torch.finfo(torch.float64).eps)
-    names = {"subspaces": "attn.qkv", "subspaces_norm": "attn.ln1", "directions": "mlp", "directions_norm": "ln2"}
-    layer.load_state_dict({f"{ours}.weight": stored[f"param/{theirs}.weight"] for ours, theirs in names.items()})
+    names = {
+        "subspaces": "attn.qkv",
+        "subspaces_norm": "attn.ln1",
+        "directions": "mlp",
+        "directions_norm": "ln2",
+    }
+    layer.load_state_dict(
+        {f"{ours}.weight": stored[f"param/{theirs}.weight"] for ours, theirs in names.items()}
+    )
     x = stored["x"].transpose(0, 1).clone().requires_grad_()
     step = stored["step_embedding"].transpose(0, 1).clone().requires_grad_()
     alpha, gamma = step.chunk(2, dim=-1)
     layer.step_sizes = lambda x, context: (alpha, gamma)  # type: ignore[method-assign]
     context = Context(causal=False)
     y = layer(x, context)
-    grads = torch.autograd.grad((y * stored["w"].transpose(0, 1)).sum(), (x, step, *layer.parameters()))
+    grads = torch.autograd.grad(
+        (y * stored["w"].transpose(0, 1)).sum(), (x, step, *layer.parameters())
+    )
     attention = layer.attention_gradient(layer.project_heads(x, context), context)
     expected = [stored[key].transpose(0, 1) for key in ("y", "attention_out", "dx", "dstep")]
-    expected += [stored[f"grad/{names[name.removesuffix('.weight')]}.weight"] for name, _ in layer.named_parameters()]
+    expected += [
+        stored[f"grad/{names[name.removesuffix('.weight')]}.weight"]
+        for name, _ in layer.named_parameters()
+    ]
     for got, right in zip((y, attention, *grads), expected, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)  # float64 on both sides; the fixtures' own tolerance
+        torch.testing.assert_close(
+            got, right, rtol=1e-9, atol=1e-9
+        )  # float64 on both sides; the fixtures' own tolerance
 
 
 # --- energies --------------------------------------------------------------------------------------------------------------------
@@ -78,9 +113,15 @@ def turned(layer: HyperSet, z: Tensor) -> Tensor:
 YARN = RopeScaling("yarn", 4.0, 24, attention_factor=1.5)
 
 
-@pytest.mark.parametrize("rope", [{}, {"rope": False}, {"rope_scaling": YARN}], ids=["turned", "not", "yarn"])
-@pytest.mark.parametrize(("attention", "causal"), [(kind, True) for kind in CAUSAL] + [(kind, False) for kind in WHOLE])
-def test_the_attention_step_is_the_gradient_of_its_energy(attention: str, causal: bool, rope: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope": False}, {"rope_scaling": YARN}], ids=["turned", "not", "yarn"]
+)
+@pytest.mark.parametrize(
+    ("attention", "causal"), [(kind, True) for kind in CAUSAL] + [(kind, False) for kind in WHOLE]
+)
+def test_the_attention_step_is_the_gradient_of_its_energy(
+    attention: str, causal: bool, rope: dict[str, Any]
+) -> None:
     """yarn's factor 1.5 makes scores 2.25 times as sharp, and the energy stays the sharp scores' own: theirs over 2.25."""
     layer = build(causal=causal, attention=attention, **rope)
     context = Context(causal=causal)
@@ -99,7 +140,10 @@ def test_the_attention_step_is_the_gradient_of_its_energy(attention: str, causal
 def test_the_feed_forward_step_is_minus_the_gradient_of_its_energy(kind: str) -> None:
     layer = build(feed_forward=kind)
     u = layer.project_directions(tokens(7), Context()).detach().requires_grad_()
-    expected = -torch.autograd.grad(feed_forward_energy(u, kind=kind).sum(), u)[0] @ layer.directions.weight
+    expected = (
+        -torch.autograd.grad(feed_forward_energy(u, kind=kind).sum(), u)[0]
+        @ layer.directions.weight
+    )
     torch.testing.assert_close(layer.feed_forward_descent(u, Context()), expected, **ROUNDING)
 
 
@@ -114,28 +158,51 @@ def test_the_feed_forward_step_is_minus_the_gradient_of_its_energy(kind: str) ->
         ("bisoftmax", "gated", 0.005),
     ],
 )
-def test_energies_fall_along_the_iterations(attention: str, feed_forward: str, size: float, rope: bool) -> None:
+def test_energies_fall_along_the_iterations(
+    attention: str, feed_forward: str, size: float, rope: bool
+) -> None:
     """The paper's condition on the bases: W and D span the space without overlap (here, orthonormal)."""
-    names: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "rope": rope, "step_size": "fixed", "multiplier": 1}
-    for alpha, gamma, watched in ((size, 0.0, "attention"), (0.0, size, "feed_forward"), (size, size, "both")):
+    names: dict[str, Any] = {
+        "attention": attention,
+        "feed_forward": feed_forward,
+        "rope": rope,
+        "step_size": "fixed",
+        "multiplier": 1,
+    }
+    for alpha, gamma, watched in (
+        (size, 0.0, "attention"),
+        (0.0, size, "feed_forward"),
+        (size, size, "both"),
+    ):
         layer = build(causal=False, alpha=alpha, gamma=gamma, **names)
         with torch.no_grad():
             for weight in layer.parameters():
-                weight.copy_(torch.linalg.qr(weight)[0] if weight.ndim == 2 else torch.ones_like(weight))
+                weight.copy_(
+                    torch.linalg.qr(weight)[0] if weight.ndim == 2 else torch.ones_like(weight)
+                )
         x, energies = tokens(9), []
         for iteration in range(8):
             found = layer.diagnose(x, Context(causal=False), torch.arange(9))
-            parts = {part: float(found[f"{part}_energy"].sum()) for part in ("attention", "feed_forward")}
+            parts = {
+                part: float(found[f"{part}_energy"].sum()) for part in ("attention", "feed_forward")
+            }
             energies.append(parts.get(watched, sum(parts.values())))
             x = layer(x, Context(causal=False, iteration=iteration, origin=x))
-        assert all(after < before for before, after in zip(energies, energies[1:], strict=False)), (watched, energies)
+        assert all(after < before for before, after in zip(energies, energies[1:], strict=False)), (
+            watched,
+            energies,
+        )
 
 
 def test_diagnose() -> None:
     layer, x = build(causal=False), tokens(11)
     found = layer.diagnose(x, Context(causal=False), torch.arange(11))
     z = turned(layer, layer.project_heads(x, Context()))
-    torch.testing.assert_close(found["attention_energy"].T, attention_energy(z, kind="bisoftmax", causal=False).sum(1), **ROUNDING)
+    torch.testing.assert_close(
+        found["attention_energy"].T,
+        attention_energy(z, kind="bisoftmax", causal=False).sum(1),
+        **ROUNDING,
+    )
     some = torch.tensor([0, 4, 7])
     sampled = layer.diagnose(x, Context(causal=False), some)
     for name in ("attention_energy", "feed_forward_energy"):
@@ -160,10 +227,15 @@ def test_learned_step_sizes_start_at_zero_and_learn() -> None:
     x = tokens(5)
     assert torch.equal(run(layer, x), x)
     run(layer, x).square().sum().backward()
-    assert all(layer.get_parameter(f"step.out.{leaf}").grad.abs().max() > 0 for leaf in ("weight", "bias"))  # type: ignore[union-attr]
+    assert all(
+        layer.get_parameter(f"step.out.{leaf}").grad.abs().max() > 0  # type: ignore[union-attr]
+        for leaf in ("weight", "bias")
+    )
 
 
-@pytest.mark.parametrize("switches", [{}, {"step_norm": False}, {"time_mlp": False}, {"step_condition": "current"}])
+@pytest.mark.parametrize(
+    "switches", [{}, {"step_norm": False}, {"time_mlp": False}, {"step_condition": "current"}]
+)
 def test_step_sizes(switches: dict[str, Any]) -> None:
     layer = build(**switches)
     x, origin = tokens(5), tokens(5, seed=1)
@@ -183,7 +255,9 @@ def test_step_sizes(switches: dict[str, Any]) -> None:
 def test_sinusoidal() -> None:
     frequencies = torch.tensor([1.0, 0.01, 0.0001], dtype=torch.float64)
     embedding = sinusoidal(7, 6, torch.zeros((), dtype=torch.float64))
-    torch.testing.assert_close(embedding, torch.cat(((7 * frequencies).sin(), (7 * frequencies).cos())))
+    torch.testing.assert_close(
+        embedding, torch.cat(((7 * frequencies).sin(), (7 * frequencies).cos()))
+    )
 
 
 def naive(layer: HyperSet, x: Tensor, iterations: int) -> Tensor:
@@ -208,7 +282,11 @@ def naive(layer: HyperSet, x: Tensor, iterations: int) -> Tensor:
             elif switches.update == "adam":
                 means[half] = switches.beta1 * means[half] + (1 - switches.beta1) * g
                 squares[half] = switches.beta2 * squares[half] + (1 - switches.beta2) * g**2
-                g = means[half] / (1 - switches.beta1**t) / (squares[half] / (1 - switches.beta2**t) + 1e-12).sqrt()
+                g = (
+                    means[half]
+                    / (1 - switches.beta1**t)
+                    / (squares[half] / (1 - switches.beta2**t) + 1e-12).sqrt()
+                )
             x = x + sizes[half] * g
     return x
 
@@ -223,13 +301,20 @@ def test_updates_equal_a_naive_loop(update: str) -> None:
         layer.subspaces.weight.zero_()
     run(layer, x).sum().backward()  # a gradient of zero has a gradient
     assert x.grad is not None and x.grad.isfinite().all()
-    assert all(weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None)
+    assert all(
+        weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None
+    )
 
 
 def test_adapters() -> None:
     layer, plain, x = build(lora_rank=2), build(), tokens(6)
-    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "lora" not in name})
-    weights = {name: (layer.get_parameter(f"{name}_lora.a"), layer.get_parameter(f"{name}_lora.b")) for name in ("subspaces", "directions")}
+    plain.load_state_dict(
+        {name: value for name, value in layer.state_dict().items() if "lora" not in name}
+    )
+    weights = {
+        name: (layer.get_parameter(f"{name}_lora.a"), layer.get_parameter(f"{name}_lora.b"))
+        for name in ("subspaces", "directions")
+    }
     expected = x
     for t in range(5):
         adapted = build()
@@ -238,7 +323,9 @@ def test_adapters() -> None:
             for name, (a, b) in weights.items():
                 adapted.get_parameter(f"{name}.weight").add_(4.0 * a[min(t, 2)] @ b[min(t, 2)])
         expected = adapted(expected, Context(iteration=t, origin=x))
-    torch.testing.assert_close(run(layer, x, 5), expected, **ROUNDING)  # iterations past the three trained ones use the last
+    torch.testing.assert_close(
+        run(layer, x, 5), expected, **ROUNDING
+    )  # iterations past the three trained ones use the last
     with torch.no_grad():
         for a, _ in weights.values():
             a.zero_()
@@ -253,7 +340,9 @@ def test_more_iterations_than_in_training() -> None:
 
 def test_the_paper_s_parameter_count() -> None:
     """5.20M for Sudoku (table 7): the block and its step network; the rest is embedding, positions and head."""
-    weights = shape(hidden=768, heads=12, multiplier=4, time_size=512, step_norm=False, recurrence=24).weights()
+    weights = shape(
+        hidden=768, heads=12, multiplier=4, time_size=512, step_norm=False, recurrence=24
+    ).weights()
     rest = 10 * 768 + 81 * 768 + 768 + 9 * 768
     assert round((sum(weight.size for weight in weights.values()) + rest) / 1e6, 2) == 5.20
 
@@ -266,7 +355,9 @@ def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> No
         layer.subspaces.weight.copy_(torch.linalg.qr(layer.subspaces.weight)[0])
         layer.subspaces_norm.weight.fill_(1.0)
     x = tokens(9)
-    before, after = (turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context())))
+    before, after = (
+        turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context()))
+    )
     energies = [attention_energy(z, before, kind=attention).sum(1) for z in (before, after)]
     # The first token of softmax sees itself alone: its energy is its norm's, which the step cannot lower on the sphere.
     first = 1 if attention == "softmax" else 0
@@ -281,7 +372,9 @@ def test_a_gradient_of_zero_has_a_gradient(update: str) -> None:
     x.requires_grad_()
     run(layer, x).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
-    assert all(weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None)
+    assert all(
+        weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None
+    )
 
 
 def test_a_causal_token_sees_half_the_square() -> None:

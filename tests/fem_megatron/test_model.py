@@ -17,7 +17,9 @@ from tests.fem_megatron import padding
 FAMILIES = tuple(
     "fem_softmax cem mha2nd1st hyperset transformer energy_linear fem_aft fem_mamba fem_gla deltanet mamba2 differential".split()
 )
-SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)
+SMALL = ModelConfig(
+    hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100
+)
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float64, *, draw: bool = True) -> Any:
@@ -43,7 +45,9 @@ def test_initialisation_is_as_documented() -> None:
     assert not torch.equal(*weights)
 
 
-def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A weight that a checkpoint should have overwritten and did not cannot pass for one; constants and specs are as ever."""
     drawn = dict(build(SMALL).named_parameters())
     threads = torch.get_num_threads()
@@ -64,10 +68,15 @@ def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(mo
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("vocabulary", ["padded", "not padded"])
-def test_the_vocabulary_s_padding_is_left_out(vocabulary: str, tied: bool, dtype: torch.dtype) -> None:
+def test_the_vocabulary_s_padding_is_left_out(
+    vocabulary: str, tied: bool, dtype: torch.dtype
+) -> None:
     """Loss, logits and gradients are those of the model without it."""
     # Megatron's cross-entropy is in float32 whatever the model is; bfloat16 rounds the logits' gradient to 8 bits.
-    assert not padding.wrong(padding.compare(vocabulary, tied, params_dtype=dtype), 1e-2 if dtype == torch.bfloat16 else 2e-6)
+    assert not padding.wrong(
+        padding.compare(vocabulary, tied, params_dtype=dtype),
+        1e-2 if dtype == torch.bfloat16 else 2e-6,
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -80,11 +89,15 @@ def test_z_loss_is_in_the_gradients_and_not_in_the_losses(tied: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
 @pytest.mark.parametrize("more", [{}, {"z_loss": 0.05}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_loss_in_chunks_has_the_gradients_of_the_loss(tied: bool, more: dict[str, Any], tokens: int) -> None:
+def test_the_loss_in_chunks_has_the_gradients_of_the_loss(
+    tied: bool, more: dict[str, Any], tokens: int
+) -> None:
     """To float64's rounding of a sum in another order; the sum itself is of float32 losses. Fewer logits at once, never more than asked."""
     errors = padding.compare_chunks("padded", tied, tokens, params_dtype=torch.float64, **more)
     # A chunk has a position of every sequence at least, and whole positions.
-    assert errors.pop("logits") == 128 * padding.BATCH * max(1, min(tokens // padding.BATCH, padding.LENGTH))
+    assert errors.pop("logits") == 128 * padding.BATCH * max(
+        1, min(tokens // padding.BATCH, padding.LENGTH)
+    )
     assert errors.pop("sum") < 1e-6 and max(errors.values()) < 1e-10, errors
 
 
@@ -96,10 +109,17 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
     tokens, labels = padding.batch(model)
     losses = []
     for recompute in ("none", "full"):
-        (chunk,) = build(model, Layout(params_dtype=torch.bfloat16, recompute=recompute), padding.LENGTH, seed=1)
-        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = recompute != "none", "native"
+        (chunk,) = build(
+            model, Layout(params_dtype=torch.bfloat16, recompute=recompute), padding.LENGTH, seed=1
+        )
+        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = (
+            recompute != "none",
+            "native",
+        )
         with torch.compiler.set_stance("force_eager"):
-            losses.append(chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels))
+            losses.append(
+                chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels)
+            )
             losses[-1].sum().backward()
         gradient = chunk.get_parameter("embedding.word_embeddings.weight").grad
         assert not gradient[100:].any() and gradient[:100].isfinite().all()
@@ -107,30 +127,58 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["joined", "separate"])
-def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(documents: bool) -> None:
+def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
+    documents: bool,
+) -> None:
     """Of every family of mixers in one model; less is kept for the backward pass, and offloaded only what is outside the layers."""
     from fem_megatron.megatron.model import Layout, build
 
-    model = replace(padding.model_of("not padded", tied=True), pattern=FAMILIES, num_layers=len(FAMILIES))
+    model = replace(
+        padding.model_of("not padded", tied=True), pattern=FAMILIES, num_layers=len(FAMILIES)
+    )
     tokens, labels = padding.batch(model)
-    context = Context(documents=Documents.of((torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens))) if documents else None
+    context = (
+        Context(documents=Documents.of((torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens)))
+        if documents
+        else None
+    )
     kept, found = list[int](), []
 
     def noted(t: torch.Tensor) -> torch.Tensor:
         kept.append(t.nbytes)
         return t
 
-    for recompute, offloaded in (("none", False), ("selective", False), ("none", True), ("selective", True)):
-        (chunk,) = build(model, Layout(recompute=recompute, offload_activations=offloaded), padding.LENGTH, seed=1)
+    for recompute, offloaded in (
+        ("none", False),
+        ("selective", False),
+        ("none", True),
+        ("selective", True),
+    ):
+        (chunk,) = build(
+            model,
+            Layout(recompute=recompute, offload_activations=offloaded),
+            padding.LENGTH,
+            seed=1,
+        )
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
-            loss = chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels, packed_seq_params=context)
+            loss = chunk(
+                tokens,
+                torch.arange(padding.LENGTH).expand_as(tokens),
+                None,
+                labels=labels,
+                packed_seq_params=context,
+            )
         loss.sum().backward()
-        found.append((sum(kept), loss, {name: weight.grad for name, weight in chunk.named_parameters()}))
+        found.append(
+            (sum(kept), loss, {name: weight.grad for name, weight in chunk.named_parameters()})
+        )
     (plain, wanted, gradients), (less, *_), *others = found
     assert less < 0.8 * plain and all(left < 0.1 * less for left, *_ in others)
     for _, ours, again in found[1:]:
-        assert torch.equal(wanted, ours) and all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
+        assert torch.equal(wanted, ours) and all(
+            torch.equal(gradient, again[name]) for name, gradient in gradients.items()
+        )
 
 
 def test_norm_of_many_parts_is_exact() -> None:
@@ -149,5 +197,8 @@ def test_norm_of_many_parts_is_exact() -> None:
 def test_without_padding_nothing_is_added() -> None:
     from fem_megatron.megatron.model import Layout, build
 
-    layers = [build(padding.model_of(name, tied=False), Layout(), 4, seed=1)[0].output_layer for name in padding.VOCABULARIES]
+    layers = [
+        build(padding.model_of(name, tied=False), Layout(), 4, seed=1)[0].output_layer
+        for name in padding.VOCABULARIES
+    ]
     assert ["forward" in vars(layer) for layer in layers] == [True, False, True]

@@ -24,11 +24,25 @@ from fem_megatron.shape import Normal
 from fem_megatron.state import Context
 from pretrain.plan.run_plan import model_weights
 
-SMALL = ModelConfig(hidden_size=64, num_layers=1, num_attention_heads=8, ffn_hidden_size=96, vocab_size=100)
-MIXERS = {name: replace(SMALL, mixer=name) for name in catalogue.MIXERS if not name.startswith("fla.")} | {
-    "cem, a diagonal a head": replace(SMALL, mixer="cem", cem=CemConfig(diagonal="head", scale="head")),
-    "hyperset with adapters": replace(SMALL, mixer="hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2, time_size=16)),
-    "transformer, biases": replace(SMALL, mixer="transformer", attention=AttentionConfig(qkv_bias=True), num_query_groups=4, qk_norm=True),
+SMALL = ModelConfig(
+    hidden_size=64, num_layers=1, num_attention_heads=8, ffn_hidden_size=96, vocab_size=100
+)
+MIXERS = {
+    name: replace(SMALL, mixer=name) for name in catalogue.MIXERS if not name.startswith("fla.")
+} | {
+    "cem, a diagonal a head": replace(
+        SMALL, mixer="cem", cem=CemConfig(diagonal="head", scale="head")
+    ),
+    "hyperset with adapters": replace(
+        SMALL, mixer="hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2, time_size=16)
+    ),
+    "transformer, biases": replace(
+        SMALL,
+        mixer="transformer",
+        attention=AttentionConfig(qkv_bias=True),
+        num_query_groups=4,
+        qk_norm=True,
+    ),
 }
 HIDDEN, FIXED, OUTPUT = (-0.5, -1.0), (0.0, 0.0), (-1.0, -1.0)
 # What does not follow from a weight's number of dimensions, by name and by whose it is, (spread, learning rate) as powers of m: fan-in that
@@ -62,7 +76,10 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def expected(name: str, dimensions: int) -> tuple[float, float]:
-    return next((powers for pattern, powers in EXCEPTIONS if re.search(pattern, name)), HIDDEN if dimensions > 1 else FIXED)
+    return next(
+        (powers for pattern, powers in EXCEPTIONS if re.search(pattern, name)),
+        HIDDEN if dimensions > 1 else FIXED,
+    )
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -74,12 +91,16 @@ def test_every_weight_starts_and_learns_as_its_fans_ask(name: str) -> None:
         m, wide = 64 / base, mup(model, base)
         for key, parameter in build(wide).named_parameters():
             std, rate = expected(key, parameter.ndim)
-            start = standard[key] * (1.0 if isinstance(parameter.spec.init, int | float) else m**std)
+            start = standard[key] * (
+                1.0 if isinstance(parameter.spec.init, int | float) else m**std
+            )
             # A draw is std times a unit normal, rounded: within an ulp of fp32 of the standard draw times the factor.
             torch.testing.assert_close(parameter, start, rtol=0.0 if m == 1 else 3e-7, atol=0.0)
             assert lr_factor(wide, parameter.spec) == pytest.approx(m**rate, rel=1e-12), key
             # lr x decay is the base's.
-            assert lr_factor(wide, parameter.spec) * decay_factor(wide, parameter.spec) == pytest.approx(1.0, rel=1e-12)
+            assert lr_factor(wide, parameter.spec) * decay_factor(
+                wide, parameter.spec
+            ) == pytest.approx(1.0, rel=1e-12)
     assert {key: weight.scaling for key, weight in model_weights(wide).items()} == {
         key: parameter.spec.scaling for key, parameter in build(wide).named_parameters()
     }
@@ -140,15 +161,33 @@ def growth(model: ModelConfig, parametrization: str) -> dict[str, float]:
     """
     found, sizes_of = [], []
     for width in WIDTHS:
-        sizes = {"hidden_size": width, "num_attention_heads": width // 8, "ffn_hidden_size": 2 * width, "init_std": BASE**-0.5}
+        sizes = {
+            "hidden_size": width,
+            "num_attention_heads": width // 8,
+            "ffn_hidden_size": 2 * width,
+            "init_std": BASE**-0.5,
+        }
         wide = replace(model, **sizes)
         found.append(felt(mup(wide, BASE) if parametrization == "mup" else wide))
-        sizes_of.append({name: weight.size for name, weight in wide.blocks()[0].weights().items()} | {"input": width})
-    grown = {name: math.log(found[1][name] / found[0][name]) / math.log(WIDTHS[1] / WIDTHS[0]) for name in found[0]}
+        sizes_of.append(
+            {name: weight.size for name, weight in wide.blocks()[0].weights().items()}
+            | {"input": width}
+        )
+    grown = {
+        name: math.log(found[1][name] / found[0][name]) / math.log(WIDTHS[1] / WIDTHS[0])
+        for name in found[0]
+    }
     return {name: power for name, power in grown.items() if sizes_of[1][name] > sizes_of[0][name]}
 
 
-FELT = ("transformer", "fem_softmax", "cem, a diagonal a head", "hyperset with adapters", "gated_deltanet", "differential")
+FELT = (
+    "transformer",
+    "fem_softmax",
+    "cem, a diagonal a head",
+    "hyperset with adapters",
+    "gated_deltanet",
+    "differential",
+)
 
 
 @pytest.mark.parametrize("name", FELT)
@@ -160,15 +199,42 @@ def test_no_weight_s_step_is_felt_more_where_the_model_is_wider(name: str) -> No
     """
     grown = growth(MIXERS[name], "mup")
     assert max(grown.values()) < 0.3, grown
-    whole = ("in_proj", "out_proj", "query", "key", "gate_up", "down", "gamma", "up", "subspaces.weight", "directions.weight", "input")
-    felt_alike = {key: power for key, power in grown.items() if key.removesuffix(".weight").endswith(whole) or key.endswith(whole)}
+    whole = (
+        "in_proj",
+        "out_proj",
+        "query",
+        "key",
+        "gate_up",
+        "down",
+        "gamma",
+        "up",
+        "subspaces.weight",
+        "directions.weight",
+        "input",
+    )
+    felt_alike = {
+        key: power
+        for key, power in grown.items()
+        if key.removesuffix(".weight").endswith(whole) or key.endswith(whole)
+    }
     assert len(felt_alike) >= 3 and min(felt_alike.values()) > -0.3, felt_alike
 
 
 def test_without_mup_they_are() -> None:
     """The learning rates of the base at every width: each matrix's step is felt with the width's first power."""
     grown = growth(MIXERS["transformer"], "standard")
-    assert min(grown[name] for name in ("mixer.in_proj.weight", "mixer.out_proj.weight", "mlp.gate_up", "mlp.down.weight")) > 0.7, grown
+    assert (
+        min(
+            grown[name]
+            for name in (
+                "mixer.in_proj.weight",
+                "mixer.out_proj.weight",
+                "mlp.gate_up",
+                "mlp.down.weight",
+            )
+        )
+        > 0.7
+    ), grown
 
 
 # --- the scores' scale ---------------------------------------------------------------------------------------------------------
@@ -176,11 +242,19 @@ def test_without_mup_they_are() -> None:
 SCALED: dict[str, tuple[ModelConfig, int]] = {
     "transformer": (replace(SMALL, mixer="transformer"), 8),
     "transformer, a window and groups": (
-        replace(SMALL, mixer="transformer", num_query_groups=4, attention=AttentionConfig(sliding_window=5)),
+        replace(
+            SMALL,
+            mixer="transformer",
+            num_query_groups=4,
+            attention=AttentionConfig(sliding_window=5),
+        ),
         8,
     ),
     "fem_softmax": (replace(SMALL, mixer="fem_softmax"), 8),
-    "fem_softmax, budget ii": (replace(SMALL, mixer="fem_softmax", hidden_size=96, fem=FemConfig(budget="ii")), 8),
+    "fem_softmax, budget ii": (
+        replace(SMALL, mixer="fem_softmax", hidden_size=96, fem=FemConfig(budget="ii")),
+        8,
+    ),
     "differential": (replace(SMALL, mixer="differential"), 4),
 }
 
@@ -200,15 +274,26 @@ def query_rows(model: ModelConfig) -> Tensor:
 def test_scores_are_scaled_by_the_root_of_the_base_over_the_width(name: str) -> None:
     """sqrt(base) / d is 1 / sqrt(d) times sqrt(base / d): the standard model whose queries are so much smaller. Float64: 1e-12."""
     model, width = SCALED[name]
-    scaled, plain = (build(each, torch.float64) for each in (mup(model, model.hidden_size, 2 * width), mup(model, model.hidden_size)))
+    scaled, plain = (
+        build(each, torch.float64)
+        for each in (mup(model, model.hidden_size, 2 * width), mup(model, model.hidden_size))
+    )
     rows = query_rows(model)
     with torch.no_grad():
         plain.load_state_dict(scaled.state_dict())
         weight = plain.get_parameter("decoder.layers.0.mixer.in_proj.weight")
         weight[rows] *= math.sqrt(2.0)
-        for parameter in (p for m in (scaled, plain) for n, p in m.named_parameters() if n.endswith("in_proj.weight") and ".tdc." not in n):
+        for parameter in (
+            p
+            for m in (scaled, plain)
+            for n, p in m.named_parameters()
+            if n.endswith("in_proj.weight") and ".tdc." not in n
+        ):
             parameter *= 5.0  # so that attention is far from a mean
-    tokens, positions = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3)), torch.arange(16).repeat(2, 1)
+    tokens, positions = (
+        torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3)),
+        torch.arange(16).repeat(2, 1),
+    )
     with torch.no_grad():
         ours, wanted = scaled(tokens, positions, None), plain(tokens, positions, None)
         plain.get_parameter("decoder.layers.0.mixer.in_proj.weight")[rows] /= math.sqrt(2.0)
@@ -222,7 +307,10 @@ def test_cem_s_scale_does_not_vanish_with_the_width() -> None:
     scales = [each.blocks()[0].mixer.scale for each in (model, mup(model, 64), mup(model, 16))]  # type: ignore[attr-defined]
     assert scales == [64**-0.5, 64**-0.5, 16**-0.5]
     by_head = replace(model, cem=CemConfig(scale="head"))
-    scales = [each.blocks()[0].mixer.scale for each in (by_head, mup(by_head, 16), mup(by_head, 16, 8), mup(by_head, 16, 2))]  # type: ignore[attr-defined]
+    scales = [
+        each.blocks()[0].mixer.scale  # type: ignore[attr-defined]
+        for each in (by_head, mup(by_head, 16), mup(by_head, 16, 8), mup(by_head, 16, 2))
+    ]
     assert scales == [8**-0.5, 8**-0.5, 8**-0.5, pytest.approx(2**0.5 / 8)]
 
 

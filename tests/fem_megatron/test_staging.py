@@ -21,7 +21,9 @@ def test_blocks_are_powers_of_two_little_larger_than_what_they_hold(most: int) -
     blocks, places = packed(sizes)
     assert all(block & (block - 1) == 0 for block in blocks)
     ends = [0] * len(blocks)
-    for size, (block, offset) in sorted(zip(sizes, places, strict=True), key=lambda entry: entry[1]):
+    for size, (block, offset) in sorted(
+        zip(sizes, places, strict=True), key=lambda entry: entry[1]
+    ):
         assert offset >= ends[block] and offset % 512 == 0  # nothing overlaps
         ends[block] = offset + size
         assert ends[block] <= blocks[block]
@@ -37,7 +39,13 @@ def test_few_tensors_and_none() -> None:
 
 
 def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
-    tensors = [torch.randn(7, 300), torch.randn(()), torch.arange(5), torch.randn(64, 64).bfloat16(), torch.empty(0, 3)]
+    tensors = [
+        torch.randn(7, 300),
+        torch.randn(()),
+        torch.arange(5),
+        torch.randn(64, 64).bfloat16(),
+        torch.empty(0, 3),
+    ]
     copies = staged(tensors, pinned=False)
     gc.collect()
     torch.full((2**14,), torch.nan)  # would be given memory that is free
@@ -50,7 +58,9 @@ def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
         assert torch.equal(torch.load(io.BytesIO(written.getvalue()), weights_only=True), tensor)
 
 
-def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What stands for tensors of a GPU here is no tensor: only `staged` may touch it."""
     platform.prepare()
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -63,8 +73,21 @@ def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(monkeypatch: pyte
         return [torch.full((3,), float(number)) for number in range(len(tensors))]
 
     monkeypatch.setattr(platform, "staged", stand_in)
-    buckets: list[Any] = [("f", "k", (["bytes"], [("a", there[0]), ("b", here)])), ("g", "l", ([], [("c", there[1])]))]
+    buckets: list[Any] = [
+        ("f", "k", (["bytes"], [("a", there[0]), ("b", here)])),
+        ("g", "l", ([], [("c", there[1])])),
+    ]
     first, second = FileSystemWriterAsync.preload_tensors(buckets, True)
-    assert asked == there and first[:2] == ("f", "k") and first[2][0] == ["bytes"] and second[:2] == ("g", "l")
+    assert (
+        asked == there
+        and first[:2] == ("f", "k")
+        and first[2][0] == ["bytes"]
+        and second[:2] == ("g", "l")
+    )
     (a, staged_a), (b, kept) = first[2][1]
-    assert (a, b) == ("a", "b") and kept is here and staged_a.tolist() == [0.0] * 3 and second[2][1][0][1].tolist() == [1.0] * 3
+    assert (
+        (a, b) == ("a", "b")
+        and kept is here
+        and staged_a.tolist() == [0.0] * 3
+        and second[2][1][0][1].tolist() == [1.0] * 3
+    )

@@ -23,12 +23,24 @@ from fem_megatron.shape import BlockShape, Shape, Training
 from fem_megatron.state import Context
 from kernels.free_energy.ranges import Ranges
 from tests.fem_megatron import padding
-from tests.fem_megatron.test_catalogue import CASES, NAMES, block_of, filled, is_causal, model_of, shape_of, tokens
+from tests.fem_megatron.test_catalogue import (
+    CASES,
+    NAMES,
+    block_of,
+    filled,
+    is_causal,
+    model_of,
+    shape_of,
+    tokens,
+)
 from tests.ranks import answer
 from tests.wording import Wording
 
 PLACES = ("TP2", "TP2+SP")
-ENTERED = ("cem", "delta")  # of the first more than one large product reads the input, the second also keeps values of its shape
+ENTERED = (
+    "cem",
+    "delta",
+)  # of the first more than one large product reads the input, the second also keeps values of its shape
 CUTS = (
     "CP2, all_to_all",
     "CP2, all_gather",
@@ -44,17 +56,31 @@ def fused(case: str, **changes: Any) -> BlockShape:
 
 
 # A case, or a vocabulary and whether it is tied; and the place.
-GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed]
+GATHERED = [
+    (case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed
+]
 ROUND = [(case, CUTS[3]) for case, _ in GATHERED if fused(case).mixer.cut_widths().rings]
-PASSED = [(case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned]  # the delta rules convolve
-MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *ROUND, *PASSED, ("fem_gla", WIDE_RANGE), ("fem_softmax", WIDE_RING)]
+PASSED = [
+    (case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned
+]  # the delta rules convolve
+MIXERS = [
+    *itertools.product(CASES, (*PLACES, CUTS[0])),
+    *GATHERED,
+    *ROUND,
+    *PASSED,
+    ("fem_gla", WIDE_RANGE),
+    ("fem_softmax", WIDE_RING),
+]
 FOUR = [
     ("fem_softmax", "CP4, ring"),
     *((case, "CP4, states") for case in ("fem_gla", "mamba2")),
 ]  # Mamba-2's convolution sees 3 tokens before a chunk, chunks have 2
 SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
-Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
+Z_LOSS = [
+    ("padded", False, 0.05, "TP2+SP"),
+    ("a rank of padding", True, 0.05, "TP2"),
+]  # the third: its weight
 CHUNKS = [("in chunks", *case) for case in EMBEDDINGS if case[0] != "not padded"]
 Errors = dict[tuple[Any, ...], dict[str, float]]
 
@@ -62,11 +88,20 @@ Errors = dict[tuple[Any, ...], dict[str, float]]
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
     """The largest relative errors of every case that this session asks for."""
-    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     folder, found = tmp_path_factory.mktemp("ranks"), Errors()
-    for world, cases in ((2, [case for case in asked if case not in FOUR]), (4, [case for case in asked if case in FOUR])):
+    for world, cases in (
+        (2, [case for case in asked if case not in FOUR]),
+        (4, [case for case in asked if case in FOUR]),
+    ):
         if cases:
-            found |= answer(world, compare_all, world, cases, output=folder / f"rank{world}", patience=560)
+            found |= answer(
+                world, compare_all, world, cases, output=folder / f"rank{world}", patience=560
+            )
     return found
 
 
@@ -77,7 +112,11 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in REPEATED else []) for case in MIXERS], ids=" ".join)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in REPEATED else []) for case in MIXERS],
+    ids=" ".join,
+)
 def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) -> None:
     # 1e-10: float64 sums in another order; a gradient that is not summed over the ranks, or twice, is off by 1e-1.
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
@@ -98,21 +137,28 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
             assert kinds() == kinds(asked="all_gather") == CutKinds(bool(widths.keyed), states=True)
         asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
         for refused in [*([{}] if widths.always else []), *asked]:
-            with pytest.raises(ValueError, match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide") as caught:
+            with pytest.raises(
+                ValueError,
+                match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide",
+            ) as caught:
                 kinds(**refused)
             if name in ("fem_softmax", "fem_aft", "mamba2", "transformer"):
                 wording(f"{name}, {refused}: {caught.value}")
 
 
 @pytest.mark.parametrize("case", SENT, ids=" ".join)
-def test_what_states_send_does_not_grow_with_the_length(errors: Errors, case: tuple[str, str]) -> None:
+def test_what_states_send_does_not_grow_with_the_length(
+    errors: Errors, case: tuple[str, str]
+) -> None:
     sent = errors[case]
     assert sent["states, 12"] == sent["states, 48"] > 0
     assert sent["all_to_all, 48"] == 4 * sent["all_to_all, 12"] > 0
 
 
 @pytest.mark.parametrize("case", [*EMBEDDINGS, *Z_LOSS], ids=str)
-def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tuple[Any, ...]) -> None:
+def test_two_ranks_leave_out_the_vocabulary_s_padding(
+    errors: Errors, case: tuple[Any, ...]
+) -> None:
     # 1e-6: Megatron's cross-entropy is in float32 whatever the model is; the padding's 28 rows of 128 would move the loss by 5e-2.
     assert not padding.wrong(errors[case], 1e-6)
 
@@ -121,7 +167,9 @@ def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tupl
 def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...]) -> None:
     # 1e-10 as above; the sum itself is of float32 losses, in another order.
     found = dict(errors[case])
-    assert found.pop("logits") == 4 * padding.BATCH * 64  # 4 positions, 2 of each rank's slice, and a rank's rows
+    assert (
+        found.pop("logits") == 4 * padding.BATCH * 64
+    )  # 4 positions, 2 of each rank's slice, and a rank's rows
     assert found.pop("sum") < 1e-6 and max(found.values()) < 1e-10, found
 
 
@@ -137,20 +185,32 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     for case in cases:
         sequence = case[-1] == "TP2+SP"
         if case in SENT:
-            found = {f"{kind}, {length}": count_sent(case[0], kind, length) for kind in ("states", "all_to_all") for length in (12, 48)}
+            found = {
+                f"{kind}, {length}": count_sent(case[0], kind, length)
+                for kind in ("states", "all_to_all")
+                for length in (12, 48)
+            }
         elif case[-1] == WIDE_RING:
             found = compare_cut(case[0], "ring", beta=200.0) | compare_late(case[0], "ring")
         elif case[-1] == WIDE_RANGE:
-            found = compare_cut(case[0], "states", beta=200.0) | compare_refused(case[0]) | compare_late(case[0], "states")
+            found = (
+                compare_cut(case[0], "states", beta=200.0)
+                | compare_refused(case[0])
+                | compare_late(case[0], "states")
+            )
         elif case[-1] in CUTS or case in FOUR:
             found = compare_cut(case[0], case[-1].split()[-1], 12 if world == 2 else 16)
         elif case in MIXERS:
             found = compare(case[0], sequence)
         elif case in CHUNKS:
-            found = padding.compare_chunks(*case[1:3], 13, sequence_parallel=sequence, z_loss=0.05, params_dtype=torch.float64)
+            found = padding.compare_chunks(
+                *case[1:3], 13, sequence_parallel=sequence, z_loss=0.05, params_dtype=torch.float64
+            )
         else:
             more = {} if case in EMBEDDINGS else {"z_loss": case[2]}
-            found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64, **more)
+            found = padding.compare(
+                case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64, **more
+            )
         errors[case] = largest(found)
     torch.distributed.destroy_process_group()
     return errors
@@ -166,7 +226,9 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     parallel = TensorParallel(group, sequence_parallel=sequence_parallel, dtype=torch.float64)
     whole, split = block_of(name), Block(shape_of(name), parallel)
     with torch.no_grad():
-        for (_, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+        for (_, ours), (_, theirs) in zip(
+            split.named_parameters(), whole.named_parameters(), strict=True
+        ):
             ours.copy_(part(theirs, ours, parallel))
     x, weight = tokens(name, 12), tokens(name, 12).flip(0)
     wanted, wanted_x = run(whole, x, weight, is_causal(name))
@@ -180,19 +242,31 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     with saved_tensors_hooks(keep, lambda t: t):
         y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
-    if sequence_parallel and not any(f".{kind}." in type(each).__module__ for each in (split.mixer, split.mlp) for kind in ENTERED):
+    if sequence_parallel and not any(
+        f".{kind}." in type(each).__module__
+        for each in (split.mixer, split.mlp)
+        for kind in ENTERED
+    ):
         errors["inputs kept whole"] = kept.count(x.shape)
     if sequence_parallel:
-        errors["other bits than of inputs kept whole"] = other_bits(split, y, x_grad, x[mine], weight[mine], is_causal(name))
-    for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+        errors["other bits than of inputs kept whole"] = other_bits(
+            split, y, x_grad, x[mine], weight[mine], is_causal(name)
+        )
+    for (key, ours), (_, theirs) in zip(
+        split.named_parameters(), whole.named_parameters(), strict=True
+    ):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]
-            torch.distributed.all_reduce(gradient, group=group)  # what Megatron's finalize_model_grads does
+            torch.distributed.all_reduce(
+                gradient, group=group
+            )  # what Megatron's finalize_model_grads does
         errors[key] = error(gradient, part(gradient_of(theirs), ours, parallel))
     return errors
 
 
-def other_bits(block: Block, y: Tensor, x_grad: Tensor, x: Tensor, weight: Tensor, causal: bool) -> int:
+def other_bits(
+    block: Block, y: Tensor, x_grad: Tensor, x: Tensor, weight: Tensor, causal: bool
+) -> int:
     """Of the output and all gradients that the block has just made, how many differ where what it enters beside others is kept whole."""
     from fem_megatron.megatron.tensor_parallel import TensorParallel
 
@@ -204,11 +278,15 @@ def other_bits(block: Block, y: Tensor, x_grad: Tensor, x: Tensor, weight: Tenso
     block.zero_grad()
     with mock.patch.object(TensorParallel, "project_beside", kept_whole):
         found, found_x = run(block, x, weight, causal)
-    pairs = zip((y, x_grad, *made), (found, found_x, *map(gradient_of, block.parameters())), strict=True)
+    pairs = zip(
+        (y, x_grad, *made), (found, found_x, *map(gradient_of, block.parameters())), strict=True
+    )
     return sum(not torch.equal(*pair) for pair in pairs)
 
 
-def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = None) -> dict[str, float]:
+def compare_cut(
+    name: str, kind: str, length: int = 12, beta: float | None = None
+) -> dict[str, float]:
     """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's.
 
     kind: all_to_all, all_gather, ring or states. beta: of the FEM, before its softplus, in all channels.
@@ -225,9 +303,13 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
     if beta is None and type(shape.mixer).cut_bytes is not Shape.cut_bytes:
         training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
-        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states, cut.ring)).sent(training)
+        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states, cut.ring)).sent(
+            training
+        )
         errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)
-    for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+    for (key, ours), (_, theirs) in zip(
+        split.named_parameters(), whole.named_parameters(), strict=True
+    ):
         gradient = gradient_of(ours)
         torch.distributed.all_reduce(gradient)
         errors[key] = error(gradient, gradient_of(theirs))
@@ -248,14 +330,18 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
     whole, split = filled(shape), filled(shape)
     split.mixer.prior.ranges[0, True] = ranges = Ranges(late=True)
     x, weight, errors = tokens(name, 12), tokens(name, 12).flip(0), {}
-    for n, (beta, exact) in enumerate([(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]):
+    for n, (beta, exact) in enumerate(
+        [(1.0, False), (1.0, False), (200.0, False), (200.0, True), (1.0, True), (1.0, False)]
+    ):
         for block in (whole, split):
             torch.nn.init.constant_(block.mixer.beta, beta)
         wanted, wanted_x = run(whole, x, weight, causal=True)
         mine, y, x_grad = run_cut(split, cut, x, weight, causal=True)
         assert bool(ranges.forms()[-1]) is exact
         jumped = 0.0 if y.isfinite().all() and x_grad.isfinite().all() else math.inf
-        errors[f"call {n}"] = jumped if n == 2 else max(error(y, wanted[mine]), error(x_grad, wanted_x[mine]))
+        errors[f"call {n}"] = (
+            jumped if n == 2 else max(error(y, wanted[mine]), error(x_grad, wanted_x[mine]))
+        )
     return errors
 
 
@@ -264,7 +350,9 @@ def compare_refused(name: str) -> dict[str, float]:
     cut, shape = cut_of(name, "states", num_attention_heads=1)
     block = filled(shape)
     torch.nn.init.constant_(block.mixer.beta, 200.0)
-    with pytest.raises(ValueError, match="parallel.context_parallel_size do not divide a rank's 1 heads"):
+    with pytest.raises(
+        ValueError, match="parallel.context_parallel_size do not divide a rank's 1 heads"
+    ):
         run_cut(block, cut, tokens(name, 12), tokens(name, 12), causal=True)
     return {"refused": 0.0}
 
@@ -272,7 +360,11 @@ def compare_refused(name: str) -> dict[str, float]:
 @contextmanager
 def sent_by_this_rank() -> Iterator[list[int]]:
     """The bytes that each collective of a cut sequence sends to the others."""
-    sent, exchange, gather = list[int](), torch.distributed.all_to_all_single, torch.distributed.all_gather_into_tensor
+    sent, exchange, gather = (
+        list[int](),
+        torch.distributed.all_to_all_single,
+        torch.distributed.all_gather_into_tensor,
+    )
     send = torch.distributed.batch_isend_irecv
 
     def exchanged(made: Tensor, parts: Tensor, **given: Any) -> None:
@@ -287,7 +379,11 @@ def sent_by_this_rank() -> Iterator[list[int]]:
         sent.append(sum(move.tensor.nbytes for move in moves if move.op is torch.distributed.isend))
         return send(moves)
 
-    made: dict[str, Any] = {"all_to_all_single": exchanged, "all_gather_into_tensor": gathered, "batch_isend_irecv": moved}
+    made: dict[str, Any] = {
+        "all_to_all_single": exchanged,
+        "all_gather_into_tensor": gathered,
+        "batch_isend_irecv": moved,
+    }
     with mock.patch.multiple(torch.distributed, **made):
         yield sent
 
@@ -308,10 +404,15 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
     ranks = ContextParallel(parallel_state.get_tensor_model_parallel_group())
     shape = fused(name, **changes) if kind in ("states", "ring") else shape_of(name)
     asked = None if kind == "states" else kind
-    return Cut(ranks, *cut_kinds(shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name))), shape
+    return Cut(
+        ranks,
+        *cut_kinds(shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name)),
+    ), shape
 
 
-def run_cut(block: Block, cut: Cut, x: Tensor, weight: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def run_cut(
+    block: Block, cut: Cut, x: Tensor, weight: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Which tokens of x this rank has; what is made of them, and their gradient."""
     mine = cut.positions(len(x) // cut.ranks.size, x.device)
     return mine, *run(block, x[mine], weight[mine], causal, Context(mine, causal=causal, cut=cut))
@@ -321,10 +422,15 @@ def largest(errors: dict[str, float]) -> dict[str, float]:
     """Over the ranks; what is no number is the largest."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, errors)
-    return {key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value)) for key in errors}
+    return {
+        key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value))
+        for key in errors
+    }
 
 
-def run(block: Block, x: Tensor, weight: Tensor, causal: bool, context: Context | None = None) -> tuple[Tensor, Tensor]:
+def run(
+    block: Block, x: Tensor, weight: Tensor, causal: bool, context: Context | None = None
+) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
     y = block(x, context or Context(causal=causal))
     (y * weight).sum().backward()

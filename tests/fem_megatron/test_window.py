@@ -33,17 +33,30 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None)
         for head in range(heads):
             for t in range(q.shape[2]):
                 own = past + t
-                seen = [i for i in range(max(0, own - window + 1), own + 1) if i == own or valid is None or valid[row, i]]
+                seen = [
+                    i
+                    for i in range(max(0, own - window + 1), own + 1)
+                    if i == own or valid is None or valid[row, i]
+                ]
                 scores = k[row, head // each, seen] @ q[row, head, t] / math.sqrt(q.shape[-1])
                 rows.append(scores.softmax(0) @ v[row, head // each, seen])
     return torch.stack(rows).view(*q.shape)
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize(("new", "past"), [(1, 0), (4, 0), (5, 0), (6, 0), (17, 0), (1, 4), (1, 9), (3, 4), (13, 4), (7, 2), (2, 20)])
+@pytest.mark.parametrize(
+    ("new", "past"),
+    [(1, 0), (4, 0), (5, 0), (6, 0), (17, 0), (1, 4), (1, 9), (3, 4), (13, 4), (7, 2), (2, 20)],
+)
 @pytest.mark.parametrize("window", [1, 5])
-def test_equals_the_loop_with_all_gradients(window: int, new: int, past: int, padding: bool) -> None:
-    q, k, v = draw(2, 4, new, 6), draw(2, 2, past + new, 6, seed=1), draw(2, 2, past + new, 6, seed=2)
+def test_equals_the_loop_with_all_gradients(
+    window: int, new: int, past: int, padding: bool
+) -> None:
+    q, k, v = (
+        draw(2, 4, new, 6),
+        draw(2, 2, past + new, 6, seed=1),
+        draw(2, 2, past + new, 6, seed=2),
+    )
     valid = torch.ones(2, past + new, dtype=torch.bool)
     valid[1, : (past + new) // 2] = False
     results = []
@@ -58,7 +71,10 @@ def test_equals_the_loop_with_all_gradients(window: int, new: int, past: int, pa
 @pytest.mark.parametrize("places", [4, 40])
 def test_a_state_with_a_fixed_room(places: int) -> None:
     """As compiled decoding has it: places for 40 tokens, of which the first are taken; also fewer places than the window."""
-    block, x = block_of("switched", torch.float32), torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3))
+    block, x = (
+        block_of("switched", torch.float32),
+        torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3)),
+    )
     state: State = {}
     room, outputs, past = Room(places, torch.zeros((), dtype=torch.int64)), [], 0
     with torch.no_grad():
@@ -66,7 +82,9 @@ def test_a_state_with_a_fixed_room(places: int) -> None:
             length = len(piece)
             valid = room.valid(None, 2, length, x.device) if state else None
             positions = torch.arange(past, past + length)
-            outputs.append(block(piece, Context(positions, valid, state=state, past=past, room=room)))
+            outputs.append(
+                block(piece, Context(positions, valid, state=state, past=past, room=room))
+            )
             room.taken.add_(length)
             past += length
         wanted = block(x, Context())
@@ -74,19 +92,32 @@ def test_a_state_with_a_fixed_room(places: int) -> None:
 
 
 def test_flops_are_those_of_the_keys_that_a_token_sees() -> None:
-    shape = AttentionShape.of(ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=5)))
+    shape = AttentionShape.of(
+        ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=5))
+    )
     for length in (1, 4, 5, 6, 17):
         seen = [min(token + 1, 5) for token in range(length)]
-        assert shape.flops(length)["attention"] == pytest.approx(4 * 768 * sum(seen) / length, rel=1e-12)
+        assert shape.flops(length)["attention"] == pytest.approx(
+            4 * 768 * sum(seen) / length, rel=1e-12
+        )
 
 
 def test_a_plan_compares_with_a_plain_transformer() -> None:
     """Whose heads are the width's, whatever the model's are."""
-    run = RunConfig(model=ModelConfig(mixer="transformer", vocab_size=100, attention=AttentionConfig(head_dim=32, qkv_bias=True)))
+    run = RunConfig(
+        model=ModelConfig(
+            mixer="transformer",
+            vocab_size=100,
+            attention=AttentionConfig(head_dim=32, qkv_bias=True),
+        )
+    )
     run = replace(run, train=replace(run.train, steps=10, tokens=None))
     plan = make_plan(run, 1)
     assert (
-        plan.transformer_parameters == make_plan(replace(run, model=ModelConfig(mixer="transformer", vocab_size=100)), 1).total_parameters
+        plan.transformer_parameters
+        == make_plan(
+            replace(run, model=ModelConfig(mixer="transformer", vocab_size=100)), 1
+        ).total_parameters
     )
     assert plan.total_parameters < plan.transformer_parameters
 
@@ -108,11 +139,21 @@ def test_memory_grows_with_tokens_times_window() -> None:
 
 
 def test_the_state_stops_growing() -> None:
-    shape = AttentionShape.of(ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=128)))
-    assert [shape.state_bytes(length, 2) for length in (1, 127, 128, 10**6)] == [2 * n * 768 * 2 for n in (1, 127, 127, 127)]
+    shape = AttentionShape.of(
+        ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=128))
+    )
+    assert [shape.state_bytes(length, 2) for length in (1, 127, 128, 10**6)] == [
+        2 * n * 768 * 2 for n in (1, 127, 127, 127)
+    ]
 
 
 def test_a_hybrid_takes_the_section_for_its_transformer_layers() -> None:
-    model = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, pattern=("transformer", "fem_softmax"), **SWITCHED)
+    model = ModelConfig(
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        pattern=("transformer", "fem_softmax"),
+        **SWITCHED,
+    )
     switched, other = (block.mixer for block in model.blocks())
     assert "in_proj.bias" in switched.weights() and "in_proj.bias" not in other.weights()

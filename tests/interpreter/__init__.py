@@ -47,13 +47,20 @@ def mend_bfloat16() -> None:
     dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        wide = [
+            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        ]
         return dot(self, *wide, *rest)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         pair = (source.dtype.scalar, target.scalar)
         if pair == (tl.float32, tl.bfloat16):
-            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+            rounded = (
+                torch.from_numpy(np.ascontiguousarray(source.data))
+                .bfloat16()
+                .view(torch.uint16)
+                .numpy()
+            )
             return TensorHandle(rounded.reshape(source.data.shape), tl.bfloat16)
         if pair == (tl.bfloat16, tl.float32):
             return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
@@ -82,7 +89,10 @@ def mend_calls() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patch, everything = (
+        interpreter._patch_lang,
+        SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
+    )
     taken = False
 
     def patch_once(function: Any) -> Any:
@@ -108,7 +118,12 @@ def mend_types() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    numpy_type, tensor, block, equal = interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__, tl.dtype.__eq__
+    numpy_type, tensor, block, equal = (
+        interpreter._get_np_dtype,
+        tl.tensor.__init__,
+        tl.block_type.__init__,
+        tl.dtype.__eq__,
+    )
     of_types: dict[str, Any] = {}
     of_tensors: dict[tuple[int, ...], Any] = {}
     of_blocks: dict[tuple[Any, ...], Any] = {}
@@ -128,12 +143,19 @@ def mend_types() -> None:
         self.numel, self.shape = of_tensors[shape]
 
     def known_block(self: Any, element: Any, shape: Any) -> None:
-        key = (element.name, *(each.value if isinstance(each, tl.constexpr) else each for each in shape))
+        key = (
+            element.name,
+            *(each.value if isinstance(each, tl.constexpr) else each for each in shape),
+        )
         if key not in of_blocks:
             block(self, element, shape)
             of_blocks[key] = self.shape, self.numel, self.name
         self.element_ty = element
         self.shape, self.numel, self.name = of_blocks[key]
 
-    interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = known_numpy_type, known_tensor, known_block
+    interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = (
+        known_numpy_type,
+        known_tensor,
+        known_block,
+    )
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)

@@ -43,7 +43,8 @@ def runs() -> list[Run]:
         if implementation not in PLAIN
         for case in suite.cases
         # Without beta sdpa is torch's attention alone.
-        if fits(op, implementation, case) and (implementation != "sdpa" or suite.cases[case](suite.small)["beta"] is not None)
+        if fits(op, implementation, case)
+        and (implementation != "sdpa" or suite.cases[case](suite.small)["beta"] is not None)
         for kind in TYPES
     ]
 
@@ -57,16 +58,26 @@ def faults(run: Run, ulps: float, seed: int) -> list[str]:
 
     sanitizer = Sanitizer(seed)
     with warnings.catch_warnings(), sanitizer.watching(), gpu_arithmetic(ulps, seed):
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities that a mask takes out
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # numpy's, of infinities that a mask takes out
         found = check(SUITES[run.op], run.case, run.implementation, getattr(torch, run.kind))
     assert sanitizer.launches, f"{run} launched no kernel"
-    return sorted(sanitizer.faults) + [f"{each.result}: {each.error:.1e} > {each.bound:.1e}" for each in found if not each.good]
+    return sorted(sanitizer.faults) + [
+        f"{each.result}: {each.error:.1e} > {each.bound:.1e}" for each in found if not each.good
+    ]
 
 
 def main() -> int:
     """0: no faults, 1: faults."""
     parser = argparse.ArgumentParser(prog="python -m tests.interpreter", description=__doc__)
-    parser.add_argument("--noise", type=float, default=1.0, metavar="ULPS", help="how far off the approximate instructions are (1)")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=1.0,
+        metavar="ULPS",
+        help="how far off the approximate instructions are (1)",
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="so many cases, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", metavar="NAME", help="an operation's cases alone")
@@ -74,7 +85,9 @@ def main() -> int:
     interpret()
     chosen = [run for run in runs() if options.op in (None, run.op)]
     if not chosen:
-        parser.error(f"--op: no operation {options.op!r} with kernels; there are {', '.join(sorted({run.op for run in runs()}))}")
+        parser.error(
+            f"--op: no operation {options.op!r} with kernels; there are {', '.join(sorted({run.op for run in runs()}))}"
+        )
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     bad, began = 0, time.monotonic()
@@ -82,7 +95,10 @@ def main() -> int:
         found = faults(run, options.noise, options.seed)
         bad += bool(found)
         left = (time.monotonic() - began) / done * (len(chosen) - done)
-        print(f"[{done} of {len(chosen)}, {left:.0f} s left] {run}: {'; '.join(found) or 'ok'}", flush=True)
+        print(
+            f"[{done} of {len(chosen)}, {left:.0f} s left] {run}: {'; '.join(found) or 'ok'}",
+            flush=True,
+        )
     print(f"{len(chosen) - bad} of {len(chosen)} runs without a fault")
     return 1 if bad else 0
 

@@ -34,14 +34,20 @@ def gpu_arithmetic(ulps: float, seed: int = 0) -> Iterator[None]:
             if any(each.dtype != np.float32 for each in data):
                 return own(self, *handles)
             with np.errstate(all="ignore"):
-                exact = function(*((flushed(each) if flush else each).astype(np.float64) for each in data))
+                exact = function(
+                    *((flushed(each) if flush else each).astype(np.float64) for each in data)
+                )
                 found = off(exact, ulps, seed, *data)
             return TensorHandle(flushed(found) if flush else found, handles[0].dtype.scalar)
 
         return instruction
 
     made = {
-        "create_exp": approximate("create_exp", lambda x: np.exp2((x.astype(np.float32) * LOG2E).astype(np.float64)), flush=False),
+        "create_exp": approximate(
+            "create_exp",
+            lambda x: np.exp2((x.astype(np.float32) * LOG2E).astype(np.float64)),
+            flush=False,
+        ),
         "create_exp2": approximate("create_exp2", np.exp2, flush=True),
         "create_log": approximate("create_log", np.log, flush=False),
         "create_log2": approximate("create_log2", np.log2, flush=False),
@@ -63,11 +69,15 @@ def off(exact: Any, ulps: float, seed: int, *operands: Any) -> Any:
     """``exact`` (float64) in float32, up to ``ulps`` units of its last place away, as the operands' bits say; 0, 1, infinity stay."""
     bits: Any = np.uint32(seed)
     for operand in operands:
-        bits = (bits ^ np.ascontiguousarray(operand).view(np.uint32).reshape(operand.shape)) * np.uint32(0x9E3779B1)
+        bits = (
+            bits ^ np.ascontiguousarray(operand).view(np.uint32).reshape(operand.shape)
+        ) * np.uint32(0x9E3779B1)
         bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x85EBCA77)
         bits = bits ^ (bits >> np.uint32(13))
     rounded = exact.astype(np.float32)
-    moved = (exact + ulps * (bits / 2.0**31 - 1) * np.spacing(np.abs(rounded)).astype(np.float64)).astype(np.float32)
+    moved = (
+        exact + ulps * (bits / 2.0**31 - 1) * np.spacing(np.abs(rounded)).astype(np.float64)
+    ).astype(np.float32)
     return np.where(np.isfinite(rounded) & (rounded != 0) & (exact != 1), moved, rounded)
 
 

@@ -47,7 +47,9 @@ class Launch:
     def touch(self, handle: Any, mask: Any, what: str) -> None:
         """Note a load or a store at the handle's pointers where ``mask``."""
         shape = np.broadcast_shapes(handle.data.shape, mask.shape)
-        addresses = np.broadcast_to(handle.data, shape)[np.broadcast_to(mask, shape).astype(bool)].astype(np.int64)
+        addresses = np.broadcast_to(handle.data, shape)[
+            np.broadcast_to(mask, shape).astype(bool)
+        ].astype(np.int64)
         if not addresses.size:
             return
         name = self.argument(handle)
@@ -58,7 +60,9 @@ class Launch:
             self.faults.add(f"one store names an address of {name} twice")
         side = self.stored if what == "store" else self.loaded
         mine = side.setdefault(name, {})
-        mine[self.program] = unique if self.program not in mine else np.union1d(mine[self.program], unique)
+        mine[self.program] = (
+            unique if self.program not in mine else np.union1d(mine[self.program], unique)
+        )
 
     def _elements(self, name: str) -> Any:
         if name not in self.elements:
@@ -91,7 +95,9 @@ def _addresses(t: torch.Tensor) -> Any:
     """Of each element."""
     found = np.full((1,) * t.dim(), t.data_ptr(), np.int64)
     for n, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
-        found = found + (np.arange(size) * stride * t.element_size()).reshape([-1 if m == n else 1 for m in range(t.dim())])
+        found = found + (np.arange(size) * stride * t.element_size()).reshape(
+            [-1 if m == n else 1 for m in range(t.dim())]
+        )
     return found.ravel()
 
 
@@ -108,7 +114,12 @@ class Sanitizer:
         """The interpreter under the sanitizer."""
         from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-        made = self._memory() | self._order() | self._integers() | {f"create_{name}": self._keeping(f"create_{name}") for name in KEEPS}
+        made = (
+            self._memory()
+            | self._order()
+            | self._integers()
+            | {f"create_{name}": self._keeping(f"create_{name}") for name in KEEPS}
+        )
         before = {name: getattr(InterpreterBuilder, name) for name in made}
         call = GridExecutor.__call__
         for name, method in made.items():
@@ -125,7 +136,9 @@ class Sanitizer:
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
             given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
             name = f"{executor.fn.__module__}: {executor.fn.__name__.lstrip('_')}"
-            self.now = Launch(name, {key: t for key, t in given.items() if isinstance(t, torch.Tensor)})
+            self.now = Launch(
+                name, {key: t for key, t in given.items() if isinstance(t, torch.Tensor)}
+            )
             self.launches[name] = self.launches.get(name, 0) + 1
             call(executor, *args, **kwargs)
             self.now.judge()
@@ -142,11 +155,16 @@ class Sanitizer:
             self.now.touch(pointers, mask.data, "load")
             return load(builder, pointers, mask, *rest)
 
-        def create_masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        def create_masked_store(
+            builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any
+        ) -> Any:
             self.now.touch(pointers, mask.data, "store")
             return store(builder, pointers, value, mask, *rest)
 
-        return {"create_masked_load": create_masked_load, "create_masked_store": create_masked_store}
+        return {
+            "create_masked_load": create_masked_load,
+            "create_masked_store": create_masked_store,
+        }
 
     def _order(self) -> dict[str, Any]:
         from triton.runtime.interpreter import InterpreterBuilder
@@ -179,7 +197,11 @@ class Sanitizer:
 
             return create
 
-        return {"create_mul": checked(np.multiply), "create_add": checked(np.add), "create_sub": checked(np.subtract)}
+        return {
+            "create_mul": checked(np.multiply),
+            "create_add": checked(np.add),
+            "create_sub": checked(np.subtract),
+        }
 
     def _keeping(self, name: str) -> Any:
         from triton.runtime.interpreter import InterpreterBuilder

@@ -17,7 +17,9 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def messages(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     """The log of all operations, none of whose messages has been said yet."""
     caplog.set_level(logging.INFO, "kernels")
     for name in (*operations(), "sum"):

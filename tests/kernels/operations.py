@@ -37,7 +37,12 @@ def load(name: str) -> dict[str, Tensor]:
         return {key: torch.from_numpy(arrays[key]) for key in arrays.files if key != "meta"}
 
 
-def _linear(name: str, read: Callable[..., Outputs], feature: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Suite:
+def _linear(
+    name: str,
+    read: Callable[..., Outputs],
+    feature: Callable[[Tensor], Tensor],
+    slope: Callable[[Tensor], Tensor],
+) -> Suite:
     """The two reads sum_j (f(q).f(k_j)) f(k_j) with a state, which have no cases of their own; z alone is query and key."""
 
     def inputs(size: Size) -> Inputs:
@@ -45,31 +50,54 @@ def _linear(name: str, read: Callable[..., Outputs], feature: Callable[[Tensor],
         shape = (size["batch"], size["heads"], size["tokens"], size["width"])
         names = ("z",) if name.startswith("symmetric") else ("q", "k")
         made = {each: torch.randn(shape, generator=rng, dtype=torch.float64) for each in names}
-        return made | {"state": torch.randn(*shape[:2], shape[3], shape[3], generator=rng, dtype=torch.float64)}
+        return made | {
+            "state": torch.randn(*shape[:2], shape[3], shape[3], generator=rng, dtype=torch.float64)
+        }
 
     def definition(x: Inputs) -> Outputs:
         q, k = (x["z"] if "z" in x else x[name] for name in "qk")
-        at, keys = feature(q), feature(k) * (x["valid"][:, None, :, None] if x.get("valid") is not None else 1)
+        at, keys = (
+            feature(q),
+            feature(k) * (x["valid"][:, None, :, None] if x.get("valid") is not None else 1),
+        )
         seen = allowed_pairs(torch.arange(q.shape[2]), q.shape[2], x.get("causal", True), None)
         weights = at @ keys.mT
         after = x["state"] + keys.mT @ keys
-        read = (weights if seen is None else weights.masked_fill(~seen, 0.0)) @ keys + at @ x["state"]
+        read = (weights if seen is None else weights.masked_fill(~seen, 0.0)) @ keys + at @ x[
+            "state"
+        ]
         return slope(q) * read, after
 
     def call(x: Inputs, implementation: str) -> Outputs:
-        return read(**{**x, "state": x["state"].to(torch.promote_types(x["state"].dtype, torch.float32))})
+        return read(
+            **{**x, "state": x["state"].to(torch.promote_types(x["state"].dtype, torch.float32))}
+        )
 
-    return Suite(name, {"normal": inputs}, definition, call, {"batch": 2, "heads": 2, "tokens": 150, "width": 4}, {}, {})
+    return Suite(
+        name,
+        {"normal": inputs},
+        definition,
+        call,
+        {"batch": 2, "heads": 2, "tokens": 150, "width": 4},
+        {},
+        {},
+    )
 
 
 SUITES = suites()
 ENERGY = _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like)
 SYMMETRIC = _linear(
-    "symmetric_linear_attention", symmetric_linear_attention, torch.sigmoid, lambda z: z.sigmoid() * (-z).sigmoid() / z.shape[-1] ** 0.5
+    "symmetric_linear_attention",
+    symmetric_linear_attention,
+    torch.sigmoid,
+    lambda z: z.sigmoid() * (-z).sigmoid() / z.shape[-1] ** 0.5,
 )
 ALL = SUITES | {suite.op: suite for suite in (ENERGY, SYMMETRIC)}
 
-IMPLEMENTATIONS = {"fem_attention": ("fused", "reference", "sdpa", "triton", "decode"), "gated_delta_rule": ("reference",)}
+IMPLEMENTATIONS = {
+    "fem_attention": ("fused", "reference", "sdpa", "triton", "decode"),
+    "gated_delta_rule": ("reference",),
+}
 # Which wild heads are read exactly is the same around every engine; sdpa's cases have them.
 WILD = ("ramp", "wild", "500", "large beta")
 
@@ -79,7 +107,11 @@ def fits(op: str, implementation: str, case: str) -> bool:
     if op != "fem_attention" or implementation not in ("triton", "decode"):
         return True
     x = SUITES[op].cases[case](SUITES[op].small)
-    return not any(word in case for word in WILD) if implementation == "triton" else x["q"].shape[2] <= 16 and x["cu_seqlens"] is None
+    return (
+        not any(word in case for word in WILD)
+        if implementation == "triton"
+        else x["q"].shape[2] <= 16 and x["cu_seqlens"] is None
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +130,9 @@ class Rows:
     @property
     def all(self) -> dict[str, int]:
         """Argument -> the dimension of its tokens."""
-        return {name: self.axes.get(name, 2) for name in (*self.reading.split(), *self.read.split())}
+        return {
+            name: self.axes.get(name, 2) for name in (*self.reading.split(), *self.read.split())
+        }
 
 
 ROWS = {
@@ -143,9 +177,16 @@ class Form:
 
     def inputs(self, dtype: torch.dtype = torch.float64, **size: Any) -> Inputs:
         """Its arguments, floats in ``dtype``; ``size`` over its own."""
-        tokens = {"steps": size["tokens"]} if "tokens" in size and self.op == "time_decay_scan" else {}
-        made = self.change(self.suite.cases[self.case]({**self.suite.small, **self.size, **size, **tokens}))
-        return {name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in made.items()}
+        tokens = (
+            {"steps": size["tokens"]} if "tokens" in size and self.op == "time_decay_scan" else {}
+        )
+        made = self.change(
+            self.suite.cases[self.case]({**self.suite.small, **self.size, **size, **tokens})
+        )
+        return {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in made.items()
+        }
 
     def run(self, x: Inputs, implementation: str = "reference") -> tuple[Tensor, Tensor | None]:
         """(output, the state behind the last token or None)."""
@@ -154,23 +195,35 @@ class Form:
             o, state = read(**x, implementation=implementation)
             return o, state
         outputs = self.suite.call(x, implementation)
-        return outputs[0], outputs[0][-1] if self.op == "time_decay_scan" else outputs[1] if len(outputs) > 1 else None
+        return outputs[0], outputs[0][-1] if self.op == "time_decay_scan" else outputs[1] if len(
+            outputs
+        ) > 1 else None
 
     def tokens(self, x: Inputs) -> dict[str, int]:
         """Of the arguments that are there: name -> dimension of tokens."""
-        return {name: axis for name, axis in self.rows.all.items() if isinstance(x.get(name), Tensor)}
+        return {
+            name: axis for name, axis in self.rows.all.items() if isinstance(x.get(name), Tensor)
+        }
 
     def taken(self, x: Inputs, reading: Any, read: Any = None) -> Inputs:
         """x with some rows alone (a slice, or numbers): ``reading`` of the tokens that read, ``read`` (None: the same) of those read."""
-        at = {name: reading if name in self.rows.reading.split() or read is None else read for name in self.tokens(x)}
-        return x | {name: x[name][(slice(None),) * axis + (at[name],)] for name, axis in self.tokens(x).items()}
+        at = {
+            name: reading if name in self.rows.reading.split() or read is None else read
+            for name in self.tokens(x)
+        }
+        return x | {
+            name: x[name][(slice(None),) * axis + (at[name],)]
+            for name, axis in self.tokens(x).items()
+        }
 
     def times(self, x: Inputs, cut: int) -> Inputs:
         """x with the rows from ``cut`` on multiplied by the extreme."""
         later = dict(x)
         for name, axis in self.tokens(x).items():
             first, second = x[name].split([cut, x[name].shape[axis] - cut], dim=axis)
-            later[name] = torch.cat((first, (1 if name == "turn" else self.extreme) * second), dim=axis)
+            later[name] = torch.cat(
+                (first, (1 if name == "turn" else self.extreme) * second), dim=axis
+            )
         return later
 
 
@@ -196,7 +249,10 @@ SIGMOID = "sigmoid, causal: normal"
 FORMS = (
     Form("time_decay_scan", "a state before", extreme=1e30),
     Form("time_decay_scan", "logits"),
-    *(Form("linear_attention", f"{decay}, with a state") for decay in ("no decay", "a decay a head", "a decay a channel")),
+    *(
+        Form("linear_attention", f"{decay}, with a state")
+        for decay in ("no decay", "a decay a head", "a decay a channel")
+    ),
     Form("linear_attention", "plain, a decay a head", extreme=1e3),
     Form("gated_delta_rule", "a state", changed(chunk=8), triton=False),
     Form("gated_delta_rule", "no decay", changed(chunk=16), triton=False, extreme=0.5),
@@ -208,26 +264,47 @@ FORMS = (
     Form("ssm_read", "normal", changed(normalise=False), triton=False),
     Form("energy_linear_attention", "normal", triton=False, extreme=1e10),
     Form("symmetric_linear_attention", "normal", triton=False, extreme=1e30),
-    *(Form("cem_attention", name, extreme=1e15) for name in ("normal", "no diagonal", "a diagonal a head")),
+    *(
+        Form("cem_attention", name, extreme=1e15)
+        for name in ("normal", "no diagonal", "a diagonal a head")
+    ),
     Form("second_order_attention", "normal", extreme=1e15),
     Form("second_order_attention", "turned", extreme=1e15),
     Form("second_order_attention", "turned", EXACT, triton=False, size={"width": 4, "tokens": 19}),
     Form("symmetric_attention", SIGMOID, _keys(), extreme=1e15),
     Form("symmetric_attention", SIGMOID, _keys(kind="softmax"), triton=False, extreme=1e15),
     Form("fem_attention", "normal", triton=False),
-    *(Form("free_energy", name, EXACT, triton=False) for name in ("linear attention", "a decay a head", "a decay a channel")),
+    *(
+        Form("free_energy", name, EXACT, triton=False)
+        for name in ("linear attention", "a decay a head", "a decay a channel")
+    ),
 )
 # Read by all tokens, or by whole rows at once.
 FULL = (
-    *(Form("linear_attention", f"{name}a decay a head", _full) for name in ("", "plain, ", "rows that read nothing, ")),
-    *(Form("linear_attention", f"{name}a decay a channel", _full) for name in ("", "plain, ", "rows that read nothing, ")),
-    *(Form("linear_attention", name, _full) for name in ("no decay", "plain", "rows that read nothing")),
+    *(
+        Form("linear_attention", f"{name}a decay a head", _full)
+        for name in ("", "plain, ", "rows that read nothing, ")
+    ),
+    *(
+        Form("linear_attention", f"{name}a decay a channel", _full)
+        for name in ("", "plain, ", "rows that read nothing, ")
+    ),
+    *(
+        Form("linear_attention", name, _full)
+        for name in ("no decay", "plain", "rows that read nothing")
+    ),
     Form("aft_read", "padded", changed(causal=False)),
     Form("aft_read", "padded", lambda x: {**_own_logits(x), "causal": False}),
     Form("ssm_read", "padded", changed(causal=False)),
     Form("ssm_read", "normal", changed(causal=False, normalise=False)),
-    *(Form(f"{name}_linear_attention", "normal", changed(causal=False)) for name in ("energy", "symmetric")),
-    *(Form("second_order_attention", name, EXACT, size={"width": 4}) for name in ("normal", "past, full", "padding, full")),
+    *(
+        Form(f"{name}_linear_attention", "normal", changed(causal=False))
+        for name in ("energy", "symmetric")
+    ),
+    *(
+        Form("second_order_attention", name, EXACT, size={"width": 4})
+        for name in ("normal", "past, full", "padding, full")
+    ),
     Form("symmetric_attention", "sigmoid, causal: padding", changed(kind="softmax")),
     Form("symmetric_attention", SIGMOID, changed(kind="softmax", causal=False)),
 )
@@ -240,11 +317,19 @@ def named(forms: tuple[Form, ...]) -> list[Any]:
 
 def both() -> list[Any]:
     """(form, implementation): the definition of every form, and Triton's where there is one; what repeats a kernel is slow."""
-    ways = [(each, way) for each in FORMS for way in (("reference", "triton") if each.triton else ("reference",))]
+    ways = [
+        (each, way)
+        for each in FORMS
+        for way in (("reference", "triton") if each.triton else ("reference",))
+    ]
     made = []
     for n, (each, way) in enumerate(ways):
-        again = way == "triton" and any(form.op == each.op and form.triton for form in FORMS[: FORMS.index(each)])
-        marks = [pytest.mark.slow] if again and each.op != "linear_attention" else []  # that one has a kernel for each kind of decay
+        again = way == "triton" and any(
+            form.op == each.op and form.triton for form in FORMS[: FORMS.index(each)]
+        )
+        marks = (
+            [pytest.mark.slow] if again and each.op != "linear_attention" else []
+        )  # that one has a kernel for each kind of decay
         made.append(pytest.param(each, way, marks=marks, id=f"{each.op}: {each.case}, {way}, {n}"))
     return made
 
@@ -269,6 +354,9 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += 1
-        if any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default")):
+        if any(
+            word in str(func)
+            for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default")
+        ):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))

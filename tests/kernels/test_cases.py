@@ -24,7 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.cem_attention.triton as cem
 from kernels.check import Inputs, check, poisoned_memory, relative, results
-from tests.kernels.operations import ALL, FORMS, FULL, IMPLEMENTATIONS, ROWS, SIGMOID, SUITES, Form, both, fits, named, small_blocks
+from tests.kernels.operations import (
+    ALL,
+    FORMS,
+    FULL,
+    IMPLEMENTATIONS,
+    ROWS,
+    SIGMOID,
+    SUITES,
+    Form,
+    both,
+    fits,
+    named,
+    small_blocks,
+)
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # each type's unit roundoff
@@ -33,7 +46,11 @@ NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # each type's unit roun
 # errors are held to twice what is seen. On a CPU torch adds up the gradient of a LayerNorm's weight in bfloat16.
 LOOSER: dict[tuple[str, str, str], dict[str, float]] = {
     ("fem_attention", "small beta", "float32"): {"d beta": 1e-3, "d lam": 1e-3},
-    ("fem_attention", "one query, a past, small beta", "float32"): {"d k": 2.5e-5, "d beta": 1.3e-3, "d lam": 1e-3},
+    ("fem_attention", "one query, a past, small beta", "float32"): {
+        "d k": 2.5e-5,
+        "d beta": 1.3e-3,
+        "d lam": 1e-3,
+    },
     ("aft_read", "underflow", "float32"): {"d beta": 3.5e-5, "d lam": 7e-5},
     ("cem_attention", "a large bias on others", "float32"): {"d biases": 5e-5},
     ("second_order_attention", "far from zero", "float32"): {"d temperature": 1e-4},
@@ -42,7 +59,9 @@ LOOSER: dict[tuple[str, str, str], dict[str, float]] = {
     ("residual_norm", "uneven", "bfloat16"): {"d second": 1.5e-2},
 }
 # Of a case that goes through the same lines as others, with other numbers.
-NUMBERS = re.compile("range|ramp|sharp|beta|far|equal|alike|underflow|large|steep|T =|widths|forgetting|short")
+NUMBERS = re.compile(
+    "range|ramp|sharp|beta|far|equal|alike|underflow|large|steep|T =|widths|forgetting|short"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +74,44 @@ def calls() -> Iterator[Any]:
     for op, suite in SUITES.items():
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             cases = [each for each in suite.cases if fits(op, implementation, each)]
-            alike = [each for each in cases if NUMBERS.search(each)] if implementation == "triton" else cases
+            alike = (
+                [each for each in cases if NUMBERS.search(each)]
+                if implementation == "triton"
+                else cases
+            )
             repeated = {each for n, each in enumerate(alike) if n % 3}
             for n, case in enumerate(cases):
-                for m, kind in enumerate(TYPES if n or implementation != "reference" else (*TYPES, "float16")):
+                for m, kind in enumerate(
+                    TYPES if n or implementation != "reference" else (*TYPES, "float16")
+                ):
                     quick = case not in repeated and n % 2 == m
                     marks = [] if n == 0 or quick else [pytest.mark.slow]
-                    yield pytest.param(op, case, implementation, kind, marks=marks, id=f"{op}: {case}, {implementation}, {kind}")
+                    yield pytest.param(
+                        op,
+                        case,
+                        implementation,
+                        kind,
+                        marks=marks,
+                        id=f"{op}: {case}, {implementation}, {kind}",
+                    )
 
 
-def faults(suite: Any, case: str, implementation: str, dtype: torch.dtype, looser: Mapping[str, float] = MappingProxyType({})) -> list[str]:
+def faults(
+    suite: Any,
+    case: str,
+    implementation: str,
+    dtype: torch.dtype,
+    looser: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
     """The results of a check that are out of bounds: the check's own, but for those that have a ``looser`` one."""
-    found = [replace(each, bound=looser.get(each.result, each.bound)) for each in check(suite, case, implementation, dtype)]
+    found = [
+        replace(each, bound=looser.get(each.result, each.bound))
+        for each in check(suite, case, implementation, dtype)
+    ]
     assert found and looser.keys() <= {each.result for each in found}
-    return [f"{each.result}: {each.error:.2e} > {each.bound:.2e}" for each in found if not each.good]
+    return [
+        f"{each.result}: {each.error:.2e} > {each.bound:.2e}" for each in found if not each.good
+    ]
 
 
 @pytest.mark.parametrize(("op", "case", "implementation", "kind"), list(calls()))
@@ -84,61 +127,155 @@ def test_against_the_definition(op: str, case: str, implementation: str, kind: s
 
 
 EDGES: dict[str, tuple[str, list[dict[str, int]]]] = {
-    "time_decay_scan": ("a state before", [{"steps": 15, "channels": 9}, {"steps": 16}, {"steps": 17, "channels": 1}]),
-    "conditioner_features": ("normal", [{"tokens": 4, "channels": 1}, {"tokens": 5, "channels": 128}, {"tokens": 3, "channels": 16}]),
-    "fem_projection": ("both ways", [{"tokens": 8, "dk": 2, "dv": 1}, {"tokens": 16, "n": 17, "dv": 70}, {"tokens": 17, "dk": 34}]),
-    "rotary": ("packed documents", [{"tokens": 8, "width": 2}, {"tokens": 16, "width": 34}, {"tokens": 17, "width": 64}]),
-    "residual_norm": ("normal", [{"tokens": 4, "channels": 2}, {"tokens": 5, "channels": 64}, {"tokens": 3, "channels": 17}]),
-    "linear_attention": ("a decay a channel, with a state", [{"tokens": 15}, {"tokens": 16, "keys": 36}, {"tokens": 17, "values": 33}]),
+    "time_decay_scan": (
+        "a state before",
+        [{"steps": 15, "channels": 9}, {"steps": 16}, {"steps": 17, "channels": 1}],
+    ),
+    "conditioner_features": (
+        "normal",
+        [
+            {"tokens": 4, "channels": 1},
+            {"tokens": 5, "channels": 128},
+            {"tokens": 3, "channels": 16},
+        ],
+    ),
+    "fem_projection": (
+        "both ways",
+        [
+            {"tokens": 8, "dk": 2, "dv": 1},
+            {"tokens": 16, "n": 17, "dv": 70},
+            {"tokens": 17, "dk": 34},
+        ],
+    ),
+    "rotary": (
+        "packed documents",
+        [{"tokens": 8, "width": 2}, {"tokens": 16, "width": 34}, {"tokens": 17, "width": 64}],
+    ),
+    "residual_norm": (
+        "normal",
+        [
+            {"tokens": 4, "channels": 2},
+            {"tokens": 5, "channels": 64},
+            {"tokens": 3, "channels": 17},
+        ],
+    ),
+    "linear_attention": (
+        "a decay a channel, with a state",
+        [{"tokens": 15}, {"tokens": 16, "keys": 36}, {"tokens": 17, "values": 33}],
+    ),
     "aft_read": ("normal", [{"tokens": 7}, {"tokens": 8}, {"tokens": 9, "channels": 5}]),
-    "ssm_read": ("normal", [{"tokens": 3}, {"tokens": 4}, {"tokens": 5, "channels": 5, "states": 3}]),
-    "cem_attention": ("normal", [{"tokens": 16, "width": 4}, {"tokens": 32, "width": 20}, {"tokens": 33, "width": 84, "heads": 1}]),
-    "second_order_attention": ("turned", [{"tokens": 31, "width": 6}, {"tokens": 32, "width": 16}, {"tokens": 33, "width": 34}]),
-    "symmetric_attention": (SIGMOID, [{"tokens": 15, "width": 64}, {"tokens": 16, "width": 5}, {"tokens": 33, "width": 16}]),
-    "fem_attention": ("normal", [{"tokens": 15, "dk": 33, "dv": 20}, {"tokens": 16}, {"tokens": 33, "dv": 40}]),
+    "ssm_read": (
+        "normal",
+        [{"tokens": 3}, {"tokens": 4}, {"tokens": 5, "channels": 5, "states": 3}],
+    ),
+    "cem_attention": (
+        "normal",
+        [
+            {"tokens": 16, "width": 4},
+            {"tokens": 32, "width": 20},
+            {"tokens": 33, "width": 84, "heads": 1},
+        ],
+    ),
+    "second_order_attention": (
+        "turned",
+        [{"tokens": 31, "width": 6}, {"tokens": 32, "width": 16}, {"tokens": 33, "width": 34}],
+    ),
+    "symmetric_attention": (
+        SIGMOID,
+        [{"tokens": 15, "width": 64}, {"tokens": 16, "width": 5}, {"tokens": 33, "width": 16}],
+    ),
+    "fem_attention": (
+        "normal",
+        [{"tokens": 15, "dk": 33, "dv": 20}, {"tokens": 16}, {"tokens": 33, "dv": 40}],
+    ),
 }
 
 
-@pytest.mark.parametrize(("op", "n"), [(op, n) for op, (_, sizes) in EDGES.items() for n in range(len(sizes))])
+@pytest.mark.parametrize(
+    ("op", "n"), [(op, n) for op, (_, sizes) in EDGES.items() for n in range(len(sizes))]
+)
 def test_every_edge_of_a_block(op: str, n: int) -> None:
     case, sizes = EDGES[op]
     few = {"batch": 1, "heads": 2} if "heads" in SUITES[op].small else {}
-    assert not faults(replace(SUITES[op], small={**SUITES[op].small, **few, **sizes[n]}), case, "triton", torch.float32)
+    assert not faults(
+        replace(SUITES[op], small={**SUITES[op].small, **few, **sizes[n]}),
+        case,
+        "triton",
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("terms", [0, 300], ids=["one block", "many blocks"])
 @pytest.mark.parametrize(
-    "form", named((*(Form(op, case) for op, suite in ALL.items() for case in suite.cases if "range 500" not in case), *FORMS, *FULL))
+    "form",
+    named(
+        (
+            *(
+                Form(op, case)
+                for op, suite in ALL.items()
+                for case in suite.cases
+                if "range 500" not in case
+            ),
+            *FORMS,
+            *FULL,
+        )
+    ),
 )
-def test_the_reference_is_the_definition_in_float64(form: Form, terms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_the_definition_in_float64(
+    form: Form, terms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all gradients, however the work is cut."""
     if terms:
         small_blocks(monkeypatch, terms)
     x = form.inputs()
     truth = results(form.suite.definition, x, torch.float64, "cpu")
-    for name, got in results(lambda given: form.suite.call(given, "reference"), x, torch.float64, "cpu").items():
+    for name, got in results(
+        lambda given: form.suite.call(given, "reference"), x, torch.float64, "cpu"
+    ).items():
         # float64's rounding, through exponents up to 500 and logarithms over beta, of which the definition has two: 0.02 or 0.001
         rounding = 1e-9 if "0.001" in form.case else 1e-10
-        assert float((got - truth[name]).norm()) <= rounding * max(1.0, float(truth[name].norm())), name
+        assert float((got - truth[name]).norm()) <= rounding * max(
+            1.0, float(truth[name].norm())
+        ), name
 
 
-@pytest.mark.parametrize("form", named(tuple(each for each in (*FORMS, *FULL) if "nothing" not in each.case)))
+@pytest.mark.parametrize(
+    "form", named(tuple(each for each in (*FORMS, *FULL) if "nothing" not in each.case))
+)
 def test_gradcheck(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 40)
-    small: dict[str, Any] = {"tokens": 5, "batch": 1, "heads": 1, "channels": 2, "width": 4, "keys": 2, "values": 2, "dk": 3, "dv": 2}
+    small: dict[str, Any] = {
+        "tokens": 5,
+        "batch": 1,
+        "heads": 1,
+        "channels": 2,
+        "width": 4,
+        "keys": 2,
+        "values": 2,
+        "dk": 3,
+        "dv": 2,
+    }
     x = form.inputs(**small)
-    names = [name for name, t in x.items() if isinstance(t, Tensor) and t.is_floating_point() and t.shape[0] <= 5]
+    names = [
+        name
+        for name, t in x.items()
+        if isinstance(t, Tensor) and t.is_floating_point() and t.shape[0] <= 5
+    ]
 
     def call(*tensors: Tensor) -> Any:
         return form.suite.call(x | dict(zip(names, tensors, strict=True)), "reference")
 
     # One random direction; the test above has every number.
-    assert torch.autograd.gradcheck(call, [x[name].requires_grad_() for name in names], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        call, [x[name].requires_grad_() for name in names], fast_mode=True
+    )
 
 
 @pytest.mark.parametrize(("form", "implementation"), both())
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-def test_no_bit_depends_on_later_tokens(form: Form, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_depends_on_later_tokens(
+    form: Form, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_blocks(monkeypatch, 1000)
     x = form.inputs(torch.float32)
     before = form.run(x, implementation)[0].movedim(form.axis, 0)
@@ -148,7 +285,11 @@ def test_no_bit_depends_on_later_tokens(form: Form, implementation: str, monkeyp
     cut = len(before) // 2
     leaves = {name: x[name].requires_grad_() for name in form.tokens(x)}
     o = form.run(x | leaves, implementation)[0].movedim(form.axis, 0)
-    for (name, axis), g in zip(form.tokens(x).items(), torch.autograd.grad(o[:cut].square().sum(), list(leaves.values())), strict=True):
+    for (name, axis), g in zip(
+        form.tokens(x).items(),
+        torch.autograd.grad(o[:cut].square().sum(), list(leaves.values())),
+        strict=True,
+    ):
         earlier, later = g.split([cut, g.shape[axis] - cut], dim=axis)
         assert (later == 0).all() and (earlier != 0).any(), name
 
@@ -157,27 +298,48 @@ def test_no_bit_depends_on_later_tokens(form: Form, implementation: str, monkeyp
 def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> None:
     if form.op == "free_energy":
         return  # a window of its own: test_free_energy
-    for dtype, rounding in ((torch.float64, 1e-11), (torch.float32, 2e-5)):  # other joins of the same sums
+    for dtype, rounding in (
+        (torch.float64, 1e-11),
+        (torch.float32, 2e-5),
+    ):  # other joins of the same sums
         if implementation == "triton" and dtype == torch.float64:
             continue
         x = form.inputs(dtype)
         whole, last = form.run(x, implementation)
         state, count = x.get(form.rows.state), whole.shape[form.axis]
-        for sizes in ((count // 3, 1, count - count // 3 - 1), *(((1,) * count,) if implementation == "reference" else ())):
+        for sizes in (
+            (count // 3, 1, count - count // 3 - 1),
+            *(((1,) * count,) if implementation == "reference" else ()),
+        ):
             made, start, past = [], 0, state
             for size in sizes:
-                now = form.taken(x, slice(start, start + size), slice(0, start + size) if form.rows.read else None)
-                o, past = form.run(now | ({form.rows.state: past} if past is not None else {}), implementation)
+                now = form.taken(
+                    x,
+                    slice(start, start + size),
+                    slice(0, start + size) if form.rows.read else None,
+                )
+                o, past = form.run(
+                    now | ({form.rows.state: past} if past is not None else {}), implementation
+                )
                 made.append(o)
                 start += size
             scale = float(whole.abs().max())
-            torch.testing.assert_close(torch.cat(made, form.axis), whole, rtol=rounding, atol=rounding * scale)
+            torch.testing.assert_close(
+                torch.cat(made, form.axis), whole, rtol=rounding, atol=rounding * scale
+            )
             if last is not None and past is not None:
-                assert past.dtype == last.dtype and (form.op == "time_decay_scan" or past.requires_grad is False)
-                torch.testing.assert_close(past, last, rtol=rounding, atol=rounding * float(last.abs().max()))
+                assert past.dtype == last.dtype and (
+                    form.op == "time_decay_scan" or past.requires_grad is False
+                )
+                torch.testing.assert_close(
+                    past, last, rtol=rounding, atol=rounding * float(last.abs().max())
+                )
 
 
-@pytest.mark.parametrize("form", named(tuple(each for each in (*FORMS, *FULL) if each.rows.valid and "pa" not in each.case)))
+@pytest.mark.parametrize(
+    "form",
+    named(tuple(each for each in (*FORMS, *FULL) if each.rows.valid and "pa" not in each.case)),
+)
 def test_padding_is_not_there(form: Form) -> None:
     """Each sequence as if its padding were cut out, whatever stands there; and no gradient reaches it."""
     x = form.inputs(batch=2)
@@ -190,21 +352,33 @@ def test_padding_is_not_there(form: Form) -> None:
     valid[0, : o.shape[2] // 2] = False
     for name in {"v", "k", "z"} & set(x):
         x[name] = x[name] + 20.0 * ~valid[:, None, :, None]
-    leaves = {name: x[name].detach().requires_grad_() for name in form.tokens(x) if len(x[name]) == 2}
+    leaves = {
+        name: x[name].detach().requires_grad_() for name in form.tokens(x) if len(x[name]) == 2
+    }
     o = form.run(x | leaves | {form.rows.valid: valid})[0]
     assert o.isfinite().all()
     for row, kept in enumerate(valid):
         one = {
-            name: t[row : row + 1] if isinstance(t, Tensor) and len(t) == 2 and name in {*leaves, "state"} else t for name, t in x.items()
+            name: t[row : row + 1]
+            if isinstance(t, Tensor) and len(t) == 2 and name in {*leaves, "state"}
+            else t
+            for name, t in x.items()
         }
         alone = form.run(form.taken(one, kept.nonzero().flatten()))[0]
-        torch.testing.assert_close(o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9)  # float64, values moved by 20
-    for name, g in zip(leaves, torch.autograd.grad((o * valid[:, None, :, None]).square().sum(), list(leaves.values())), strict=True):
+        torch.testing.assert_close(
+            o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9
+        )  # float64, values moved by 20
+    for name, g in zip(
+        leaves,
+        torch.autograd.grad((o * valid[:, None, :, None]).square().sum(), list(leaves.values())),
+        strict=True,
+    ):
         assert g.isfinite().all() and (g.movedim(2, 1)[~valid] == 0).all(), name
 
 
 ONE_OF_EACH = [param for param in both() if param.values[1] == "triton"] + [
-    pytest.param(Form("fem_attention", "normal"), engine, id=f"fem_attention: {engine}") for engine in ("sdpa", "triton")
+    pytest.param(Form("fem_attention", "normal"), engine, id=f"fem_attention: {engine}")
+    for engine in ("sdpa", "triton")
 ]
 
 
@@ -217,10 +391,17 @@ def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
         first = x[name].movedim(axis, 0).contiguous().movedim(0, axis)
         turned[name] = first if n % 2 else torch.stack((x[name], x[name]), -1)[..., 0]
     with poisoned_memory():
-        plain, other = (results(lambda given: (form.run(given, implementation)[0],), each, torch.float32, "cpu") for each in (x, turned))
-    assert all(relative(other[name], plain[name]) < 1e-6 for name in plain)  # the vendor's products know strides
+        plain, other = (
+            results(lambda given: (form.run(given, implementation)[0],), each, torch.float32, "cpu")
+            for each in (x, turned)
+        )
+    assert all(
+        relative(other[name], plain[name]) < 1e-6 for name in plain
+    )  # the vendor's products know strides
     if form.op in ("aft_read", "ssm_read"):
-        assert other["output 0"].permute(2, 0, 1, 3).is_contiguous()  # in the order that the layer needs
+        assert (
+            other["output 0"].permute(2, 0, 1, 3).is_contiguous()
+        )  # in the order that the layer needs
     name = next(iter(form.tokens(x)))
     leaf, found = turned[name].clone().requires_grad_(), []
     for way in (implementation, "reference"):
@@ -233,10 +414,17 @@ def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
 def test_a_narrow_type_is_rounded_once(form: Form, dtype: torch.dtype) -> None:
     x = form.inputs(dtype)
     o, state = form.run(x)
-    exact = form.run({name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()})[0]
+    exact = form.run(
+        {
+            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in x.items()
+        }
+    )[0]
     assert relative(o, exact) < NARROW[dtype]
     wide = form.op == "time_decay_scan" and form.case == "logits"
-    assert o.dtype == (torch.float32 if wide else dtype) and (state is None or form.axis == 0 or state.dtype == torch.float32)
+    assert o.dtype == (torch.float32 if wide else dtype) and (
+        state is None or form.axis == 0 or state.dtype == torch.float32
+    )
 
 
 class Made(TorchDispatchMode):
@@ -260,7 +448,11 @@ class Made(TorchDispatchMode):
     def kept(self, *but: Tensor) -> int:
         """Bytes of those that live on, but for the storages of some."""
         others = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
-        return sum(size for address, (ref, size) in self.storages.items() if address not in others and not ref.expired())
+        return sum(
+            size
+            for address, (ref, size) in self.storages.items()
+            if address not in others and not ref.expired()
+        )
 
 
 def kept_bytes(form: Form, implementation: str, tokens: int) -> tuple[int, int]:
@@ -281,24 +473,48 @@ def kept_bytes(form: Form, implementation: str, tokens: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("form", "implementation"), both())
 def test_what_is_kept_is_linear_in_the_tokens(form: Form, implementation: str) -> None:
-    quadratic = form.op in ("fem_attention", "cem_attention", "second_order_attention", "symmetric_attention", "free_energy")
+    quadratic = form.op in (
+        "fem_attention",
+        "cem_attention",
+        "second_order_attention",
+        "symmetric_attention",
+        "free_energy",
+    )
     tokens = 32 if implementation == "triton" else 128 if quadratic else 1024
-    (short, _), (long, inputs) = (kept_bytes(form, implementation, times * tokens) for times in (1, 2))
+    (short, _), (long, inputs) = (
+        kept_bytes(form, implementation, times * tokens) for times in (1, 2)
+    )
     assert long < 2.1 * short
     # A chunk's states or blocks of pairs kept whole would be many times the inputs; these two keep their chunks' 64 x 64 pairs.
-    most = {"energy_linear_attention": 12, "symmetric_linear_attention": 25, "aft_read": 12 if implementation == "triton" else 8}.get(
-        form.op, 6 if implementation == "reference" else 12
-    )
+    most = {
+        "energy_linear_attention": 12,
+        "symmetric_linear_attention": 25,
+        "aft_read": 12 if implementation == "triton" else 8,
+    }.get(form.op, 6 if implementation == "reference" else 12)
     assert long < most * inputs
 
 
-@pytest.mark.parametrize("op", ["fem_attention", "cem_attention", "second_order_attention", "symmetric_attention", "free_energy"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "fem_attention",
+        "cem_attention",
+        "second_order_attention",
+        "symmetric_attention",
+        "free_energy",
+    ],
+)
 def test_terms_held_at_once_are_bounded(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 4000)
     (form, *_) = (each for each in FORMS if each.op == op)
     x = form.inputs(torch.float32, tokens=90, batch=1, heads=1)
     with Made() as made:
-        o = form.run({name: t.requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()})[0]
+        o = form.run(
+            {
+                name: t.requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
+                for name, t in x.items()
+            }
+        )[0]
         o.sum().backward()
     assert made.largest <= 4000 < 90 * 90
 
@@ -317,10 +533,16 @@ def test_an_argument_of_another_shape_or_type_is_refused_in_one_line(form: Form)
     x = form.inputs(torch.float32)
     names = (*form.tokens(x), form.rows.state) if form.op in ROWS else ("weight",)
     for name in names:
-        if isinstance(t := x.get(name), Tensor) and not (form.op == "free_energy" and name in ("q", "k", "log_decay")):
+        if isinstance(t := x.get(name), Tensor) and not (
+            form.op == "free_energy" and name in ("q", "k", "log_decay")
+        ):
             for bad in (t[..., None], t[:0], *([t[..., :-1]] if name != "v" else [])):
                 refused(form.op, x | {name: bad}, r"\b(shape|expected|empty|multiple|must be|is) ")
-    refused(form.op, form.inputs(torch.int32), "use float64, float32, bfloat16 or float16|is torch.int32")
+    refused(
+        form.op,
+        form.inputs(torch.int32),
+        "use float64, float32, bfloat16 or float16|is torch.int32",
+    )
 
 
 zeros: Any = torch.zeros
@@ -328,21 +550,57 @@ META: Any = {"device": "meta"}
 REFUSED: list[tuple[str, str, Inputs]] = [
     ("time_decay_scan", "initial is torch.float32 on meta", {"initial": zeros(2, 5, **META)}),
     ("time_decay_scan", "a is torch.float64", {"a": zeros(41, 2, 5).double()}),
-    ("conditioner_features", "state is torch.float64 on cpu.*expected torch.float32", {"state": zeros(13, 2, 37).double()}),
-    ("conditioner_features", "state has shape .* expected", {"logits": zeros(13, 2, 111), "state": zeros(12, 2, 37)}),
-    ("rotary", r"k has shape \[13, 1, 3, 6\], expected \[13, 2, 3, 6\] beside q", {"k": zeros(13, 1, 3, 6)}),
+    (
+        "conditioner_features",
+        "state is torch.float64 on cpu.*expected torch.float32",
+        {"state": zeros(13, 2, 37).double()},
+    ),
+    (
+        "conditioner_features",
+        "state has shape .* expected",
+        {"logits": zeros(13, 2, 111), "state": zeros(12, 2, 37)},
+    ),
+    (
+        "rotary",
+        r"k has shape \[13, 1, 3, 6\], expected \[13, 2, 3, 6\] beside q",
+        {"k": zeros(13, 1, 3, 6)},
+    ),
     ("rotary", "k is torch.float64", {"k": zeros(13, 2, 3, 6).double()}),
-    ("rotary", r"cos has shape .* expected \[13, 1, 1, 3\] or \[13, 2, 1, 3\]", {"positions": torch.zeros(13, 3)}),
-    ("rotary", "q has 5 channels, and pairs are rotated", {"q": zeros(13, 2, 3, 5), "k": zeros(13, 2, 3, 5)}),
+    (
+        "rotary",
+        r"cos has shape .* expected \[13, 1, 1, 3\] or \[13, 2, 1, 3\]",
+        {"positions": torch.zeros(13, 3)},
+    ),
+    (
+        "rotary",
+        "q has 5 channels, and pairs are rotated",
+        {"q": zeros(13, 2, 3, 5), "k": zeros(13, 2, 3, 5)},
+    ),
     ("residual_norm", r"weight has shape \[36\], expected \[37\]", {"weight": zeros(36)}),
     ("residual_norm", "second is torch.float32 on meta", {"second": zeros(37, **META)}),
-    ("fem_projection", r"z has shape \[13, 2, 82\], expected \[s, b, heads \* 27\]", {"z": zeros(13, 2, 82)}),
+    (
+        "fem_projection",
+        r"z has shape \[13, 2, 82\], expected \[s, b, heads \* 27\]",
+        {"z": zeros(13, 2, 82)},
+    ),
     ("fem_projection", r"features 0 has shape .* expected \[13, 2, 4\]", {"f": zeros(13, 1, 4)}),
     ("fem_projection", r"weight 0 has shape .* expected \[81, 4\]", {"wf": zeros(80, 4)}),
     ("fem_projection", r"weight 0 is torch.float64", {"wf": zeros(81, 4).double()}),
-    ("fem_projection", r"cos has shape .* expected \[13, 1, 1, 3\] or \[13, 2, 1, 3\]", {"positions": torch.zeros(13, 3)}),
-    ("fem_projection", "q and k, of one width where turned, stand first", {"widths": {"v": 15, "q": 6, "k": 6}}),
-    ("fem_projection", "q and k, of one width where turned, stand first", {"widths": {"q": 6, "k": 6, "gate": 5, "lam": 5, "v": 5}}),
+    (
+        "fem_projection",
+        r"cos has shape .* expected \[13, 1, 1, 3\] or \[13, 2, 1, 3\]",
+        {"positions": torch.zeros(13, 3)},
+    ),
+    (
+        "fem_projection",
+        "q and k, of one width where turned, stand first",
+        {"widths": {"v": 15, "q": 6, "k": 6}},
+    ),
+    (
+        "fem_projection",
+        "q and k, of one width where turned, stand first",
+        {"widths": {"q": 6, "k": 6, "gate": 5, "lam": 5, "v": 5}},
+    ),
     ("linear_attention", "k is torch.float64", {"k": zeros(1, 1, 37, 12).double()}),
     ("linear_attention", "v is torch.float32 on meta", {"v": zeros(1, 1, 37, 20, **META)}),
     ("linear_attention", "leave it out", {"initial": zeros(1, 1, 12, 21), "causal": False}),
@@ -352,11 +610,19 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ("gated_delta_rule", "beta is torch.float64", {"beta": zeros(1, 2, 37).double()}),
     ("aft_read", "lam mixes mu", {"beta": None}),
     ("aft_read", "causal=True", {"state": zeros(1, 2, 7, 3), "causal": False}),
-    ("aft_read", r"k has shape \[1, 2, 19, 4\], expected \[1, 2, 19, 3\] or \[1, 2, 19, 6\]", {"k": zeros(1, 2, 19, 4)}),
+    (
+        "aft_read",
+        r"k has shape \[1, 2, 19, 4\], expected \[1, 2, 19, 3\] or \[1, 2, 19, 6\]",
+        {"k": zeros(1, 2, 19, 4)},
+    ),
     ("aft_read", r"beta has shape \[1, 3\], expected \[2, 3\]", {"beta": zeros(1, 3)}),
     ("ssm_read", "lam mixes mu", {"beta": None}),
     ("ssm_read", "causal=True", {"state": zeros(1, 2, 3, 10), "causal": False}),
-    ("ssm_read", r"rate has shape \[1, 3, 2\], expected \[2, 3, states\]", {"rate": zeros(1, 3, 2)}),
+    (
+        "ssm_read",
+        r"rate has shape \[1, 3, 2\], expected \[2, 3, states\]",
+        {"rate": zeros(1, 3, 2)},
+    ),
     ("ssm_read", "valid has shape", {"valid": zeros(1, 8).bool()}),
     ("free_energy", "needs beta", {"beta": None}),
     ("cem_attention", "40 keys for 41 tokens", {"k": zeros(2, 2, 40, 12), "h": zeros(2, 40, 24)}),
@@ -364,7 +630,11 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ("cem_attention", r"expected \[1, 24\] or \[2, 24\]", {"d": zeros(2, 6)}),
     ("cem_attention", r"slopes has shape \[1\], expected \[2\]", {"slopes": (0.5,)}),
     ("cem_attention", "valid is", {"valid": zeros(2, 41)}),
-    ("second_order_attention", r"k has shape .* expected \[1, 3, 37, 20\]", {"k": zeros(1, 3, 36, 20)}),
+    (
+        "second_order_attention",
+        r"k has shape .* expected \[1, 3, 37, 20\]",
+        {"k": zeros(1, 3, 36, 20)},
+    ),
     ("second_order_attention", "gram has shape", {"factor": zeros(3, 19, 20)}),
     ("second_order_attention", "temperature has shape", {"temperature": zeros(1)}),
     ("second_order_attention", "newton_temperature has shape", {"newton_temperature": zeros(4)}),
@@ -372,13 +642,25 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ("second_order_attention", "turn has shape", {"turn": zeros(1, 1, 2, 20)}),
     ("symmetric_attention", "no causal form", {"causal": True}),
     ("symmetric_attention", "kind 'hard' is not one of", {"kind": "hard"}),
-    ("symmetric_attention", r"keys has shape .* expected \[2, 2, 37, 20\]", {"keys": zeros(2, 2, 36, 20), "kind": "sigmoid"}),
+    (
+        "symmetric_attention",
+        r"keys has shape .* expected \[2, 2, 37, 20\]",
+        {"keys": zeros(2, 2, 36, 20), "kind": "sigmoid"},
+    ),
     ("symmetric_attention", "bool", {"valid": zeros(2, 37)}),
     ("symmetric_linear_attention", "valid is .* torch.bool", {"valid": zeros(2, 150)}),
     ("energy_linear_attention", "valid is .* torch.bool", {"valid": zeros(2, 150)}),
-    ("fem_attention", "3 query heads are not a multiple of v's 2 heads", {"q": zeros(2, 3, 45, 16)}),
+    (
+        "fem_attention",
+        "3 query heads are not a multiple of v's 2 heads",
+        {"q": zeros(2, 3, 45, 16)},
+    ),
     ("fem_attention", "needs beta", {"beta": None}),
-    ("fem_attention", "46 queries but 45 keys", {"q": zeros(2, 2, 46, 16), "lam": None, "gate": None}),
+    (
+        "fem_attention",
+        "46 queries but 45 keys",
+        {"q": zeros(2, 2, 46, 16), "lam": None, "gate": None},
+    ),
     ("fem_attention", "v is torch.bfloat16", {"v": zeros(2, 2, 45, 8).bfloat16()}),
     ("fem_attention", "lam is torch.float64", {"lam": zeros(2, 2, 45, 8).double()}),
     ("fem_attention", "k is torch.float32 on meta", {"k": zeros(2, 2, 45, 16, **META)}),
@@ -396,5 +678,7 @@ REFUSED: list[tuple[str, str, Inputs]] = [
 def test_what_does_not_fit_is_refused_in_one_line(op: str, words: str, change: Inputs) -> None:
     case = "normal" if "normal" in ALL[op].cases else next(iter(ALL[op].cases))
     x = Form(op, case).inputs(torch.float32) | change
-    missing = {name for name, t in x.items() if t is None} if op in ("aft_read", "ssm_read") else set()
+    missing = (
+        {name for name, t in x.items() if t is None} if op in ("aft_read", "ssm_read") else set()
+    )
     refused(op, {name: t for name, t in x.items() if name not in missing}, words)

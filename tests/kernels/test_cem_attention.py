@@ -31,7 +31,12 @@ def small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def floats(x: Inputs, dtype: torch.dtype, leaves: bool = True) -> Inputs:
-    return {name: t.to(dtype).requires_grad_(leaves) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()}
+    return {
+        name: t.to(dtype).requires_grad_(leaves)
+        if isinstance(t, Tensor) and t.is_floating_point()
+        else t
+        for name, t in x.items()
+    }
 
 
 @every_diagonal
@@ -49,7 +54,11 @@ def test_the_energy_and_its_gradient(diagonal: str) -> None:
     if parts is not None:
         a = a + torch.einsum("bjd,hd,bid->bhij", x["h"], x["d"].expand(2, -1), x["u"])
     distance = own[:, None] - own
-    a = a * x["scale"] - biases[0][:, None, None] * distance.abs() + torch.where(distance == 0, *x["biases"])
+    a = (
+        a * x["scale"]
+        - biases[0][:, None, None] * distance.abs()
+        + torch.where(distance == 0, *x["biases"])
+    )
     expected = -a.masked_fill(distance < 0, -torch.inf).logsumexp(-1).sum(1) / x["scale"]
     torch.testing.assert_close(energy, expected, rtol=1e-12, atol=1e-12)  # float64 rounding
     (gradient,) = torch.autograd.grad(energy.sum(), x["q"])
@@ -62,12 +71,21 @@ def test_the_energy_and_its_gradient(diagonal: str) -> None:
 
 def test_without_biases_and_diagonal_it_is_attention_with_keys_for_values() -> None:
     x = inputs(SIZE, diagonal="none", biases=(0.0, 0.0), steepness=0.0)
-    expected = scaled_dot_product_attention(x["q"], x["k"], x["k"], is_causal=True, scale=x["scale"])
-    torch.testing.assert_close(call(x, "reference")[0], expected, rtol=1e-12, atol=1e-12)  # float64 rounding
+    expected = scaled_dot_product_attention(
+        x["q"], x["k"], x["k"], is_causal=True, scale=x["scale"]
+    )
+    torch.testing.assert_close(
+        call(x, "reference")[0], expected, rtol=1e-12, atol=1e-12
+    )  # float64 rounding
 
 
-@pytest.mark.parametrize(("case", "terms"), [("past", 1), ("padding", 1200), ("full, past, padding, a diagonal a head", 1)])
-def test_parts_of_the_sequences_and_of_the_rows(case: str, terms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "terms"),
+    [("past", 1), ("padding", 1200), ("full, past, padding, a diagonal a head", 1)],
+)
+def test_parts_of_the_sequences_and_of_the_rows(
+    case: str, terms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where C has more terms than are held at once: rows by the least number, or sequences one by one."""
     x = floats(SUITE.cases[case](SIZE), torch.float32, leaves=False)
     held: list[int] = []
@@ -81,9 +99,15 @@ def test_parts_of_the_sequences_and_of_the_rows(case: str, terms: int, monkeypat
     monkeypatch.setattr(products, "diagonal_scores", counted)
     monkeypatch.setattr(products, "TERMS", terms)
     monkeypatch.setattr(products, "LEAST_ROWS", 20)
-    truth, got = (results(functools.partial(call, implementation=how), x, torch.float32, "cpu") for how in ("reference", "triton"))
+    truth, got = (
+        results(functools.partial(call, implementation=how), x, torch.float32, "cpu")
+        for how in ("reference", "triton")
+    )
     # Both round in float32. The biases' gradient, 0.02, is what is left of 136 rows' terms of either sign: 6e-8 of 10 each, at random 7e-6.
-    errors = {name: (float((got[name] - t).norm()), 1e-5 * float(t.norm()) + 1e-5) for name, t in truth.items()}
+    errors = {
+        name: (float((got[name] - t).norm()), 1e-5 * float(t.norm()) + 1e-5)
+        for name, t in truth.items()
+    }
     assert all(error <= bound for error, bound in errors.values()), errors
     assert max(held) <= max(terms, 20 * len(x["d"]) * x["k"].shape[2])
 
@@ -92,16 +116,31 @@ def test_bfloat16_keeps_no_wide_copy() -> None:
     x = floats(inputs(SIZE), torch.bfloat16)
     for implementation in ("triton", "reference"):
         kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):  # type: ignore[misc]
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t,  # type: ignore[misc]
+            lambda t: t,
+        ):
             call(x, implementation)
-        assert max(t.numel() for t in kept if t.dtype != torch.bfloat16) <= x["q"][..., 0].numel()  # a number a row and head
+        assert (
+            max(t.numel() for t in kept if t.dtype != torch.bfloat16) <= x["q"][..., 0].numel()
+        )  # a number a row and head
 
 
 @every_diagonal
-def test_steps_of_a_layer_read_the_same_keys(diagonal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_layer_read_the_same_keys(
+    diagonal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """k and h are made once; no step copies, casts or rearranges them, nor the output's gradient."""
-    monkeypatch.setattr(cem, "cem_attention", functools.partial(cem_attention, implementation="triton"))
-    sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 2, "ffn_hidden_size": 24, "causal": True, "norm_eps": 1e-6}
+    monkeypatch.setattr(
+        cem, "cem_attention", functools.partial(cem_attention, implementation="triton")
+    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 24,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 24,
+        "causal": True,
+        "norm_eps": 1e-6,
+    }
     model = ModelConfig(**sizes, cem=CemConfig(steps_attention=2, diagonal=diagonal))
     layer = cem.CemAttention(CemAttentionShape.of(model), OneProcess(torch.bfloat16))
     with torch.no_grad():
@@ -125,14 +164,24 @@ def test_steps_of_a_layer_read_the_same_keys(diagonal: str, monkeypatch: pytest.
     (k, h, _, k_kept, _, h_kept), (k_then, h_then, *_) = calls
     assert k.data_ptr() == k_kept.data_ptr() == k_then.data_ptr()
     assert diagonal == "none" or h.data_ptr() == h_kept.data_ptr() == h_then.data_ptr()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in layer.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in layer.parameters()
+    )
 
 
 def test_gradients_have_their_inputs_types_and_order_in_memory() -> None:
-    x = floats(inputs(SIZE), torch.bfloat16) | {"d": torch.randn(1, 24).requires_grad_(), "biases": torch.randn(2).requires_grad_()}
-    x |= {name: x[name].detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_() for name in "qk"}
+    x = floats(inputs(SIZE), torch.bfloat16) | {
+        "d": torch.randn(1, 24).requires_grad_(),
+        "biases": torch.randn(2).requires_grad_(),
+    }
+    x |= {
+        name: x[name].detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_()
+        for name in "qk"
+    }
     out = call(x, "triton")[0]
     leaf = [t for t in x.values() if isinstance(t, Tensor) and t.requires_grad]
     found = torch.autograd.grad(out.sum(), leaf)
     assert out.dtype == torch.bfloat16 and [g.dtype for g in found] == [t.dtype for t in leaf]
-    assert [t.stride() for t in (out, *found[:2])] == [x[name].stride() for name in ("q", "q", "k")]  # so that the layer copies none
+    assert [t.stride() for t in (out, *found[:2])] == [
+        x[name].stride() for name in ("q", "q", "k")
+    ]  # so that the layer copies none

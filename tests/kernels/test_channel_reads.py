@@ -29,22 +29,34 @@ def drawn(op: str, dtype: torch.dtype = torch.float32, **size: int) -> Inputs:
 def test_aft_takes_logits_of_any_size(size: float, dtype: torch.dtype) -> None:
     x = drawn("aft_read", torch.float64, tokens=90)
     # Whole numbers and coarse values: k + beta v is then exact in both types, so that what differs is the read's own doing.
-    x["k"] = (torch.rand(x["k"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2 * size - size).round()
+    x["k"] = (
+        torch.rand(x["k"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        * 2
+        * size
+        - size
+    ).round()
     x |= {"v": (x["v"] * 100 / 4).round() * 4, "beta": torch.full_like(x["beta"], 2.0)}
     x = {name: t.to(dtype).double() for name, t in x.items()}
     truth = results(AFT.definition, x, torch.float64, "cpu")
-    got = results(lambda given: AFT.call(given, "reference"), x, dtype, "cpu", weighted_in=torch.float64)
+    got = results(
+        lambda given: AFT.call(given, "reference"), x, dtype, "cpu", weighted_in=torch.float64
+    )
     # the difference of two log-sum-exps of this size, halved by beta
     assert (got["output 0"] - truth["output 0"]).abs().max() < 4 * size * torch.finfo(dtype).eps
     for name in ("d k", "d v", "d beta"):  # dbeta: F - E_w[v] as the difference of both
-        assert got[name].isfinite().all() and relative(got[name], truth[name]) < (1e-10 if dtype == torch.float64 else 1e-4)
+        assert got[name].isfinite().all() and relative(got[name], truth[name]) < (
+            1e-10 if dtype == torch.float64 else 1e-4
+        )
 
 
 @every_form
 def test_aft_never_forgets_the_token_that_won(implementation: str) -> None:
     k, v = torch.zeros(1, 1, 9, 1), torch.arange(9.0)[:, None].expand(1, 1, 9, 1)
     k[0, 0, 3] = 1e4
-    assert torch.equal(aft_read(k, v, implementation=implementation)[0].flatten(), torch.tensor([0.0, 0.5, 1.0, *[3.0] * 6]))
+    assert torch.equal(
+        aft_read(k, v, implementation=implementation)[0].flatten(),
+        torch.tensor([0.0, 0.5, 1.0, *[3.0] * 6]),
+    )
 
 
 def test_ssm_not_normalised_is_the_selective_scan() -> None:
@@ -52,10 +64,14 @@ def test_ssm_not_normalised_is_the_selective_scan() -> None:
     state, expected = torch.zeros(1, 2, 3, 2, dtype=torch.float64), []
     for t in range(70):
         step = x["delta"][:, :, t, :, None]
-        state = (-step * x["rate"]).exp() * state + step * x["b_in"][:, :, t, None] * x["v"][:, :, t, :, None]
+        state = (-step * x["rate"]).exp() * state + step * x["b_in"][:, :, t, None] * x["v"][
+            :, :, t, :, None
+        ]
         expected.append((state * x["c_out"][:, :, t, None]).sum(-1))
     o, after = ssm_read(x["delta"], x["rate"], x["b_in"], x["c_out"], x["v"], normalise=False)
-    torch.testing.assert_close(o, torch.stack(expected, 2), rtol=1e-12, atol=1e-12)  # float64 rounding
+    torch.testing.assert_close(
+        o, torch.stack(expected, 2), rtol=1e-12, atol=1e-12
+    )  # float64 rounding
     torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)
 
 
@@ -70,9 +86,13 @@ def test_ssm_takes_steps_of_any_size(size: float, values: float) -> None:
     mu, free_energy = ssm_read(**bare)[0], ssm_read(**bare, beta=x["beta"])[0]
     if size == 1e4 and values == 1.0:  # everything but the token itself is forgotten
         torch.testing.assert_close(mu, x["v"], rtol=1e-6, atol=0)  # float32 rounding
-        torch.testing.assert_close(free_energy, x["v"], rtol=1e-6, atol=1e-5)  # float32 rounding of beta v / beta
+        torch.testing.assert_close(
+            free_energy, x["v"], rtol=1e-6, atol=1e-5
+        )  # float32 rounding of beta v / beta
     else:
-        assert (free_energy >= mu - 1e-5 * values).all() and (free_energy <= x["v"].cummax(2).values + 1e-5 * values).all()
+        assert (free_energy >= mu - 1e-5 * values).all() and (
+            free_energy <= x["v"].cummax(2).values + 1e-5 * values
+        ).all()
 
 
 @every_form
@@ -81,11 +101,21 @@ def test_ssm_a_far_past_maximum_fades_without_underflow(implementation: str) -> 
     tokens, rate = (2001, 1.0) if implementation == "reference" else (41, 10.0)
     v, one = torch.zeros(1, 1, tokens, 1), torch.ones(1, 1, tokens, 1)
     v[:, :, 0] = 300.0
-    o, _ = ssm_read(one, torch.full((1, 1, 1), rate), one, one, v, torch.ones(1, 1), implementation=implementation)
+    o, _ = ssm_read(
+        one,
+        torch.full((1, 1, 1), rate),
+        one,
+        one,
+        v,
+        torch.ones(1, 1),
+        implementation=implementation,
+    )
     decay = rate * torch.arange(tokens, dtype=torch.float64)
     others = (1 - (-decay).exp()) / (1 - torch.tensor(-rate, dtype=torch.float64).exp())
     truth = torch.logaddexp(300 - decay, others.log()) - (others + (-decay).exp()).log()
-    torch.testing.assert_close(o.double().flatten(), truth, rtol=0, atol=1e-4)  # eps times exponents of 300
+    torch.testing.assert_close(
+        o.double().flatten(), truth, rtol=0, atol=1e-4
+    )  # eps times exponents of 300
 
 
 def test_ssm_states_are_made_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +126,12 @@ def test_ssm_states_are_made_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         return time_decay_scan(a, x, initial)
 
     monkeypatch.setattr(reference, "time_decay_scan", watched)
-    results(lambda given: SSM.call(given, "reference"), drawn("ssm_read", tokens=150), torch.float32, "cpu")
+    results(
+        lambda given: SSM.call(given, "reference"),
+        drawn("ssm_read", tokens=150),
+        torch.float32,
+        "cpu",
+    )
     assert lengths == [64, 64, 22, 22, 64, 64]  # forward, then once more in the backward
 
 
@@ -104,7 +139,10 @@ def test_ssm_states_are_made_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_state_holds(implementation: str) -> None:
     aft, ssm = drawn("aft_read"), drawn("ssm_read")
     for left_out, rows, columns in ((("beta", "lam"), 3, 4), ((), 7, 10)):
-        for read, x, shape in ((aft_read, aft, (1, 2, rows, 3)), (ssm_read, ssm, (1, 2, 3, columns))):
+        for read, x, shape in (
+            (aft_read, aft, (1, 2, rows, 3)),
+            (ssm_read, ssm, (1, 2, 3, columns)),
+        ):
             given: Any = {name: t.requires_grad_() for name, t in x.items() if name not in left_out}
             state = read(**given, implementation=implementation)[1]
             assert state is not None and state.shape == shape and not state.requires_grad
@@ -118,7 +156,11 @@ def test_padding_alone_leaves_a_state_as_it_is(op: str, implementation: str) -> 
     nobody = torch.zeros(1, 5, dtype=torch.bool)
     _, state = read(**x, valid=nobody, implementation=implementation)
     first, second = (read(**x, state=each, implementation=implementation) for each in (None, state))
-    assert state.isfinite().all() and torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert (
+        state.isfinite().all()
+        and torch.equal(first[0], second[0])
+        and torch.equal(first[1], second[1])
+    )
     idle = read(**x, valid=nobody, state=first[1], implementation=implementation)[1]
     torch.testing.assert_close(idle, first[1], rtol=1e-6, atol=1e-6)  # float32 rounding
 
@@ -126,10 +168,18 @@ def test_padding_alone_leaves_a_state_as_it_is(op: str, implementation: str) -> 
 @pytest.mark.parametrize("op", READS)
 def test_gradients_beside_a_state(op: str) -> None:
     x, (read, _) = drawn(op, tokens=16), READS[op]
-    earlier, later = ({name: t[:, :, part] if t.dim() == 4 else t for name, t in x.items()} for part in (slice(0, 9), slice(9, 16)))
+    earlier, later = (
+        {name: t[:, :, part] if t.dim() == 4 else t for name, t in x.items()}
+        for part in (slice(0, 9), slice(9, 16))
+    )
     state = read(**earlier)[1]
     truth, got = (
-        results(lambda given, how=how: read(**given, state=state, implementation=how)[:1], later, torch.float32, "cpu")  # type: ignore[misc]
+        results(
+            lambda given, how=how: read(**given, state=state, implementation=how)[:1],  # type: ignore[misc]
+            later,
+            torch.float32,
+            "cpu",
+        )
         for how in ("reference", "triton")
     )
     for name, g in got.items():

@@ -46,11 +46,20 @@ def test_an_operation_is_one_graph(op: str) -> None:
     whole = torch.compile(lambda x: suite.call(x, "auto"), fullgraph=True, backend="eager")
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
     for name, got in results(whole, x, torch.float32, "cpu").items():
-        assert relative(got, plain[name]) <= 1e-6, name  # float32's rounding, where a sum is taken in another order
+        assert relative(got, plain[name]) <= 1e-6, (
+            name
+        )  # float32's rounding, where a sum is taken in another order
 
 
 OWN_BACKWARD = ("fem_attention", "cem_attention", "linear_attention", "symmetric_attention")
-PRODUCTS = (*OWN_BACKWARD, "fem_projection", "free_energy", "gated_delta_rule", "second_order_attention", "ssm_read")
+PRODUCTS = (
+    *OWN_BACKWARD,
+    "fem_projection",
+    "free_energy",
+    "gated_delta_rule",
+    "second_order_attention",
+    "ssm_read",
+)
 
 
 @pytest.mark.parametrize("op", PRODUCTS)
@@ -59,9 +68,16 @@ def test_autocast_changes_no_bit(op: str) -> None:
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
     if op == "second_order_attention":
-        x = {**x, "factor": torch.eye(x["q"].shape[3]).double().repeat(x["q"].shape[1], 1, 1)}  # whose square is exact
+        x = {
+            **x,
+            "factor": torch.eye(x["q"].shape[3]).double().repeat(x["q"].shape[1], 1, 1),
+        }  # whose square is exact
     found = []
-    for forward, backward in ((False, False), (True, False), *([(True, True)] if op in OWN_BACKWARD else [])):
+    for forward, backward in (
+        (False, False),
+        (True, False),
+        *([(True, True)] if op in OWN_BACKWARD else []),
+    ):
         with torch.autocast("cpu", torch.bfloat16, enabled=backward):
 
             def call(x: Inputs, on: bool = forward) -> Outputs:
@@ -70,12 +86,25 @@ def test_autocast_changes_no_bit(op: str) -> None:
 
             found.append(results(call, x, torch.float32, "cpu"))
     # The suite makes the square itself.
-    assert all(torch.equal(way[name], found[0][name]) for way in found[1:] for name in way if name != "d factor")
+    assert all(
+        torch.equal(way[name], found[0][name])
+        for way in found[1:]
+        for name in way
+        if name != "d factor"
+    )
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS],
+)
 def test_a_layer_is_one_graph(name: str) -> None:
-    model = replace(load(ModelConfig, ROOT / "configs" / "model" / "fem_sm_demo.yaml"), mixer=name, hidden_size=32, num_attention_heads=2)
+    model = replace(
+        load(ModelConfig, ROOT / "configs" / "model" / "fem_sm_demo.yaml"),
+        mixer=name,
+        hidden_size=32,
+        num_attention_heads=2,
+    )
     block = Block(model.blocks()[0], OneProcess())
     rng = torch.Generator().manual_seed(1)
     for parameter in block.parameters():
@@ -84,7 +113,9 @@ def test_a_layer_is_one_graph(name: str) -> None:
     for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
         y = read(x, Context())
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))
-    assert all(relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True))  # as above, through the layer
+    assert all(
+        relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True)
+    )  # as above, through the layer
 
 
 def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
@@ -98,10 +129,16 @@ def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
     for copy in ("one.kernels_registered", "two.kernels_registered"):
         code = runpy.run_path(str(ROOT / "kernels" / "registered.py"), run_name=copy)
         other = code["registered"](lambda q: torch.empty_like(q), lambda q: False)(linear_attention)
-        assert torch.compile(other, fullgraph=True, backend="eager")(torch.ones(3)).tolist() == [2, 2, 2]
+        assert torch.compile(other, fullgraph=True, backend="eager")(torch.ones(3)).tolist() == [
+            2,
+            2,
+            2,
+        ]
         spaces.append(code["NAMESPACE"])
     assert len({"fem", *spaces}) == 3
-    assert torch.ops.fem.linear_attention.default is ours  # registered anew, it would be another, and ours freed memory
+    assert (
+        torch.ops.fem.linear_attention.default is ours
+    )  # registered anew, it would be another, and ours freed memory
 
 
 class Nodes(TorchDispatchMode):
@@ -123,7 +160,9 @@ class Nodes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("op", SUITES)
-def test_a_node_of_a_graph_is_what_torch_library_wants(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_a_graph_is_what_torch_library_wants(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The operation's own name, the same numbers and gradients, results in the memory that its shapes promise and that nobody else has."""
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
@@ -133,7 +172,9 @@ def test_a_node_of_a_graph_is_what_torch_library_wants(op: str, monkeypatch: pyt
         for module in (registered, residual_norm, fem_projection):
             patch.setattr(module, "opaque", lambda *_: not nodes.within)
         node = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
-    assert all(relative(node[name], plain[name]) <= 1e-6 for name in plain)  # float32's rounding, as above
+    assert all(
+        relative(node[name], plain[name]) <= 1e-6 for name in plain
+    )  # float32's rounding, as above
     name = {"free_energy": "linear_read_at_once"}.get(op, op)
     assert {name, f"{name}_backward"} <= set(nodes.found)
     for func, args in nodes.found.values():
@@ -148,12 +189,24 @@ def test_a_tensor_without_numbers_gets_its_shape(op: str, case: str) -> None:
     """Forward and backward: nothing looks at a number, and no size depends on one."""
     suite = SUITES[op]
     x = suite.cases[case](suite.small)
-    given = {name: t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()}
+    given = {
+        name: t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in x.items()
+    }
     real = suite.call(given, "auto")
     with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in given.items()}
-        leaves = [t.requires_grad_() for t in fake.values() if isinstance(t, Tensor) and t.is_floating_point()]
+        fake = {
+            name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in given.items()
+        }
+        leaves = [
+            t.requires_grad_()
+            for t in fake.values()
+            if isinstance(t, Tensor) and t.is_floating_point()
+        ]
         made = suite.call(fake, "auto")
         gradients = torch.autograd.grad([o.float().sum() for o in made], leaves, allow_unused=True)
     assert [(o.shape, o.dtype) for o in made] == [(o.shape, o.dtype) for o in real]
-    assert all(g is None or (g.shape, g.dtype) == (t.shape, t.dtype) for g, t in zip(gradients, leaves, strict=True))
+    assert all(
+        g is None or (g.shape, g.dtype) == (t.shape, t.dtype)
+        for g, t in zip(gradients, leaves, strict=True)
+    )

@@ -29,7 +29,9 @@ fast_and_exact = pytest.mark.parametrize("implementation", ["fused", "reference"
 
 def inputs(dtype: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
     """The six tensors, in ``dtype``, all differentiable."""
-    x = made({**SIZE, **{name: changed.pop(name) for name in (*SIZE,) if name in changed}}, **changed)
+    x = made(
+        {**SIZE, **{name: changed.pop(name) for name in (*SIZE,) if name in changed}}, **changed
+    )
     return {name: x[name].to(dtype).requires_grad_() for name in TENSORS if x[name] is not None}
 
 
@@ -44,7 +46,10 @@ def total(o: Tensor) -> Tensor:
 def gradients(x: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
     o = fem_attention(**x, **arguments)
     names = [name for name in x if x[name].requires_grad]
-    return {"o": o.detach(), **dict(zip(names, torch.autograd.grad(total(o), [x[name] for name in names]), strict=True))}
+    return {
+        "o": o.detach(),
+        **dict(zip(names, torch.autograd.grad(total(o), [x[name] for name in names]), strict=True)),
+    }
 
 
 # --- which form runs -------------------------------------------------------------------------------------------------------------
@@ -55,26 +60,42 @@ def test_without_temperature_and_gate_it_is_standard_attention(implementation: s
     x = inputs()
     standard = F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
     closed = x | {"lam": torch.zeros_like(x["lam"]), "gate": torch.ones_like(x["gate"])}
-    for given in (closed, {name: x[name] for name in ("q", "k", "v")}):  # sums of 21 terms of size 1, in two orders
-        torch.testing.assert_close(fem_attention(**given, implementation=implementation), standard, rtol=2e-6, atol=2e-6)
-    twice = fem_attention(**x | {"q": 2 * x["q"]}, scale=16**-0.5 / 2, implementation=implementation)
-    torch.testing.assert_close(twice, fem_attention(**x, implementation=implementation), rtol=1e-5, atol=1e-6)
+    for given in (
+        closed,
+        {name: x[name] for name in ("q", "k", "v")},
+    ):  # sums of 21 terms of size 1, in two orders
+        torch.testing.assert_close(
+            fem_attention(**given, implementation=implementation), standard, rtol=2e-6, atol=2e-6
+        )
+    twice = fem_attention(
+        **x | {"q": 2 * x["q"]}, scale=16**-0.5 / 2, implementation=implementation
+    )
+    torch.testing.assert_close(
+        twice, fem_attention(**x, implementation=implementation), rtol=1e-5, atol=1e-6
+    )
 
 
 def weighed(x: dict[str, Tensor]) -> Tensor:
     """The prior's logarithms, [b, h, queries, keys]."""
     scores = x["q"] @ x["k"].mT * x["q"].shape[-1] ** -0.5
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).log_softmax(-1)
+    return scores.masked_fill(
+        torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf
+    ).log_softmax(-1)
 
 
 @fast_and_exact
 @pytest.mark.parametrize(("beta", "uniform"), [(0.02, 2.0), (1.95, 2.0), (40.0, 0.9), (1.0, 39.0)])
-def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(implementation: str, beta: float, uniform: float) -> None:
+def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
+    implementation: str, beta: float, uniform: float
+) -> None:
     """F - mu = KL(p || q) / beta, q = p exp(beta (v - F)) the posterior; mu <= F <= the greatest value; F(v + c) = F(v) + c."""
     dtype = torch.float32 if implementation in ("sdpa", "triton") else torch.float64
     x = {name: t.detach() for name, t in inputs(dtype, beta=beta, uniform=uniform).items()}
     ones = torch.ones_like(x["v"])
-    mu, free = (fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation) for lam in (0 * ones, ones))
+    mu, free = (
+        fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation)
+        for lam in (0 * ones, ones)
+    )
     # The rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta
     rounding = 20 * torch.finfo(dtype).eps * (uniform + 1 / beta)
     assert (free >= mu - rounding).all() and (free <= x["v"].cummax(2).values + rounding).all()
@@ -84,8 +105,12 @@ def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(impl
     posterior = (log_p[..., None] + beta * (x["v"][:, :, None] - free[:, :, :, None])).logsumexp(3)
     torch.testing.assert_close(posterior, torch.zeros_like(free), rtol=0, atol=3 * rounding * beta)
     shift = torch.linspace(-8, 8, ones.shape[-1], dtype=dtype)
-    shifted = fem_attention(x["q"], x["k"], x["v"] + shift, x["beta"], ones, implementation=implementation)
-    torch.testing.assert_close(shifted, free + shift, rtol=0, atol=3 * rounding + 8 * torch.finfo(dtype).eps)
+    shifted = fem_attention(
+        x["q"], x["k"], x["v"] + shift, x["beta"], ones, implementation=implementation
+    )
+    torch.testing.assert_close(
+        shifted, free + shift, rtol=0, atol=3 * rounding + 8 * torch.finfo(dtype).eps
+    )
 
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
@@ -95,10 +120,19 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
     log_p = weighed(x)
 
     def at(temperature: Tensor) -> Tensor:  # [b, h, t, dv]: one for each token and channel
-        return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(3) / temperature
+        return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(
+            3
+        ) / temperature
 
     def hidden(lam: float) -> Tensor:
-        mixed = fem_attention(x["q"], x["k"], x["v"], x["beta"], torch.full_like(x["lam"], lam), implementation=implementation)
+        mixed = fem_attention(
+            x["q"],
+            x["k"],
+            x["v"],
+            x["beta"],
+            torch.full_like(x["lam"], lam),
+            implementation=implementation,
+        )
         low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
         for _ in range(60):
             middle = (low + high) / 2
@@ -108,34 +142,55 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
 
     found = [hidden(lam) for lam in (0.05, 0.3, 0.6, 0.95)]
     # 1e-3: far under the steps, far over what 60 bisections leave.
-    assert all((higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False))
+    assert all(
+        (higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False)
+    )
     assert (found[0] > 0).all() and (found[-1] < x["beta"].max()).all()
 
 
 @fast_and_exact
 def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementation: str) -> None:
     x = inputs()
-    later = {name: t if name == "beta" else torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2) for name, t in x.items()}
+    later = {
+        name: t if name == "beta" else torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2)
+        for name, t in x.items()
+    }
     with torch.no_grad():
         o, moved = (fem_attention(**given, implementation=implementation) for given in (x, later))
-    torch.testing.assert_close(moved[:, :, :13], o[:, :, :13], rtol=1e-5, atol=1e-6)  # another centre: float32's rounding
+    torch.testing.assert_close(
+        moved[:, :, :13], o[:, :, :13], rtol=1e-5, atol=1e-6
+    )  # another centre: float32's rounding
     assert (o[:, :, 13:] - moved[:, :, 13:]).abs().max() > 0.01
-    for gradient in torch.autograd.grad(fem_attention(**x, implementation=implementation)[:, :, :13].sum(), [x[n] for n in "qkv"]):
+    for gradient in torch.autograd.grad(
+        fem_attention(**x, implementation=implementation)[:, :, :13].sum(), [x[n] for n in "qkv"]
+    ):
         assert (gradient[:, :, 13:] == 0).all() and (gradient[:, :, :13] != 0).any()
 
 
 @pytest.mark.parametrize("implementation", ["auto", "fused"])
-def test_beyond_its_range_the_reference_runs_and_it_is_said_once(implementation: str, messages: pytest.LogCaptureFixture) -> None:
+def test_beyond_its_range_the_reference_runs_and_it_is_said_once(
+    implementation: str, messages: pytest.LogCaptureFixture
+) -> None:
     x = inputs(uniform=50.0)
     with torch.no_grad():
         x["v"][0, 0, 3:5, 0] = torch.tensor([-100.0, 100.0])
     truth = gradients(x, implementation="reference")
     messages.clear()
     for _ in range(2):
-        assert all(torch.equal(got, truth[name]) for name, got in gradients(x, implementation=implementation).items())
+        assert all(
+            torch.equal(got, truth[name])
+            for name, got in gradients(x, implementation=implementation).items()
+        )
     (record,) = [record for record in messages.records if record.levelname == "WARNING"]
-    assert len(messages.records) == 2 and "over 80: the exact reference" in record.getMessage() and "\n" not in record.getMessage()
-    assert f"{float((x['beta'][:, None] * (x['v'].amax(2, keepdim=True) - x['v'].amin(2, keepdim=True))).max()):.4g}" in record.getMessage()
+    assert (
+        len(messages.records) == 2
+        and "over 80: the exact reference" in record.getMessage()
+        and "\n" not in record.getMessage()
+    )
+    assert (
+        f"{float((x['beta'][:, None] * (x['v'].amax(2, keepdim=True) - x['v'].amin(2, keepdim=True))).max()):.4g}"
+        in record.getMessage()
+    )
     for value in (81.0, float("inf"), float("nan")):  # one channel is enough
         logging.getLogger("kernels.fem_attention").filters[:] = [OncePerMessage()]
         messages.clear()
@@ -151,9 +206,12 @@ def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) ->
     x = {name: t.detach().bfloat16() for name, t in inputs(beta=beta, tokens=128).items()}
     wide = {name: x[name].double() for name in ("q", "k", "v", "beta")}
     mu, free_energy = (
-        definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0] for given in (wide | {"beta": None}, wide)
+        definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0]
+        for given in (wide | {"beta": None}, wide)
     )
-    lam = torch.full(mu.shape, 0.5, requires_grad=True)  # float32 beside bfloat16; its gradient is F - mu
+    lam = torch.full(
+        mu.shape, 0.5, requires_grad=True
+    )  # float32 beside bfloat16; its gradient is F - mu
     o = fem_attention(x["q"], x["k"], x["v"], x["beta"].float(), lam, implementation="fused")
     # F - mu is about beta / 2, 1% of the values; a stream exp(x) - 1 loses 4% to 10% of it, exp(x) all of it; bfloat16's eps is 0.4%
     assert relative(torch.autograd.grad(o.float().sum(), lam)[0], free_energy - mu) < 0.01
@@ -161,23 +219,37 @@ def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value_range", [1.0, 6.0, 70.0])
-def test_free_energy_is_never_under_the_mean_whatever_the_rounding(value_range: float, dtype: torch.dtype) -> None:
+def test_free_energy_is_never_under_the_mean_whatever_the_rounding(
+    value_range: float, dtype: torch.dtype
+) -> None:
     x = inputs(dtype, uniform=value_range, sharpness=8.0, tokens=64)
     lam = x["lam"].detach().float().requires_grad_()
-    (gap,) = torch.autograd.grad(fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation="fused").float().sum(), lam)
+    (gap,) = torch.autograd.grad(
+        fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation="fused").float().sum(),
+        lam,
+    )
     assert (gap >= 0).all() and gap.max() > 0.01
     # Three neighbouring bfloat16 numbers: the mean of the first three, 144.33, rounds to 144, as if no value were larger.
-    v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[None, None, :, None].requires_grad_()
-    q, beta = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16), torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True)
+    v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[
+        None, None, :, None
+    ].requires_grad_()
+    q, beta = (
+        torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16),
+        torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True),
+    )
     o = fem_attention(q, q, v, beta, implementation="fused")
     assert all(t.isfinite().all() for t in (o, *torch.autograd.grad(o.float().sum(), (v, beta))))
 
 
-@pytest.mark.parametrize(("dv", "past", "beta"), [(8, 0, True), (16, 5, True), (16, 32, False), (8, 32, True)])
+@pytest.mark.parametrize(
+    ("dv", "past", "beta"), [(8, 0, True), (16, 5, True), (16, 32, False), (8, 32, True)]
+)
 def test_cpu_runs_the_flash_kernel_whatever_the_widths(dv: int, past: int, beta: bool) -> None:
     x = inputs(dv=dv, tokens=33 - past, past=past)
     arguments = (x["q"], x["k"], x["v"], *((x["beta"], x["lam"]) if beta else ()))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where the flash kernel cannot take the call
+    with sdpa_kernel(
+        SDPBackend.FLASH_ATTENTION
+    ):  # raises where the flash kernel cannot take the call
         fem_attention(*arguments, implementation="fused").sum().backward()
     with pytest.raises(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         fem_attention(*arguments, implementation="fused")
@@ -193,16 +265,26 @@ def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(en
     with torch.no_grad():
         wild["v"][1, 0, :, 3] *= 100
     before, after = gradients(calm, implementation=engine), gradients(wild, implementation=engine)
-    assert all(torch.equal(again, after[name]) for name, again in gradients(wild, implementation=engine).items())
+    assert all(
+        torch.equal(again, after[name])
+        for name, again in gradients(wild, implementation=engine).items()
+    )
     exact = gradients(wild, implementation="reference")
     for name, got in after.items():
         assert relative(got, exact[name]) < 1e-5, name  # the stated bound of float32
         if name != "beta":
-            assert torch.equal(got[0], before[name][0]) and torch.equal(got[1, 1], before[name][1, 1])
+            assert torch.equal(got[0], before[name][0]) and torch.equal(
+                got[1, 1], before[name][1, 1]
+            )
             assert not torch.equal(got[1, 0], before[name][1, 0])
             assert name in "qk" or torch.equal(got[1, 0, :, 16:], before[name][1, 0, :, 16:])
-    later: Any = {name: t if name == "beta" else torch.cat((t[:, :, :13], -5 * t[:, :, 13:]), 2) for name, t in wild.items()}
-    assert torch.equal(fem_attention(**later, implementation=engine)[1, 0, :13, :16], after["o"][1, 0, :13, :16])  # exact, so to the bit
+    later: Any = {
+        name: t if name == "beta" else torch.cat((t[:, :, :13], -5 * t[:, :, 13:]), 2)
+        for name, t in wild.items()
+    }
+    assert torch.equal(
+        fem_attention(**later, implementation=engine)[1, 0, :13, :16], after["o"][1, 0, :13, :16]
+    )  # exact, so to the bit
 
 
 def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,29 +318,42 @@ def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("without", "value"),
     [
-        pytest.param(without, float(value), id=f"{without}-{value}", marks=pytest.mark.slow if n % 2 else [])
-        for without, values in (("", ("inf", "-inf", "1e30", "nan")), ("lam", ("-inf", "inf", "nan", "1e30")))
+        pytest.param(
+            without, float(value), id=f"{without}-{value}", marks=pytest.mark.slow if n % 2 else []
+        )
+        for without, values in (
+            ("", ("inf", "-inf", "1e30", "nan")),
+            ("lam", ("-inf", "inf", "nan", "1e30")),
+        )
         for n, value in enumerate(values)
     ],
 )
-def test_a_value_that_is_not_finite_stays_in_its_head(engine: str, value: float, without: str) -> None:
+def test_a_value_that_is_not_finite_stays_in_its_head(
+    engine: str, value: float, without: str
+) -> None:
     x = inputs(dv=20)
     x = {name: t for name, t in x.items() if name != without}
     with torch.no_grad():
         x["v"][1, 0, 9, 3] = value
     got = gradients(x, implementation=engine)
     expected = fem_attention(**x, implementation="reference")
-    torch.testing.assert_close(got["o"][:, :, 9:], expected[:, :, 9:], rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        got["o"][:, :, 9:], expected[:, :, 9:], rtol=1e-5, atol=1e-5, equal_nan=True
+    )
     with torch.no_grad():
         x["v"][1, 0, 9:, 3] = 0
     for name in set(got) - {"beta"}:
         assert got[name][0].isfinite().all() and got[name][1, 1].isfinite().all()
     truth = gradients(x, implementation="reference")
-    assert all(relative(got[name][:, :, :9], truth[name][:, :, :9]) < 1e-5 for name in "oq")  # rows that do not read it
+    assert all(
+        relative(got[name][:, :, :9], truth[name][:, :, :9]) < 1e-5 for name in "oq"
+    )  # rows that do not read it
 
 
 @engines
-def test_calls_without_gradients_and_gradients_of_some_inputs_give_the_same_bits(engine: str) -> None:
+def test_calls_without_gradients_and_gradients_of_some_inputs_give_the_same_bits(
+    engine: str,
+) -> None:
     x = inputs()
     whole = gradients(x, implementation=engine)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -266,15 +361,25 @@ def test_calls_without_gradients_and_gradients_of_some_inputs_give_the_same_bits
             assert torch.equal(fem_attention(**x, implementation=engine), whole["o"])
     for asked in (("v",), ("q", "beta", "gate")):
         given = {name: t if name in asked else t.detach() for name, t in x.items()}
-        assert all(torch.equal(got, whole[name]) for name, got in gradients(given, implementation=engine).items())
+        assert all(
+            torch.equal(got, whole[name])
+            for name, got in gradients(given, implementation=engine).items()
+        )
 
 
 def test_float32_gates_beside_bfloat16() -> None:
     x = inputs(torch.bfloat16)
-    mixed = {name: t.detach().float().requires_grad_() if name in ("beta", "lam", "gate") else t for name, t in x.items()}
+    mixed = {
+        name: t.detach().float().requires_grad_() if name in ("beta", "lam", "gate") else t
+        for name, t in x.items()
+    }
     got, expected = (gradients(copied(mixed), implementation=how) for how in ("sdpa", "fused"))
-    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in mixed.items()} | {"o": torch.bfloat16}
-    assert all(relative(got[name], expected[name]) < 0.01 for name in got)  # two bfloat16 roundings of the same attention
+    assert {name: t.dtype for name, t in got.items()} == {
+        name: t.dtype for name, t in mixed.items()
+    } | {"o": torch.bfloat16}
+    assert all(
+        relative(got[name], expected[name]) < 0.01 for name in got
+    )  # two bfloat16 roundings of the same attention
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -285,7 +390,10 @@ def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bo
     def block(*tensors: Tensor) -> Tensor:
         nonlocal forwards
         forwards += 1
-        return sum((fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)), torch.zeros(()))
+        return sum(
+            (fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)),
+            torch.zeros(()),
+        )
 
     total(checkpoint(block, *x.values(), use_reentrant=reentrant)).backward()
     assert forwards == 2 and all(torch.equal(x[name].grad, 2 * direct[name]) for name in x)
@@ -305,7 +413,10 @@ class Graft(torch.autograd.Function):
 
 def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None:
     """Who offloads or recomputes activations gets their memory back: the inner graph holds no input."""
-    anchor, memory = torch.zeros((), requires_grad=True), {name: t.detach().numpy().copy() for name, t in inputs().items()}
+    anchor, memory = (
+        torch.zeros((), requires_grad=True),
+        {name: t.detach().numpy().copy() for name, t in inputs().items()},
+    )
     offloaded: list[Tensor] = []
 
     def pack(t: Tensor) -> int:
@@ -313,7 +424,12 @@ def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None
         return len(offloaded) - 1
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda n: offloaded[n]):
-        o = fem_attention(**{name: Graft.apply(anchor, torch.from_numpy(array)) for name, array in memory.items()}, implementation="sdpa")
+        o = fem_attention(
+            **{
+                name: Graft.apply(anchor, torch.from_numpy(array)) for name, array in memory.items()
+            },
+            implementation="sdpa",
+        )
     held = {name: weakref.ref(array) for name, array in memory.items()}
     del memory
     gc.collect()
@@ -322,7 +438,9 @@ def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None
     whole = gradients(inputs(), implementation="sdpa")
     expected = sum((g.sum() for name, g in whole.items() if name != "o"), torch.zeros(()))
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)  # float32 sums
-    with pytest.raises(RuntimeError, match="fem_attention: a second backward through the same call"):
+    with pytest.raises(
+        RuntimeError, match="fem_attention: a second backward through the same call"
+    ):
         total(o).backward()
 
 
@@ -341,12 +459,22 @@ def test_the_largest_range_is_told_once_by_a_later_call(messages: pytest.LogCapt
         wild["v"][0, 1, 2, 3] = 1000
         for x in (calm, wild):
             fem_attention(**x, implementation="sdpa")
-        assert [record.getMessage() for record in messages.records] == ["fem_attention: sdpa runs (asked for)"]
+        assert [record.getMessage() for record in messages.records] == [
+            "fem_attention: sdpa runs (asked for)"
+        ]
         for _ in range(3):
             fem_attention(**calm, implementation="sdpa")
-    largest = float((wild["beta"][:, None] * (wild["v"].amax(2, keepdim=True) - wild["v"].amin(2, keepdim=True))).max())
+    largest = float(
+        (
+            wild["beta"][:, None]
+            * (wild["v"].amax(2, keepdim=True) - wild["v"].amin(2, keepdim=True))
+        ).max()
+    )
     (record,) = messages.records[1:]
-    assert record.levelname == "WARNING" and f"has reached {largest:.4g}, over 80" in record.getMessage()
+    assert (
+        record.levelname == "WARNING"
+        and f"has reached {largest:.4g}, over 80" in record.getMessage()
+    )
     accelerated.watch.cache_clear()
 
 
@@ -360,18 +488,24 @@ def test_decoding_in_one_part_or_many(tokens: int, queries: int) -> None:
     given = [x[name].float() for name in TENSORS]
     truth = results(definition, x, torch.float64, "cpu", gradients=False)["output 0"]
     for splits in (1, 100, None):  # 100: one block of keys each
-        assert relative(decode(*given, causal=True, scale=16**-0.5, splits=splits), truth) < 1e-5  # the stated bound of float32
+        assert (
+            relative(decode(*given, causal=True, scale=16**-0.5, splits=splits), truth) < 1e-5
+        )  # the stated bound of float32
     if tokens == 70:
         before = fem_attention(*given, implementation="decode")
         given[1][:, :, -1:] *= -1e4
         given[2][:, :, -1:] *= -1e4
         after = fem_attention(*given, implementation="decode")
-        assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(after[:, :, -1:], before[:, :, -1:])
+        assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(
+            after[:, :, -1:], before[:, :, -1:]
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("without", ["", "lam"], ids=["", "F alone"])
-def test_decoding_values_that_are_not_finite_gives_what_the_reference_gives(value: float, without: str) -> None:
+def test_decoding_values_that_are_not_finite_gives_what_the_reference_gives(
+    value: float, without: str
+) -> None:
     x = made({**SIZE, "heads": 1}, tokens=2, past=32)
     given = {name: x[name].float() for name in TENSORS if name != without}
     given["v"][:, :, 20, 1] = value

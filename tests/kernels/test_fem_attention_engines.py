@@ -16,7 +16,17 @@ from torch import Tensor
 from kernels import machine
 from kernels.fem_attention import OP, fem_attention
 from kernels.fem_attention.engines import ENGINES, Call, Engine, Plan, Reading
-from kernels.fem_attention.table import HOPPER, MASKED, OTHERS, TABLE, Entry, measured_order, order, read, write
+from kernels.fem_attention.table import (
+    HOPPER,
+    MASKED,
+    OTHERS,
+    TABLE,
+    Entry,
+    measured_order,
+    order,
+    read,
+    write,
+)
 from kernels.implementations import Op
 from kernels.machine import without_cudnn_attention
 from kernels.pairs import document_bounds, readable_keys
@@ -47,18 +57,28 @@ CALL = Call(
         ("sdpa", {"dk": 300, "padding": True, "tq": 1}, None),
     ],
 )
-def test_why_an_engine_does_not_take_a_call(engine: str, changed: dict[str, Any], reason: str | None) -> None:
+def test_why_an_engine_does_not_take_a_call(
+    engine: str, changed: dict[str, Any], reason: str | None
+) -> None:
     assert ENGINES[engine].unfit(replace(CALL, **changed)) == reason
 
 
 def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, whole = replace(ENGINES["cudnn"], fits=lambda call, widths: True), replace(CALL, tq=256, tk=256)
+    cudnn, whole = (
+        replace(ENGINES["cudnn"], fits=lambda call, widths: True),
+        replace(CALL, tq=256, tk=256),
+    )
     assert cudnn.unfit(whole) is None
     for trains in (True, False):
-        assert cudnn.unfit(replace(whole, tk=200, trains=trains)) == "lengths that are no multiples of 128"
+        assert (
+            cudnn.unfit(replace(whole, tk=200, trains=trains))
+            == "lengths that are no multiples of 128"
+        )
     assert "change from call to call" in str(cudnn.unfit(replace(whole, cudnn=False)))
     calls: list[bool] = []
-    monkeypatch.setitem(ENGINES, "cudnn", replace(cudnn, refuses=lambda call: calls.append(call.cudnn)))
+    monkeypatch.setitem(
+        ENGINES, "cudnn", replace(cudnn, refuses=lambda call: calls.append(call.cudnn))
+    )
     x = torch.randn(1, 2, 128, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(Op, "choose", lambda op, asked, device, unfit: (unfit("cudnn"), "fused")[1])
     fem_attention(x, x, x)
@@ -70,7 +90,12 @@ def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.Monkey
 def test_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU auto is the fused form, whatever could be interpreted, and an engine that is asked for says why not."""
     assert [each.name for each in OP.implementations] == [*ENGINES, "decode", "fused", "reference"]
-    x = [torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 3), torch.ones(2, 3)]
+    x = [
+        torch.randn(1, 2, 9, 4),
+        torch.randn(1, 2, 9, 4),
+        torch.randn(1, 2, 9, 3),
+        torch.ones(2, 3),
+    ]
     with pytest.raises(ValueError, match="'flash_attn_2' cannot run: no GPU; use auto"):
         fem_attention(*x, implementation="flash_attn_2")
     assert torch.equal(fem_attention(*x), fem_attention(*x, implementation="fused"))
@@ -80,9 +105,17 @@ def test_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("dk", "values", "plan"),
-    [(128, 128, Plan(1, True)), (128, 256, Plan(2, True)), (256, 512, Plan(2, True)), (96, 96, Plan(1, True)), (64, 96, Plan(1, True))],
+    [
+        (128, 128, Plan(1, True)),
+        (128, 256, Plan(2, True)),
+        (256, 512, Plan(2, True)),
+        (96, 96, Plan(1, True)),
+        (64, 96, Plan(1, True)),
+    ],
 )
-def test_how_values_are_laid_out_for_an_engine_with_equal_widths(dk: int, values: int, plan: Plan) -> None:
+def test_how_values_are_laid_out_for_an_engine_with_equal_widths(
+    dk: int, values: int, plan: Plan
+) -> None:
     assert ENGINES["flash_attn_2"].plan(replace(CALL, dk=dk, values=values)) == plan
 
 
@@ -96,14 +129,23 @@ def test_padding_and_halves_change_nothing(dk: int, values: int, equal: bool, li
         seen.append((q.shape[-1], v.shape[-1]))
         return (q @ k.mT * reading.scale).softmax(-1) @ v
 
-    engine = Engine("fake", "", lambda device: None, attend, lambda call, widths: max(widths) <= limit, equal=equal)
+    engine = Engine(
+        "fake",
+        "",
+        lambda device: None,
+        attend,
+        lambda call, widths: max(widths) <= limit,
+        equal=equal,
+    )
     call = replace(CALL, dk=dk, values=values)
     if engine.unfit(call) is not None:
         assert max(dk, -(-values // 2)) > limit
         return
     q, k, v = (torch.randn(2, 2, 9, width, dtype=torch.float64) for width in (dk, dk, values))
     got = engine.read(q, k, v, Reading(False, 0.3), call)
-    torch.testing.assert_close(got, (q @ k.mT * 0.3).softmax(-1) @ v, rtol=1e-13, atol=1e-13)  # float64 rounding
+    torch.testing.assert_close(
+        got, (q @ k.mT * 0.3).softmax(-1) @ v, rtol=1e-13, atol=1e-13
+    )  # float64 rounding
     assert all(max(widths) <= limit and (widths[0] == widths[1] or not equal) for widths in seen)
 
 
@@ -146,70 +188,131 @@ def reading_of(made: dict[str, Any]) -> tuple[Reading, int, Tensor]:
 @pytest.mark.parametrize("kind", READINGS)
 def test_torchs_attention_reads_what_is_asked(kind: str) -> None:
     reading, tq, mask = reading_of(READINGS[kind])
-    made = readable_keys(tq, 12, torch.device("cpu"), causal=reading.causal, keys_valid=reading.keys_valid, bounds=reading.bounds)
+    made = readable_keys(
+        tq,
+        12,
+        torch.device("cpu"),
+        causal=reading.causal,
+        keys_valid=reading.keys_valid,
+        bounds=reading.bounds,
+    )
     assert torch.equal(made.expand(1, 1, tq, 12)[0, 0], mask)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
-    torch.testing.assert_close(ENGINES["sdpa"].attend(q, k, v, reading), plain(q, k, v, mask, 0.4), rtol=1e-5, atol=1e-6)  # float32
+    torch.testing.assert_close(
+        ENGINES["sdpa"].attend(q, k, v, reading), plain(q, k, v, mask, 0.4), rtol=1e-5, atol=1e-6
+    )  # float32
     with pytest.raises(RuntimeError, match="scaled_dot_product_attention|No available kernel"):
         ENGINES["efficient"].attend(q, k, v, reading)  # its kernels are a GPU's
 
 
-ENGINE_PACKAGES = [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("flash_attn_4", "flash_attn.cute")]
+ENGINE_PACKAGES = [
+    ("flash_attn_2", "flash_attn"),
+    ("flash_attn_3", "flash_attn_interface"),
+    ("flash_attn_4", "flash_attn.cute"),
+]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in READINGS if "padding" not in kind])
 @pytest.mark.parametrize(("engine", "package"), ENGINE_PACKAGES)
-def test_flash_attention_packages_are_called_in_their_layout(kind: str, engine: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_packages_are_called_in_their_layout(
+    kind: str, engine: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, tq, mask = reading_of(READINGS[kind])
     with_sums = engine != "flash_attn_2"  # as early versions of FlashAttention-3
 
     def given(out: Tensor) -> Any:
         return (out, None) if with_sums else out
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, deterministic: bool) -> Any:
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, deterministic: bool
+    ) -> Any:
         assert causal == reading.causal and not deterministic
         aligned = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
         aligned = aligned.tril(k.shape[1] - q.shape[1]) if causal else aligned
-        return given(plain(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), aligned, softmax_scale).transpose(1, 2))
+        return given(
+            plain(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), aligned, softmax_scale
+            ).transpose(1, 2)
+        )
 
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **kinds: Any) -> Any:
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **kinds: Any
+    ) -> Any:
         starts = cu_seqlens_q
         assert starts.dtype == torch.int32 and starts is kinds.pop("cu_seqlens_k")
         assert kinds.pop("max_seqlen_q") == kinds.pop("max_seqlen_k") == 12
-        pieces = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True) if b > a]
-        outs = [flash_attn_func(q[None, part], k[None, part], v[None, part], **kinds) for part in pieces]
+        pieces = [
+            slice(a, b)
+            for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+            if b > a
+        ]
+        outs = [
+            flash_attn_func(q[None, part], k[None, part], v[None, part], **kinds) for part in pieces
+        ]
         return given(torch.cat([(out[0] if with_sums else out)[0] for out in outs]))
 
-    functions = types.SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    functions = types.SimpleNamespace(
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
+    )
     monkeypatch.setitem(sys.modules, package, functions)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 16)
     call = replace(CALL, batch=1, tq=tq, tk=12, dk=8, values=16)
-    torch.testing.assert_close(ENGINES[engine].read(q, k, v, reading, call), plain(q, k, v, mask, 0.4), rtol=1e-5, atol=1e-6)  # float32
+    torch.testing.assert_close(
+        ENGINES[engine].read(q, k, v, reading, call),
+        plain(q, k, v, mask, 0.4),
+        rtol=1e-5,
+        atol=1e-6,
+    )  # float32
 
 
 # --- the table -------------------------------------------------------------------------------------------------------------------
 
 
 def entry(tokens: int, times: dict[str, float], **changed: Any) -> Entry:
-    return Entry(**{"dtype": "bfloat16", "dk": 128, "dv": 64, "tokens": tokens, "causal": True, "microseconds": times, **changed})
+    return Entry(
+        **{
+            "dtype": "bfloat16",
+            "dk": 128,
+            "dv": 64,
+            "tokens": tokens,
+            "causal": True,
+            "microseconds": times,
+            **changed,
+        }
+    )
 
 
 def test_the_nearest_measured_shape_decides() -> None:
     entries = [
         entry(2048, {"flash": 9.0, "cudnn": 8.0, "triton": 7.0}),
         entry(16384, {"flash": 5.0, "cudnn": 6.0}),
-        *(entry(4096, {"efficient": 1.0}, **one) for one in ({"dk": 64, "dv": 32}, {"causal": False}, {"dtype": "float32"})),
+        *(
+            entry(4096, {"efficient": 1.0}, **one)
+            for one in ({"dk": 64, "dv": 32}, {"causal": False}, {"dtype": "float32"})
+        ),
     ]
     rest = ["flash_attn_3", "flash_attn_4", "flash_attn_2", "efficient", "sdpa"]
-    assert measured_order(replace(CALL, tk=3000), entries, HOPPER) == ("triton", "cudnn", "flash", *rest)
+    assert measured_order(replace(CALL, tk=3000), entries, HOPPER) == (
+        "triton",
+        "cudnn",
+        "flash",
+        *rest,
+    )
     assert measured_order(replace(CALL, tk=9000), entries, HOPPER)[:2] == ("flash", "cudnn")
-    assert measured_order(replace(CALL, tk=9000, dk=64, values=64), entries, HOPPER)[0] == "efficient"
+    assert (
+        measured_order(replace(CALL, tk=9000, dk=64, values=64), entries, HOPPER)[0] == "efficient"
+    )
     assert measured_order(CALL, [], HOPPER) == HOPPER
     assert all(set(usual) == set(ENGINES) for usual in (HOPPER, OTHERS, MASKED))
 
 
-@pytest.mark.parametrize(("architecture", "first"), [(80, "flash"), (90, "cudnn"), (100, "cudnn"), (103, "cudnn"), (120, "flash")])
-def test_where_nothing_is_measured_the_architecture_decides(architecture: int, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "first"),
+    [(80, "flash"), (90, "cudnn"), (100, "cudnn"), (103, "cudnn"), (120, "flash")],
+)
+def test_where_nothing_is_measured_the_architecture_decides(
+    architecture: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "architecture", lambda where: architecture)
     monkeypatch.setattr(machine, "name", lambda where: "not measured")
     found = order(replace(CALL, tq=architecture, tk=architecture))  # a call that is in no cache
@@ -217,22 +320,40 @@ def test_where_nothing_is_measured_the_architecture_decides(architecture: int, f
 
 
 def test_a_benchmarks_table_is_written_read_and_followed(tmp_path: Path) -> None:
-    assert all(name in ENGINES for entries in read(TABLE).values() for one in entries for name in one.microseconds)
+    assert all(
+        name in ENGINES
+        for entries in read(TABLE).values()
+        for one in entries
+        for name in one.microseconds
+    )
     path = tmp_path / "table.json"
     write("cpu", [entry(64, {"triton": 2.0, "flash": 1.0}), entry(32, {"sdpa": 1.0})], path)
     write("cpu", [entry(32, {"triton": 1.0})], path)
     write("another", [entry(1, {"sdpa": 1.0})], path)
-    assert read(path)["cpu"] == (entry(32, {"triton": 1.0}), entry(64, {"triton": 2.0, "flash": 1.0}))
+    assert read(path)["cpu"] == (
+        entry(32, {"triton": 1.0}),
+        entry(64, {"triton": 2.0, "flash": 1.0}),
+    )
     assert list(json.loads(path.read_text())) == ["another", "cpu"]
     assert order(replace(CALL, tq=33, tk=33), path)[0] == "triton"
     assert order(replace(CALL, tq=70, tk=70), path)[:2] == ("flash", "triton")
     assert order(replace(CALL, tq=70, tk=70, padding=True), path) == MASKED
 
 
-NOTHING_MEASURED = {"dtype": "bfloat16", "dk": 0, "dv": 1, "tokens": 1, "causal": True, "microseconds": {}}
+NOTHING_MEASURED = {
+    "dtype": "bfloat16",
+    "dk": 0,
+    "dv": 1,
+    "tokens": 1,
+    "causal": True,
+    "microseconds": {},
+}
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"cpu": 3}', '{"cpu": [{"dk": 3}]}', json.dumps({"cpu": [NOTHING_MEASURED]})])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"cpu": 3}', '{"cpu": [{"dk": 3}]}', json.dumps({"cpu": [NOTHING_MEASURED]})],
+)
 def test_a_table_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)

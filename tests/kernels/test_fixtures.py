@@ -21,34 +21,56 @@ from tests.kernels.operations import load
 def softmax_read(how: str) -> Callable[..., list[Tensor]]:
     """[o, mu, F] by an implementation of `fem_attention`, or by `free_energy_read` under softmax's weights."""
 
-    def one(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    def one(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
         if how in ("reference", "fused"):
             return fem_attention(q, k, v, beta, lam, gate, implementation=how)
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
         # The logarithms are known up to a constant.
-        known: Any = (lambda streams: scores.softmax(-1) @ streams, lambda start, stop: scores[:, :, start:stop] + 7.0)
+        known: Any = (
+            lambda streams: scores.softmax(-1) @ streams,
+            lambda start, stop: scores[:, :, start:stop] + 7.0,
+        )
         weights = scores[0].log_softmax(-1)
-        asked: Any = {"log_read": lambda heads, x: (weights[heads, :, :, None] + x[:, None]).logsumexp(2), "exact": how == "exact" or None}
+        asked: Any = {
+            "log_read": lambda heads, x: (weights[heads, :, :, None] + x[:, None]).logsumexp(2),
+            "exact": how == "exact" or None,
+        }
         return free_energy_read(v, beta, lam, gate, *known, **asked)
 
     def call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         q, k, v, lam, g = (t[None, None] for t in (q, k, v, lam, g))
-        return [one(q, k, v, *rest)[0, 0] for rest in ((beta[None], lam, g), (None, None, None), (beta[None], None, None))]
+        return [
+            one(q, k, v, *rest)[0, 0]
+            for rest in ((beta[None], lam, g), (None, None, None), (beta[None], None, None))
+        ]
 
     return call
 
 
 def newton_step(exact: bool) -> Callable[..., list[Tensor]]:
     def call(z: Tensor, Wq: Tensor, Wk: Tensor, Wo: Tensor, T: Tensor, Tb: Tensor) -> list[Tensor]:
-        step = second_order_attention((z @ Wq.mT)[None], (z @ Wk.mT)[None], Wq @ Wq.mT, T, Tb, exact=exact)
+        step = second_order_attention(
+            (z @ Wq.mT)[None], (z @ Wk.mT)[None], Wq @ Wq.mT, T, Tb, exact=exact
+        )
         return [z + torch.einsum("hde,bhte->td", Wo, step)]
 
     return call
 
 
 CALLS: list[tuple[str, str, Callable[..., Any]]] = [
-    *((f"fem_read_{kind}", how, softmax_read(how)) for kind in ("normal", "adversarial") for how in "reference fused fast exact".split()),
+    *(
+        (f"fem_read_{kind}", how, softmax_read(how))
+        for kind in ("normal", "adversarial")
+        for how in "reference fused fast exact".split()
+    ),
     ("time_decay_scan", "", lambda a, x: [time_decay_scan(a, x)]),
     ("gated_delta_rule", "", partial(gated_delta_rule, chunk=16)),
     ("mha2nd1st", "", newton_step(False)),
@@ -56,16 +78,30 @@ CALLS: list[tuple[str, str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "call"), CALLS, ids=[f"{name}: {how}" for name, how, _ in CALLS])
+@pytest.mark.parametrize(
+    ("name", "how", "call"), CALLS, ids=[f"{name}: {how}" for name, how, _ in CALLS]
+)
 def test_fixture(name: str, how: str, call: Callable[..., Any]) -> None:
     stored = load(name)
-    leaves = {key.removeprefix("in/"): t.requires_grad_() for key, t in stored.items() if key.startswith("in/")}
-    outputs = dict(zip([key for key in stored if key.startswith("out/")], call(**leaves), strict=False))
+    leaves = {
+        key.removeprefix("in/"): t.requires_grad_()
+        for key, t in stored.items()
+        if key.startswith("in/")
+    }
+    outputs = dict(
+        zip([key for key in stored if key.startswith("out/")], call(**leaves), strict=False)
+    )
     weights = [stored[key] for key in ("w", "w/o", "w/state") if key in stored]
-    loss = sum(((o * w).sum() for o, w in zip(outputs.values(), weights, strict=False)), torch.zeros(()))
+    loss = sum(
+        ((o * w).sum() for o, w in zip(outputs.values(), weights, strict=False)), torch.zeros(())
+    )
     names = [key for key in leaves if f"grad/{key}" in stored]
     gradients = torch.autograd.grad(loss, [leaves[key] for key in names])
     assert outputs and gradients
-    for key, got in (outputs | {f"grad/{key}": g for key, g in zip(names, gradients, strict=True)}).items():
+    for key, got in (
+        outputs | {f"grad/{key}": g for key, g in zip(names, gradients, strict=True)}
+    ).items():
         # float64 on both sides; the fixtures' own tolerance
-        torch.testing.assert_close(got, stored[key], rtol=1e-9, atol=1e-9 * float(stored[key].abs().max()), msg=key)
+        torch.testing.assert_close(
+            got, stored[key], rtol=1e-9, atol=1e-9 * float(stored[key].abs().max()), msg=key
+        )

@@ -25,15 +25,32 @@ from kernels.linear_attention import linear_attention, log_weights
 from kernels.ssm_read import ssm_read
 from tests.kernels.operations import Waits
 
-every_decay = pytest.mark.parametrize("case", ["linear attention", "a decay a head", "a decay a channel"])
+every_decay = pytest.mark.parametrize(
+    "case", ["linear attention", "a decay a head", "a decay a channel"]
+)
 both = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 
 
-def inputs(case: str = "a decay a head", dtype: torch.dtype = torch.float64, *, value_range: float | None = None, **size: int) -> Inputs:
+def inputs(
+    case: str = "a decay a head",
+    dtype: torch.dtype = torch.float64,
+    *,
+    value_range: float | None = None,
+    **size: int,
+) -> Inputs:
     """A case's inputs; value_range: of beta v."""
     x = SUITE.cases[case]({**SUITE.small, **size})
     if value_range is not None:
-        x["v"] = (torch.rand(x["v"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) - 0.5) * value_range / 1.95
+        x["v"] = (
+            (
+                torch.rand(
+                    x["v"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+                )
+                - 0.5
+            )
+            * value_range
+            / 1.95
+        )
     return {name: t.to(dtype) for name, t in x.items()}
 
 
@@ -41,20 +58,31 @@ def read(x: Inputs, v: Tensor, *rest: Tensor | None, exact: bool = False) -> Ten
     """Under linear attention's weights; rest: beta, lam, gate."""
     q, k, decay = x["q"], x["k"], x.get("log_decay")
     given: Any = (*rest, None, None, None)[:3]
-    known: Any = (lambda s: linear_attention(q, k, s, decay, normalise=True)[0], lambda a, b: log_weights(q, k, decay, a, b))
+    known: Any = (
+        lambda s: linear_attention(q, k, s, decay, normalise=True)[0],
+        lambda a, b: log_weights(q, k, decay, a, b),
+    )
     return free_energy_read(v, *given, *known, exact=exact)
 
 
 def reads() -> dict[str, Callable[..., Tensor]]:
     """Each free-energy read as a function of (v, beta, lam, gate), everything else drawn."""
     rng = torch.Generator().manual_seed(0)
-    q, k, delta = (torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3))
+    q, k, delta = (
+        torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3)
+    )
     x = {"q": q, "k": k, "log_decay": -delta[..., 0]}
     return {
         "aft_read": lambda v, *rest: aft_read(10 * q, v, *rest)[0],
-        "ssm_read": lambda v, *rest: ssm_read(delta, torch.ones(1, 3, 3).double(), q, k, v, *rest)[0],
-        "fem_attention, fused": lambda v, *rest: fem_attention(4 * q, k, v, *rest, implementation="fused"),
-        "fem_attention, reference": lambda v, *rest: fem_attention(4 * q, k, v, *rest, implementation="reference"),
+        "ssm_read": lambda v, *rest: ssm_read(delta, torch.ones(1, 3, 3).double(), q, k, v, *rest)[
+            0
+        ],
+        "fem_attention, fused": lambda v, *rest: fem_attention(
+            4 * q, k, v, *rest, implementation="fused"
+        ),
+        "fem_attention, reference": lambda v, *rest: fem_attention(
+            4 * q, k, v, *rest, implementation="reference"
+        ),
         "free_energy, fast": lambda v, *rest: read(x, v, *rest),
         "free_energy, exact": lambda v, *rest: read(x, v, *rest, exact=True),
     }
@@ -72,22 +100,34 @@ def test_the_laws_of_the_read(name: str) -> None:
     for at in (1e-3, 0.05, 0.5, 2.0, 12.0):  # F rises with beta, from the mean to the maximum
         free_energy = of(v, torch.full_like(beta, at))
         assert (free_energy >= last - 1e-12 / at).all()
-        assert (free_energy - mu <= at * spread.square() / 8 + 1e-12 / at).all()  # Hoeffding's lemma
+        assert (
+            free_energy - mu <= at * spread.square() / 8 + 1e-12 / at
+        ).all()  # Hoeffding's lemma
         last = free_energy
     assert (last <= v.cummax(2).values + 1e-12).all() and ((last - mu)[:, :, 5:] > 0.1).any()
     free_energy = of(v, beta)
     torch.testing.assert_close(of(v + 37.5, beta), free_energy + 37.5, **rounding)
     torch.testing.assert_close(of(v, beta, 0 * lam, ones), mu, **rounding)
-    torch.testing.assert_close(of(v, beta, lam, gate), gate * ((1 - lam) * mu + lam * free_energy), **rounding)
+    torch.testing.assert_close(
+        of(v, beta, lam, gate), gate * ((1 - lam) * mu + lam * free_energy), **rounding
+    )
     torch.testing.assert_close(of(v, None, None, gate), gate * mu, **rounding)
     torch.testing.assert_close(of(v, beta, None, gate), gate * free_energy, **rounding)
 
 
 @every_decay
-def test_beyond_the_range_the_exact_form_runs_and_says_so_once(case: str, messages: pytest.LogCaptureFixture) -> None:
+def test_beyond_the_range_the_exact_form_runs_and_says_so_once(
+    case: str, messages: pytest.LogCaptureFixture
+) -> None:
     x = {name: t.float().double() for name, t in inputs(case, tokens=64, value_range=400.0).items()}
     truth = results(SUITE.definition, x, torch.float64, "cpu")
-    for name, got in results(lambda given: SUITE.call(given, "reference"), x, torch.float32, "cpu", weighted_in=torch.float64).items():
+    for name, got in results(
+        lambda given: SUITE.call(given, "reference"),
+        x,
+        torch.float32,
+        "cpu",
+        weighted_in=torch.float64,
+    ).items():
         assert relative(got, truth[name]) < 2e-5, name  # float32 rounding of exponents up to 200
     SUITE.call(x, "reference")
     assert messages.text.count("the exact form (slower) runs") == 1
@@ -97,7 +137,9 @@ def with_wild_channels(calm: Inputs, *wild: tuple[int, int, int]) -> Inputs:
     """The same, in which v of these (batch, head, channel) spans 400 / beta or more."""
     v = calm["v"].detach().clone()
     for at in wild:
-        v[at[0], at[1], :, at[2]] *= 400 / 1.95 / (v[at[0], at[1], :, at[2]].amax() - v[at[0], at[1], :, at[2]].amin())
+        v[at[0], at[1], :, at[2]] *= (
+            400 / 1.95 / (v[at[0], at[1], :, at[2]].amax() - v[at[0], at[1], :, at[2]].amin())
+        )
     return {**calm, "v": v.requires_grad_(calm["v"].requires_grad)}
 
 
@@ -110,7 +152,11 @@ def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
     if "log_decay" in calm:
         calm["log_decay"][:, :, 5:9] = 0
         calm["log_decay"][:, :, 70] = -torch.inf
-    wide = with_wild_channels({name: t.float().double().requires_grad_() for name, t in calm.items()}, (0, 0, 3), (0, 1, 9))
+    wide = with_wild_channels(
+        {name: t.float().double().requires_grad_() for name, t in calm.items()},
+        (0, 0, 3),
+        (0, 1, 9),
+    )
     x = {name: t.detach().float().requires_grad_() for name, t in wide.items()}
     truth = with_gradients(wide, partial(linear_read, exact=True, causal=causal))
     names = ["o", *(name for name in NAMES if name in x)]
@@ -120,27 +166,46 @@ def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
         found[2] = found[2].masked_fill(wide["k"] == 0, 0)
         for name, got, wanted in zip(names, found, truth, strict=True):
             read = wanted.isfinite()
-            assert relative(got[read], wanted[read]) < 2e-5, name  # float32 rounding of exponents up to 200
-        fast = with_gradients(x, partial(linear_read, exact=False, implementation=how, causal=causal))
+            assert relative(got[read], wanted[read]) < 2e-5, (
+                name
+            )  # float32 rounding of exponents up to 200
+        fast = with_gradients(
+            x, partial(linear_read, exact=False, implementation=how, causal=causal)
+        )
         for n in (0, 3):  # o and v's gradient
             differs = (found[n] != fast[n]).any(2).nonzero().tolist()
-            assert differs == [[0, 0, 3], [0, 1, 9]] if n == 0 and causal else all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
+            assert (
+                differs == [[0, 0, 3], [0, 1, 9]]
+                if n == 0 and causal
+                else all(at in [[0, 0, 3], [0, 1, 9]] for at in differs)
+            )
 
 
 def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> None:
     def exponentials(tokens: int, *wild: tuple[int, int, int]) -> int:
-        x = with_wild_channels({name: t.float().requires_grad_() for name, t in inputs(tokens=tokens, heads=4, batch=2).items()}, *wild)
+        x = with_wild_channels(
+            {
+                name: t.float().requires_grad_()
+                for name, t in inputs(tokens=tokens, heads=4, batch=2).items()
+            },
+            *wild,
+        )
         with Exponentials() as counted:
             with_gradients(x, linear_read)
         return counted.found
 
-    calm, one, two, four = (exponentials(512, *wild) for wild in ((), [(1, 0, 3)], [(1, 0, 3), (0, 2, 5)], [(0, n, 1) for n in range(4)]))
+    calm, one, two, four = (
+        exponentials(512, *wild)
+        for wild in ((), [(1, 0, 3)], [(1, 0, 3), (0, 2, 5)], [(0, n, 1) for n in range(4)])
+    )
     assert two - calm == 2 * (one - calm) and four - calm == 4 * (one - calm)
     assert exponentials(2048, (1, 0, 3)) == pytest.approx(4 * one, rel=0.01)
     tokens, (dk, dv) = 512, (12, 10)
     # Forward, again in the backward, and the weights there: chunk dk for the pairs, chunk + 2 dk for each channel and the normaliser.
     assert one - calm < 3.1 * tokens * (64 * dk + (64 + 2 * dk) * (dv + 1))
-    assert 3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3  # less than a third of t^2 / 2 of them at this length
+    assert (
+        3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3
+    )  # less than a third of t^2 / 2 of them at this length
 
 
 @both
@@ -155,16 +220,23 @@ def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:
     less = {name: t if name == "beta" else t[:, :, kept] for name, t in x.items()}
     alone = read(less, less["v"], less["beta"], less["lam"], less["gate"], exact=exact)
     x["v"][:, :, 5:9] += 7.0
-    torch.testing.assert_close(read(x, x["v"], *rest, exact=exact)[:, :, kept], alone, rtol=1e-11, atol=1e-11)  # another centre
+    torch.testing.assert_close(
+        read(x, x["v"], *rest, exact=exact)[:, :, kept], alone, rtol=1e-11, atol=1e-11
+    )  # another centre
 
 
 # --- on a device: a layer's call goes by the one before it --------------------------------------------------------------------------
 
 
-def of_range(value_range: float, dtype: torch.dtype = torch.float32, case: str = "a decay a head") -> Inputs:
+def of_range(
+    value_range: float, dtype: torch.dtype = torch.float32, case: str = "a decay a head"
+) -> Inputs:
     """Inputs whose largest beta * (max v - min v) is ``value_range``; all differentiable."""
     x = inputs(case, tokens=64)
-    x["v"] *= value_range / (x["beta"][:, None] * (x["v"].amax(2, keepdim=True) - x["v"].amin(2, keepdim=True))).max()
+    x["v"] *= (
+        value_range
+        / (x["beta"][:, None] * (x["v"].amax(2, keepdim=True) - x["v"].amin(2, keepdim=True))).max()
+    )
     return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
 
 
@@ -174,7 +246,16 @@ class Exponentials(TorchDispatchMode):
     found = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("exp", "exp_", "expm1", "logsumexp", "logaddexp", "softmax", "_softmax", "_log_softmax"):
+        if func.overloadpacket.__name__ in (
+            "exp",
+            "exp_",
+            "expm1",
+            "logsumexp",
+            "logaddexp",
+            "softmax",
+            "_softmax",
+            "_log_softmax",
+        ):
             self.found += args[0].numel()
         return func(*args, **(kwargs or {}))
 
@@ -193,9 +274,17 @@ def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "refere
     found = []
     for value_range in value_ranges:
         x = of_range(value_range)
-        o, *gradients = with_gradients(x, lambda *given, v=x["v"]: linear_read(*given, decision=ranges.decide(v), implementation=how))
+        o, *gradients = with_gradients(
+            x,
+            lambda *given, v=x["v"]: linear_read(
+                *given, decision=ranges.decide(v), implementation=how
+            ),
+        )
         assert o.isfinite().all() and all(g.isfinite().all() for g in gradients)
-        fast, exact = (linear_read(*(x[name] for name in NAMES), exact=form, implementation=how) for form in (False, None))
+        fast, exact = (
+            linear_read(*(x[name] for name in NAMES), exact=form, implementation=how)
+            for form in (False, None)
+        )
         assert torch.equal(fast, exact) is (value_range <= 80)
         found.append(ranges.forms()[-1])
         assert torch.equal(o, exact if found[-1] else fast)
@@ -206,20 +295,46 @@ BELOW, BETWEEN, BEYOND = 63.9, 64.1, 80.1
 
 
 @pytest.mark.parametrize("how", ["reference", "triton"])
-def test_a_call_takes_the_form_that_the_range_before_it_asked_for(how: str, messages: pytest.LogCaptureFixture) -> None:
+def test_a_call_takes_the_form_that_the_range_before_it_asked_for(
+    how: str, messages: pytest.LogCaptureFixture
+) -> None:
     given = [BELOW, BETWEEN, BEYOND, BELOW, BELOW, BEYOND, BELOW]
     assert forms_of_calls(Ranges(late=True), given, how) == [0, 0, 1, 1, 0, 0, 1]
-    (jump,) = (record.getMessage() for record in messages.records if "jumped" in record.getMessage())  # the sixth; not the third
-    assert jump.startswith("free_energy_read: beta * (max v - min v) jumped from 63.9 to 80.1 within a call of a layer")
-    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [1, 1, 0]  # the first call waits
-    assert pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
+    (jump,) = (
+        record.getMessage() for record in messages.records if "jumped" in record.getMessage()
+    )  # the sixth; not the third
+    assert jump.startswith(
+        "free_energy_read: beta * (max v - min v) jumped from 63.9 to 80.1 within a call of a layer"
+    )
+    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [
+        1,
+        1,
+        0,
+    ]  # the first call waits
+    assert (
+        pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
+    )
 
 
-def test_a_call_has_room_for_the_heads_that_passed_in_the_last(messages: pytest.LogCaptureFixture) -> None:
+def test_a_call_has_room_for_the_heads_that_passed_in_the_last(
+    messages: pytest.LogCaptureFixture,
+) -> None:
     """Rounded up to a power of 2; which heads they are is found on the device, so others may take their places."""
-    calm, ranges = {name: t.float() for name, t in inputs(heads=4, batch=2).items()}, Ranges(late=True)
+    calm, ranges = (
+        {name: t.float() for name, t in inputs(heads=4, batch=2).items()},
+        Ranges(late=True),
+    )
     heads = [(n, m, 1) for n in range(2) for m in range(4)]
-    steps = [(heads[:0], 0), (heads[:3], 0), (heads[5:8], 4), (heads[2:6], 4), (heads[:5], 4), (heads, 8), (heads[:1], 8), (heads[7:], 1)]
+    steps = [
+        (heads[:0], 0),
+        (heads[:3], 0),
+        (heads[5:8], 4),
+        (heads[2:6], 4),
+        (heads[:5], 4),
+        (heads, 8),
+        (heads[:1], 8),
+        (heads[7:], 1),
+    ]
     for n, (wild, room) in enumerate(steps):
         x = with_wild_channels(calm, *wild)
         o = linear_read(*(x[name] for name in NAMES), decision=ranges.decide(x["v"]))
@@ -237,25 +352,41 @@ def test_every_jump_is_named(messages: pytest.LogCaptureFixture) -> None:
 def test_the_fast_form_has_the_exact_one_s_gradients_up_to_the_range(value_range: float) -> None:
     truth = with_gradients(of_range(value_range, torch.float64), partial(linear_read, exact=True))
     for how in ("reference", "triton"):
-        found = with_gradients(of_range(value_range), partial(linear_read, exact=False, implementation=how))
-        assert all(relative(got, wanted) < 2e-5 for got, wanted in zip(found, truth, strict=True))  # float32, of exponents up to 40
+        found = with_gradients(
+            of_range(value_range), partial(linear_read, exact=False, implementation=how)
+        )
+        assert all(
+            relative(got, wanted) < 2e-5 for got, wanted in zip(found, truth, strict=True)
+        )  # float32, of exponents up to 40
 
 
 @pytest.mark.parametrize("value_range", [81.0, 200.0, 3000.0])
-def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_lies_far_under_the_greatest(value_range: float) -> None:
+def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_lies_far_under_the_greatest(
+    value_range: float,
+) -> None:
     x, wide = of_range(value_range), of_range(value_range, torch.float64)
     truth = with_gradients(wide, partial(linear_read, exact=True))
     mu = with_gradients(wide | {"lam": 0 * wide["lam"]}, partial(linear_read, exact=True))
-    one, other = (with_gradients(x, partial(linear_read, exact=False, implementation=how)) for how in ("reference", "triton"))
-    assert all(relative(got, wanted) < 1e-5 and got.isfinite().all() for got, wanted in zip(other, one, strict=True))
+    one, other = (
+        with_gradients(x, partial(linear_read, exact=False, implementation=how))
+        for how in ("reference", "triton")
+    )
+    assert all(
+        relative(got, wanted) < 1e-5 and got.isfinite().all()
+        for got, wanted in zip(other, one, strict=True)
+    )
     high = (wide["beta"][:, None] * wide["v"]).amax(2, keepdim=True)
     free_energy = read(wide, wide["v"], wide["beta"], exact=True)
-    seen = wide["beta"][:, None] * free_energy > high - 80  # F of what is that near to the greatest is right
+    seen = (
+        wide["beta"][:, None] * free_energy > high - 80
+    )  # F of what is that near to the greatest is right
     assert 0.2 < seen.double().mean() <= 1
     assert relative(one[0][seen], truth[0][seen]) < 2e-5
     low, top = torch.minimum(mu[0], truth[0]), torch.maximum(mu[0], truth[0])
     slack = 1e-5 * truth[0].abs().max()
-    assert (one[0] >= low - slack).all() and (one[0] <= top + slack).all()  # elsewhere between mu and F
+    assert (one[0] >= low - slack).all() and (
+        one[0] <= top + slack
+    ).all()  # elsewhere between mu and F
 
 
 def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
@@ -264,22 +395,39 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
     for reentrant in (True, False):
         for within in (True, False):
             for order in (1, -1):
-                ranges, made, xs = Ranges(late=True), [], [of_range(value_range) for value_range in given]
+                ranges, made, xs = (
+                    Ranges(late=True),
+                    [],
+                    [of_range(value_range) for value_range in given],
+                )
 
-                def layer(*x: Tensor, ranges: Ranges = ranges, within: bool = within, reentrant: bool = reentrant) -> Tensor:
+                def layer(
+                    *x: Tensor,
+                    ranges: Ranges = ranges,
+                    within: bool = within,
+                    reentrant: bool = reentrant,
+                ) -> Tensor:
                     decision = ranges.decide(x[2])
                     call = partial(linear_read, decision=decision)
                     return checkpoint(call, *x, use_reentrant=reentrant) if within else call(*x)
 
                 for x in xs:
                     arguments = [x[name] for name in NAMES]
-                    made.append(layer(*arguments) if within else checkpoint(layer, *arguments, use_reentrant=reentrant))
+                    made.append(
+                        layer(*arguments)
+                        if within
+                        else checkpoint(layer, *arguments, use_reentrant=reentrant)
+                    )
                 forms = ranges.forms()
                 assert forms == [0, 0, 1, 1, 0, 0]
                 for x, o, form in list(zip(xs, made, forms, strict=True))[::order]:
                     o.square().sum().backward()
-                    _, *wanted = with_gradients(x, partial(linear_read, exact=None if form else False))
-                    assert all(torch.equal(x[name].grad, g) for name, g in zip(NAMES, wanted, strict=True))
+                    _, *wanted = with_gradients(
+                        x, partial(linear_read, exact=None if form else False)
+                    )
+                    assert all(
+                        torch.equal(x[name].grad, g) for name, g in zip(NAMES, wanted, strict=True)
+                    )
                 assert ranges.forms() == forms  # nothing of it was a call
 
 
@@ -297,7 +445,9 @@ def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: 
     with Waits() as steady:
         with_gradients(x, layer)
         with_gradients(x, lambda *given: checkpoint(layer, *given, use_reentrant=False))
-    assert len(first.found) == 1 + (value_range > 80) and steady.seen > 20 and steady.found == []  # the range, then the heads beyond it
+    assert (
+        len(first.found) == 1 + (value_range > 80) and steady.seen > 20 and steady.found == []
+    )  # the range, then the heads beyond it
 
 
 # --- the running window of decoding ---------------------------------------------------------------------------------------------
@@ -308,13 +458,19 @@ def decode(x: Inputs, pieces: list[int]) -> Tensor:
     sums = state = None
     found, start, values = [], 0, x["v"].shape[3]
     for piece in pieces:
-        now: Any = {name: t[:, :, start : start + piece] for name, t in x.items() if name in ("q", "k", "v", "log_decay")}
+        now: Any = {
+            name: t[:, :, start : start + piece]
+            for name, t in x.items()
+            if name in ("q", "k", "v", "log_decay")
+        }
         q, k, v, decay = now["q"], now["k"], now["v"], now.get("log_decay")
         window = ValueWindow(v, x["beta"], state)
         if sums is not None:
             of_values, of_streams, mass = sums.split((values, values, 1), dim=-1)
             sums = torch.cat((of_values, of_streams * window.rescale, mass), dim=-1)
-        reads, sums = linear_attention(q, k, torch.cat((v, window.stream()), dim=-1), decay, sums, normalise=True)
+        reads, sums = linear_attention(
+            q, k, torch.cat((v, window.stream()), dim=-1), decay, sums, normalise=True
+        )
         mu, z = reads.chunk(2, dim=-1)
         found.append(torch.stack((mu, mu + window.gap(mu, z))))
         state, start = window.state, start + piece
@@ -322,7 +478,11 @@ def decode(x: Inputs, pieces: list[int]) -> Tensor:
 
 
 def ordered(x: Inputs, order: str) -> Inputs:
-    return x if order == "as they come" else x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
+    return (
+        x
+        if order == "as they come"
+        else x | {"v": x["v"].sort(dim=2, descending=order == "falling").values}
+    )
 
 
 every_order = pytest.mark.parametrize("order", ["as they come", "rising", "falling"])
@@ -334,16 +494,24 @@ every_order = pytest.mark.parametrize("order", ["as they come", "rising", "falli
 def test_decoding_equals_the_parallel_read(case: str, order: str, pieces: list[int]) -> None:
     x = ordered(inputs(case, torch.float32, tokens=60, value_range=79.0), order)
     wide = {name: t.double() for name, t in x.items()}
-    truth = torch.stack((read(wide, wide["v"], exact=True), read(wide, wide["v"], wide["beta"], exact=True)))
-    torch.testing.assert_close(decode(x, pieces).double(), truth, rtol=1e-5, atol=2e-5)  # float32 logs of sums, values up to 20
+    truth = torch.stack(
+        (read(wide, wide["v"], exact=True), read(wide, wide["v"], wide["beta"], exact=True))
+    )
+    torch.testing.assert_close(
+        decode(x, pieces).double(), truth, rtol=1e-5, atol=2e-5
+    )  # float32 logs of sums, values up to 20
 
 
 @every_order
-def test_decoding_stays_finite_beyond_the_range(order: str, messages: pytest.LogCaptureFixture) -> None:
+def test_decoding_stays_finite_beyond_the_range(
+    order: str, messages: pytest.LogCaptureFixture
+) -> None:
     x = ordered(inputs(dtype=torch.float32, tokens=60, value_range=1000.0), order)
     mu, free = decode(x, [1] * 60)
     assert mu.isfinite().all() and free.isfinite().all() and (free >= mu).all()
     assert messages.text.count("are lost to F") == 1
-    late = read({name: t.double() for name, t in x.items()}, x["v"].double(), x["beta"].double(), exact=True)[:, :, -1]
+    late = read(
+        {name: t.double() for name, t in x.items()}, x["v"].double(), x["beta"].double(), exact=True
+    )[:, :, -1]
     # Where the greatest value so far is read at all, it rules F; float32 of values up to 300.
     torch.testing.assert_close(free.double()[:, :, -1], late, rtol=1e-5, atol=2e-3)

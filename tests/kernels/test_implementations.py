@@ -27,21 +27,27 @@ def op(name: str = "sum") -> Op:
         name,
         "adds",
         (
-            Implementation("fast", "on a GPU", lambda device: None if device.type == "cuda" else "no GPU"),
+            Implementation(
+                "fast", "on a GPU", lambda device: None if device.type == "cuda" else "no GPU"
+            ),
             Implementation("odd", "never by itself", automatic=False),
             Implementation("reference", "the definition"),
         ),
     )
 
 
-def test_auto_takes_the_first_that_machine_and_call_allow(messages: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_first_that_machine_and_call_allow(
+    messages: pytest.LogCaptureFixture,
+) -> None:
     assert op().choose("auto", GPU) == "fast"
     assert op().choose("auto", CPU) == "reference"
     assert op().choose("auto", GPU, {"fast": "float64"}.get) == "reference"
     assert [record.levelname for record in messages.records] == ["INFO", "INFO"]
 
 
-def test_falling_back_to_the_definition_on_a_gpu_is_a_warning_with_the_reason_once(messages: pytest.LogCaptureFixture) -> None:
+def test_falling_back_to_the_definition_on_a_gpu_is_a_warning_with_the_reason_once(
+    messages: pytest.LogCaptureFixture,
+) -> None:
     for width in (300, 301):
         op().choose("auto", GPU, {"fast": f"head width {width} is over 256"}.get)
     (record,) = messages.records
@@ -57,7 +63,9 @@ def test_what_is_asked_for_runs_or_says_why_not(messages: pytest.LogCaptureFixtu
         op().choose("quick", CPU)
 
 
-def test_the_environment_overrides_auto_alone(monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture) -> None:
+def test_the_environment_overrides_auto_alone(
+    monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("FEM_KERNELS", "other=reference, sum=odd")
     assert op().choose("auto", GPU) == "odd"
     assert op().choose("reference", GPU) == "reference"
@@ -72,12 +80,17 @@ def test_the_environment_overrides_auto_alone(monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("fem_atention=reference", "there is no operation 'fem_atention'; did you mean fem_attention?"),
+        (
+            "fem_atention=reference",
+            "there is no operation 'fem_atention'; did you mean fem_attention?",
+        ),
         ("fem_attention=fastest", "fem_attention has no implementation 'fastest'"),
         ("fem_attention", "'fem_attention' is not of the form operation=implementation"),
     ],
 )
-def test_a_wrong_override_is_one_line_that_names_it(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_override_is_one_line_that_names_it(
+    value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEM_KERNELS", value)
     with pytest.raises(ValueError, match=message):
         check_overrides()
@@ -88,15 +101,24 @@ def test_every_operation_ends_in_its_definition_which_lacks_nothing_anywhere() -
     assert set(found) == set(suites())  # every one has its cases
     for name, each in found.items():
         assert each.name == name
-        assert each.implementations[-1].lacks(CPU) is None and each.implementations[-1].lacks(GPU) is None
-        assert len({implementation.name for implementation in each.implementations}) == len(each.implementations)
+        assert (
+            each.implementations[-1].lacks(CPU) is None
+            and each.implementations[-1].lacks(GPU) is None
+        )
+        assert len({implementation.name for implementation in each.implementations}) == len(
+            each.implementations
+        )
         # Triton's interpreter, on in this process, is for tests that ask for it.
-        assert each.choose("auto", CPU) not in {one.name for one in each.implementations if one.lacks is lacks_triton}
+        assert each.choose("auto", CPU) not in {
+            one.name for one in each.implementations if one.lacks is lacks_triton
+        }
     assert sum(line.startswith("  ->") for line in lines(found, machine.device())) == len(found)
 
 
 def wide(op: str, name: str, width: int) -> Inputs:
-    return suites()[op].cases[name]({**suites()[op].small, "tokens": 3, "width": width, "channels": width})
+    return suites()[op].cases[name](
+        {**suites()[op].small, "tokens": 3, "width": width, "channels": width}
+    )
 
 
 def slices(**size: int) -> Inputs:
@@ -105,19 +127,64 @@ def slices(**size: int) -> Inputs:
 
 
 LEFT: list[tuple[str, str, str, Any]] = [
-    ("aft_read", "normal", "the free energy has logits of its own", lambda x: x | {"k": torch.cat((x["k"], x["k"]), -1)}),
+    (
+        "aft_read",
+        "normal",
+        "the free energy has logits of its own",
+        lambda x: x | {"k": torch.cat((x["k"], x["k"]), -1)},
+    ),
     ("aft_read", "normal", "all tokens read all", lambda x: x | {"causal": False}),
     ("ssm_read", "normal", "all tokens read all", lambda x: x | {"causal": False}),
     ("ssm_read", "normal", "weights that are not normalised", lambda x: x | {"normalise": False}),
-    ("linear_attention", "no decay", "causal=False reads both ways", lambda x: x | {"causal": False}),
-    ("cem_attention", "normal", "head width 129 is over 128", lambda x: wide("cem_attention", "normal", 129)),
-    ("second_order_attention", "normal", "head width 130 is over 128", lambda x: wide("second_order_attention", "normal", 130)),
-    ("second_order_attention", "normal", "the exact step solves a system for each token", lambda x: x | {"exact": True}),
-    ("symmetric_attention", "sigmoid: normal", "head width 65 is over 64", lambda x: wide("symmetric_attention", "sigmoid: normal", 65)),
+    (
+        "linear_attention",
+        "no decay",
+        "causal=False reads both ways",
+        lambda x: x | {"causal": False},
+    ),
+    (
+        "cem_attention",
+        "normal",
+        "head width 129 is over 128",
+        lambda x: wide("cem_attention", "normal", 129),
+    ),
+    (
+        "second_order_attention",
+        "normal",
+        "head width 130 is over 128",
+        lambda x: wide("second_order_attention", "normal", 130),
+    ),
+    (
+        "second_order_attention",
+        "normal",
+        "the exact step solves a system for each token",
+        lambda x: x | {"exact": True},
+    ),
+    (
+        "symmetric_attention",
+        "sigmoid: normal",
+        "head width 65 is over 64",
+        lambda x: wide("symmetric_attention", "sigmoid: normal", 65),
+    ),
     ("symmetric_attention", "sigmoid: normal", "kind softmax", lambda x: x | {"kind": "softmax"}),
-    ("symmetric_attention", "bisoftmax: normal", "bisoftmax with keys of their own", lambda x: x | {"keys": x["z"].clone()}),
-    ("conditioner_features", "normal", "4097 channels are over 4096", lambda x: wide("conditioner_features", "normal", 4097)),
-    ("residual_norm", "normal", "4097 channels are over 4096", lambda x: wide("residual_norm", "normal", 4097)),
+    (
+        "symmetric_attention",
+        "bisoftmax: normal",
+        "bisoftmax with keys of their own",
+        lambda x: x | {"keys": x["z"].clone()},
+    ),
+    (
+        "conditioner_features",
+        "normal",
+        "4097 channels are over 4096",
+        lambda x: wide("conditioner_features", "normal", 4097),
+    ),
+    (
+        "residual_norm",
+        "normal",
+        "4097 channels are over 4096",
+        lambda x: wide("residual_norm", "normal", 4097),
+    ),
     ("rotary", "normal", "2050 channels are over 2048", lambda x: wide("rotary", "normal", 2050)),
     ("fem_projection", "normal", "slices of 129 channels are over 128", lambda x: slices(dv=129)),
     (
@@ -131,11 +198,22 @@ LEFT: list[tuple[str, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("op", "case", "reason", "change"), LEFT)
-def test_what_triton_leaves_to_others_says_why_and_runs(op: str, case: str, reason: str, change: Any) -> None:
+def test_what_triton_leaves_to_others_says_why_and_runs(
+    op: str, case: str, reason: str, change: Any
+) -> None:
     suite = suites()[op]
     x = suite.cases[case or next(iter(suite.cases))](suite.small)
-    x = {name: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in change(x).items()} if case else x
-    with pytest.raises(ValueError, match=f": implementation 'triton' cannot run: {reason}; use auto") as error:
+    x = (
+        {
+            name: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in change(x).items()
+        }
+        if case
+        else x
+    )
+    with pytest.raises(
+        ValueError, match=f": implementation 'triton' cannot run: {reason}; use auto"
+    ) as error:
         suite.call(x, "triton")
     assert "\n" not in str(error.value)
     suite.call(x, "auto")
@@ -147,5 +225,12 @@ def test_the_command_lists_and_refuses() -> None:
     command = [sys.executable, "-m", "kernels"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(name in listed for name in operations())
-    wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "FEM_KERNELS": "a=b"})
-    assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1 and "no operation 'a'" in wrong.stderr
+    wrong = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "FEM_KERNELS": "a=b"}
+    )
+    assert (
+        wrong.returncode == 2
+        and wrong.stdout == ""
+        and wrong.stderr.count("\n") == 1
+        and "no operation 'a'" in wrong.stderr
+    )

@@ -32,9 +32,14 @@ every_form = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
 @pytest.mark.parametrize("case", ["fast", "normal", "slow"])
 def test_float32_to_4096_steps(case: str) -> None:
-    x = {name: t.float() for name, t in SCAN.cases[case]({"steps": 4096, "batch": 1, "channels": 8}).items()}
+    x = {
+        name: t.float()
+        for name, t in SCAN.cases[case]({"steps": 4096, "batch": 1, "channels": 8}).items()
+    }
     truth = results(SCAN.definition, x, torch.float64, "cpu", weighted_in=torch.float32)
-    for name, got in results(lambda given: SCAN.call(given, "reference"), x, torch.float32, "cpu").items():
+    for name, got in results(
+        lambda given: SCAN.call(given, "reference"), x, torch.float32, "cpu"
+    ).items():
         # The stated bound: 12 rounds of pairing at eps 6e-8, random in sign; a loop of 4096 steps reaches 3e-6. Of da, which is
         # a product of two such sums, one draw of the weighting reaches 1.68e-7.
         assert relative(got, truth[name]) < (2e-7 if name == "d a" else 1.6e-7), name
@@ -44,12 +49,17 @@ def test_decays_do_not_overflow_and_a_sum_is_exact() -> None:
     a, x = torch.full((2000, 2), -50.0).requires_grad_(), torch.full((2000, 2), 1e30)
     states = time_decay_scan(a, x)
     assert states.isfinite().all() and torch.autograd.grad(states.sum(), a)[0].isfinite().all()
-    assert torch.equal(time_decay_scan(torch.zeros(2000, 2), torch.ones(2000, 2))[-1], torch.full((2,), 2000.0))
+    assert torch.equal(
+        time_decay_scan(torch.zeros(2000, 2), torch.ones(2000, 2))[-1], torch.full((2,), 2000.0)
+    )
 
 
 @every_form
 def test_a_logit_of_minus_infinity_keeps_the_state(implementation: str) -> None:
-    logits, x = torch.tensor([1.0, -torch.inf, 0.5, -torch.inf]).requires_grad_(), torch.tensor([2.0, 0.0, 1.0, 0.0])
+    logits, x = (
+        torch.tensor([1.0, -torch.inf, 0.5, -torch.inf]).requires_grad_(),
+        torch.tensor([2.0, 0.0, 1.0, 0.0]),
+    )
     states = time_decay_scan(logits, x, softplus=True, implementation=implementation)
     assert states[0] == states[1] and states[2] == states[3]
     (d,) = torch.autograd.grad(states.sum(), logits)
@@ -59,7 +69,13 @@ def test_a_logit_of_minus_infinity_keeps_the_state(implementation: str) -> None:
 @every_form
 def test_decays_close_to_one_keep_their_digits(implementation: str) -> None:
     """softplus of -14 is 8e-7: taken as log(1 + e) in float32 it would be wrong by a tenth."""
-    states = time_decay_scan(torch.full((128, 1), -14.0), torch.zeros(128, 1), torch.ones(1), softplus=True, implementation=implementation)
+    states = time_decay_scan(
+        torch.full((128, 1), -14.0),
+        torch.zeros(128, 1),
+        torch.ones(1),
+        softplus=True,
+        implementation=implementation,
+    )
     exact = torch.exp(-softplus(torch.tensor(-14.0).double()) * 128)
     assert abs(float(states[-1, 0]) - float(exact)) < 3e-7
 
@@ -82,8 +98,14 @@ def test_rounds_grow_with_the_logarithm_of_the_steps(monkeypatch: pytest.MonkeyP
 def test_the_features_weight_may_have_another_type() -> None:
     x = {name: t.float() for name, t in FEATURES.cases["normal"](FEATURES.small).items()}
     weight = x["weight"].bfloat16().requires_grad_()
-    plain, fused = (conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how) for how in ("reference", "triton"))
-    assert relative(fused.detach(), plain.detach()) < 1e-6 and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
+    plain, fused = (
+        conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how)
+        for how in ("reference", "triton")
+    )
+    assert (
+        relative(fused.detach(), plain.detach()) < 1e-6
+        and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
+    )
 
 
 # --- RoPE ------------------------------------------------------------------------------------------------------------------------
@@ -105,8 +127,13 @@ def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -
             q, k, _ = z.chunk(3, -1)
             q, k = rotary(q, k, angles.cos(), angles.sin(), implementation=implementation)
         q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
-        found += [torch.autograd.grad(loss, z, retain_graph=True)[0] for loss in ((q.contiguous() @ k.mT).square().sum(), q.sum())]
-    assert all(relative(fused, plain) < 1e-6 for plain, fused in zip(found[:2], found[2:], strict=True))  # float32's rounding
+        found += [
+            torch.autograd.grad(loss, z, retain_graph=True)[0]
+            for loss in ((q.contiguous() @ k.mT).square().sum(), q.sum())
+        ]
+    assert all(
+        relative(fused, plain) < 1e-6 for plain, fused in zip(found[:2], found[2:], strict=True)
+    )  # float32's rounding
     assert {t.numel() for t in kept} == {angles.numel()} and len(kept) == 2
 
 
@@ -116,9 +143,14 @@ def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -
 def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_lie() -> None:
     """The read has heads first: its gradients are turned in memory, expanded, or with gaps; and not all are asked for."""
     x: dict[str, Any] = {
-        name: t.float() if isinstance(t, Tensor) else t for name, t in PROJECTION.cases["normal"](PROJECTION.small).items()
+        name: t.float() if isinstance(t, Tensor) else t
+        for name, t in PROJECTION.cases["normal"](PROJECTION.small).items()
     }
-    (z, f, weight), found, kept = (x[name].requires_grad_() for name in ("z", "f", "wf")), [], list[Tensor]()
+    (z, f, weight), found, kept = (
+        (x[name].requires_grad_() for name in ("z", "f", "wf")),
+        [],
+        list[Tensor](),
+    )
 
     def keep(t: Tensor) -> Tensor:
         kept.append(t)
@@ -128,28 +160,47 @@ def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_li
     for implementation in ("reference", "triton"):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            parts = fem_projection(z, [(f, weight)], (angles.cos(), angles.sin()), x["widths"], 1e-5, implementation=implementation)
+            parts = fem_projection(
+                z,
+                [(f, weight)],
+                (angles.cos(), angles.sin()),
+                x["widths"],
+                1e-5,
+                implementation=implementation,
+            )
         q, k, v, lam, gate = (t.permute(1, 2, 0, 3) for t in parts.values())
         scores = q.contiguous() @ k.mT
         loss = (scores @ torch.cat((v, lam), -1)[..., ::2]).square().sum() + gate.sum()
         found.append(torch.autograd.grad(loss, (z, f, weight)))
     assert {t.data_ptr() for t in kept[:3]} == {z.data_ptr(), f.data_ptr(), weight.data_ptr()}
     assert all(t.shape == angles.shape for t in kept[3:])
-    assert all(relative(got, plain) < 1e-5 for got, plain in zip(found[1], found[0], strict=True))  # float32's rounding in other orders
+    assert all(
+        relative(got, plain) < 1e-5 for got, plain in zip(found[1], found[0], strict=True)
+    )  # float32's rounding in other orders
 
 
 # --- the delta rule --------------------------------------------------------------------------------------------------------------
 
 
-def inputs(tokens: int, dtype: torch.dtype = torch.float32, *, slowness: float = 1.0, b: int = 2) -> dict[str, Tensor]:
+def inputs(
+    tokens: int, dtype: torch.dtype = torch.float32, *, slowness: float = 1.0, b: int = 2
+) -> dict[str, Tensor]:
     """q, k (unit), v, beta in (0, 1), log-decays of about -exp(-slowness), the first state."""
     rng = torch.Generator().manual_seed(tokens)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(b, 2, *size, generator=rng, dtype=torch.float64)
 
-    made = {"q": normalize(normal(tokens, 4), dim=-1), "k": normalize(normal(tokens, 4), dim=-1), "v": normal(tokens, 3)}
-    made |= {"beta": normal(tokens).sigmoid(), "log_decay": -softplus(normal(tokens) - slowness), "initial": normal(4, 3)}
+    made = {
+        "q": normalize(normal(tokens, 4), dim=-1),
+        "k": normalize(normal(tokens, 4), dim=-1),
+        "v": normal(tokens, 3),
+    }
+    made |= {
+        "beta": normal(tokens).sigmoid(),
+        "log_decay": -softplus(normal(tokens) - slowness),
+        "initial": normal(4, 3),
+    }
     return {name: t.to(dtype) for name, t in made.items()}
 
 
@@ -166,7 +217,9 @@ def test_float32_over_1000_tokens(slowness: float) -> None:
     x = inputs(1000, slowness=slowness, b=1)
     exact = results(loop, x, torch.float64, "cpu", weighted_in=torch.float32)
     for name, got in results(lambda given: rule(**given), x, torch.float32, "cpu").items():
-        assert relative(got, exact[name]) < 1e-5, name  # float32's 6e-8 over chunks of 64 that amplify it by their solve
+        assert relative(got, exact[name]) < 1e-5, (
+            name
+        )  # float32's 6e-8 over chunks of 64 that amplify it by their solve
 
 
 def test_repeated_keys_and_beta_to_two_stay_bounded() -> None:
@@ -175,7 +228,9 @@ def test_repeated_keys_and_beta_to_two_stay_bounded() -> None:
     x["k"] = torch.nn.functional.one_hot(torch.zeros(2, 2, 200, dtype=torch.long), 4).float()
     for beta in (1.0, 1.9, 2.0):
         x["beta"] = torch.full_like(x["beta"], beta)
-        assert relative(rule(**x)[0], loop({name: t.double() for name, t in x.items()})[0]) < 1e-4  # 200 sign flips of one direction
+        assert (
+            relative(rule(**x)[0], loop({name: t.double() for name, t in x.items()})[0]) < 1e-4
+        )  # 200 sign flips of one direction
 
 
 def test_strong_decays_and_resets_keep_the_digits_of_weak_ones() -> None:
@@ -183,13 +238,17 @@ def test_strong_decays_and_resets_keep_the_digits_of_weak_ones() -> None:
     x["log_decay"][:] = -1e-3
     x["log_decay"][:, :, 10] = -1e6
     exact = loop({name: t.double() for name, t in x.items()})[0]
-    assert relative(rule(**x)[0], exact) < 1e-6  # float32's rounding; a difference of long sums is off by 0.06
+    assert (
+        relative(rule(**x)[0], exact) < 1e-6
+    )  # float32's rounding; a difference of long sums is off by 0.06
     x["log_decay"][:, :, 15:30] = -1e4
     x["log_decay"][:, :, [7, 33]] = -torch.inf
     found = results(lambda given: rule(**given), x, torch.float32, "cpu")
     assert all(t.isfinite().all() for t in found.values())
     later = {name: t[:, :, 33:] for name, t in x.items() if name != "initial"}
-    torch.testing.assert_close(found["output 0"][:, :, 33:], rule(**later)[0], rtol=1e-5, atol=1e-6)  # the reset forgot all
+    torch.testing.assert_close(
+        found["output 0"][:, :, 33:], rule(**later)[0], rtol=1e-5, atol=1e-6
+    )  # the reset forgot all
 
 
 def test_flops_grow_with_the_tokens() -> None:
@@ -205,11 +264,22 @@ def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: its two entry points replaced by the loop, in their layout and with their names."""
 
     def entry(
-        q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, scale: float, initial_state: Any, output_final_state: bool, g: Any = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        beta: Tensor,
+        scale: float,
+        initial_state: Any,
+        output_final_state: bool,
+        g: Any = None,
     ) -> Any:
         assert output_final_state and scale == 0.7
         names = ("q", "k", "v", "beta", "log_decay")
-        turned = {name: None if t is None else t.transpose(1, 2) for name, t in zip(names, (q * (scale * 2.0), k, v, beta, g), strict=True)}
+        turned = {
+            name: None if t is None else t.transpose(1, 2)
+            for name, t in zip(names, (q * (scale * 2.0), k, v, beta, g), strict=True)
+        }
         o, state = loop(turned | {"initial": initial_state})
         return o.transpose(1, 2), state
 

@@ -23,31 +23,66 @@ RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547
 
 def record(attempt: Path, rank: int, at: float, **values: Any) -> None:
     """A rank's record that ended at a time."""
-    known = {"rank": rank, "host": f"node{rank // 2}", "started": 1000.0, "ended": at, "exit": 1, "signal": None, "told": {}, "error": None}
-    write_json(rank_record(attempt, rank), {**known, "error_time": at if values.get("error") else None, "traceback": None, **values})
+    known = {
+        "rank": rank,
+        "host": f"node{rank // 2}",
+        "started": 1000.0,
+        "ended": at,
+        "exit": 1,
+        "signal": None,
+        "told": {},
+        "error": None,
+    }
+    write_json(
+        rank_record(attempt, rank),
+        {**known, "error_time": at if values.get("error") else None, "traceback": None, **values},
+    )
 
 
 def trace(error: str, prefix: str = "") -> str:
     """A traceback as Python writes it."""
-    return "\n".join(f"{prefix}{line}" for line in ["Traceback (most recent call last):", '  File "a.py", line 3, in f', "    g()", error])
+    return "\n".join(
+        f"{prefix}{line}"
+        for line in [
+            "Traceback (most recent call last):",
+            '  File "a.py", line 3, in f',
+            "    g()",
+            error,
+        ]
+    )
 
 
 def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: str = "run") -> Job:
     """A job's directory, submitted as job 7 and again as job 12 where there is a Slurm."""
     array, name = items > 1, directory.name
-    folders = [directory / "tasks" / f"{index:04}" for index in range(items)] if array else [directory]
-    made = tuple(Item(str(folder), ("-m", "pretrain"), f"{name}[{index}]" if array else name) for index, folder in enumerate(folders))
+    folders = (
+        [directory / "tasks" / f"{index:04}" for index in range(items)] if array else [directory]
+    )
+    made = tuple(
+        Item(str(folder), ("-m", "pretrain"), f"{name}[{index}]" if array else name)
+        for index, folder in enumerate(folders)
+    )
     place = (str(directory), str(directory), str(directory / "launch" / "code"), sys.executable)
     job = Job(name, kind, *place, 1, 2, True, made, {"scheduler": scheduler}, "x.yaml", array)
     job.save()
     for job_id in ("7", "12") if scheduler == "slurm" else ():
-        append_json(launch_folder(directory) / "submissions.jsonl", {"time": 1.7e9, "job_id": job_id})
+        append_json(
+            launch_folder(directory) / "submissions.jsonl", {"time": 1.7e9, "job_id": job_id}
+        )
     return job
 
 
 def says(job: Job, state: str, index: int = 0, **values: Any) -> None:
     """A supervisor's state.json: of this process, now."""
-    known = {"format": 1, "state": state, "attempt": 2, "failures": 0, "job_id": None, "message": None, "time": time.time()}
+    known = {
+        "format": 1,
+        "state": state,
+        "attempt": 2,
+        "failures": 0,
+        "job_id": None,
+        "message": None,
+        "time": time.time(),
+    }
     path = launch_folder(Path(job.items[index].directory)) / "state.json"
     write_json(path, {**known, "pid": os.getpid(), "host": socket.gethostname(), **values})
 
@@ -63,9 +98,22 @@ def write_log(path: Path, *lines: tuple[float, str]) -> Path:
 def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path:
     """An attempt with two ranks that said something."""
     attempt = item / "attempts" / f"{number:04}"
-    write_json(attempt / "attempt.json", {"attempt": number, "started": started, "ended": None, "outcome": None, "failure": None, **values})
+    write_json(
+        attempt / "attempt.json",
+        {
+            "attempt": number,
+            "started": started,
+            "ended": None,
+            "outcome": None,
+            "failure": None,
+            **values,
+        },
+    )
     for rank in range(2):
-        write_log(rank_log(attempt, rank), *((started + step + rank / 10, f"attempt {number} step {step}") for step in range(3)))
+        write_log(
+            rank_log(attempt, rank),
+            *((started + step + rank / 10, f"attempt {number} step {step}") for step in range(3)),
+        )
     return attempt
 
 
@@ -86,8 +134,14 @@ def command(*words: str, profile: str = "local.yaml", **options: Any) -> Request
 
 def launch(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """The command line, as a person calls it, where no Slurm is."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/nowhere"}
-    done = subprocess.run([sys.executable, "-m", "launch", *words], capture_output=True, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:/nowhere",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == code, done.stderr
     return done
 
@@ -103,10 +157,15 @@ def begin(request: Request) -> Job:
 def finish(job: Job, *items: int) -> None:
     """As a supervisor does."""
     for index in items:
-        write_json(launch_folder(Path(job.items[index].directory)) / "state.json", {"format": 1, "state": "finished"})
+        write_json(
+            launch_folder(Path(job.items[index].directory)) / "state.json",
+            {"format": 1, "state": "finished"},
+        )
 
 
 def config_of(directory: str | Path) -> dict[str, dict[str, object]]:
     """The configuration that a run was submitted with."""
-    values: dict[str, dict[str, object]] = yaml.safe_load((launch_folder(Path(directory)) / "config.yaml").read_text())
+    values: dict[str, dict[str, object]] = yaml.safe_load(
+        (launch_folder(Path(directory)) / "config.yaml").read_text()
+    )
     return values

@@ -58,7 +58,10 @@ def as_taken_by(key: str) -> list[str]:
         "container.options": "--container-x={}",
         "container.mounts": "/{0}:/{0}",
     }
-    return [*TEXTS, *(form[key].replace("{0}", "{}").replace("{}", text) for text in TEXTS if key in form)]
+    return [
+        *TEXTS,
+        *(form[key].replace("{0}", "{}").replace("{}", text) for text in TEXTS if key in form),
+    ]
 
 
 def yaml_word(text: str) -> str:
@@ -83,7 +86,10 @@ def profile_text(key: str, shape: str, text: str) -> str:
     """A profile in YAML with the text at a key, and what it needs besides to be one."""
     word = yaml_word(text)
     value = {"one": word, "list": f"[{word}]", "dict": f"{{VALUE: {word}}}"}[shape]
-    besides = {"container.image": {"container.runtime": "pyxis"}, "container.runtime": {"container.image": "an/image"}}
+    besides = {
+        "container.image": {"container.runtime": "pyxis"},
+        "container.runtime": {"container.image": "an/image"},
+    }
     tree: dict[str, Any] = {}
     for dotted, written in {key: value, **besides.get(key, {})}.items():
         *sections, name = dotted.split(".")
@@ -95,14 +101,27 @@ def profile_text(key: str, shape: str, text: str) -> str:
 
 
 def _flow(tree: dict[str, Any]) -> str:
-    return "{" + ", ".join(f"{name}: {_flow(value) if isinstance(value, dict) else value}" for name, value in tree.items()) + "}"
+    return (
+        "{"
+        + ", ".join(
+            f"{name}: {_flow(value) if isinstance(value, dict) else value}"
+            for name, value in tree.items()
+        )
+        + "}"
+    )
 
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:
     """A job of two nodes whose supervisor is ``root/recorder``."""
     directory, python, ranks = str(root / "run"), str(root / "recorder"), profile.processes_per_node
-    place, items = (directory, str(root), f"{directory}/launch/code", python), (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),)
-    made = replace(Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"), **changes)
+    place, items = (
+        (directory, str(root), f"{directory}/launch/code", python),
+        (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),),
+    )
+    made = replace(
+        Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"),
+        **changes,
+    )
     with contextlib.suppress(ValueError):  # what no path can be
         Path(made.code).mkdir(parents=True, exist_ok=True)
     return made
@@ -118,7 +137,10 @@ def program(path: Path, text: str) -> Path:
 
 def recorder(root: Path) -> Path:
     """A program in place of the supervisor's interpreter that writes down how it was started, where RECORD says."""
-    return program(root / "recorder", '#!/bin/bash\n{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"\n')
+    return program(
+        root / "recorder",
+        '#!/bin/bash\n{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"\n',
+    )
 
 
 def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
@@ -132,7 +154,9 @@ def make_root(tmp_path: Path) -> Path:
     """A folder with a recorder, and a `module` that writes down what is loaded; one named absent is not there."""
     recorder(tmp_path)
     (tmp_path / "init").mkdir()
-    (tmp_path / "init" / "bash").write_text('module() { [ "$2" != absent ] && printf "%s\\0" "$@" >> modules; }\n')
+    (tmp_path / "init" / "bash").write_text(
+        'module() { [ "$2" != absent ] && printf "%s\\0" "$@" >> modules; }\n'
+    )
     return tmp_path
 
 
@@ -140,8 +164,15 @@ def run(script: str, root: Path, **environment: str) -> subprocess.CompletedProc
     """Run a script with bash in ``root``; what the recorder writes is in root/record."""
     path = root / "job.sh"
     path.write_text(script, encoding="utf-8", newline="")
-    environment = {"PATH": os.environ["PATH"], "RECORD": str(root / "record"), "MODULESHOME": str(root), **environment}
-    return subprocess.run(["bash", str(path)], cwd=root, env=environment, capture_output=True, timeout=60, check=False)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "RECORD": str(root / "record"),
+        "MODULESHOME": str(root),
+        **environment,
+    }
+    return subprocess.run(
+        ["bash", str(path)], cwd=root, env=environment, capture_output=True, timeout=60, check=False
+    )
 
 
 def given(root: Path, text: str) -> Profile:

@@ -38,7 +38,9 @@ class Node:
 
     count: int = 8
     changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> its value
-    older: bool = False  # a driver that has clocks_throttle_reasons and knows no recovery action, nor fabric
+    older: bool = (
+        False  # a driver that has clocks_throttle_reasons and knows no recovery action, nor fabric
+    )
 
     def value(self, gpu: int, name: str) -> str:
         """A field of a GPU, as --format=csv,noheader,nounits prints it."""
@@ -63,14 +65,22 @@ class Node:
     def answers(self) -> dict[str, list[object]]:
         """Query -> exit code and output."""
         prefix = "clocks_throttle_reasons" if self.older else "clocks_event_reasons"
-        queries = {"gpu": [gpus.CORE, ["uuid", *(f"{prefix}.{reason}" for reason in gpus.THROTTLING)]], "remapped-rows": [gpus.ROWS]}
+        queries = {
+            "gpu": [gpus.CORE, ["uuid", *(f"{prefix}.{reason}" for reason in gpus.THROTTLING)]],
+            "remapped-rows": [gpus.ROWS],
+        }
         if not self.older:
             queries["gpu"] += [["uuid", "gpu_recovery_action"], ["uuid", "fabric.state"]]
         told: dict[str, list[object]] = {f"--query-compute-apps={','.join(gpus.USERS)}": [0, ""]}
         for what, lists in queries.items():
             for fields in lists:
-                rows = [", ".join(self.value(gpu, name) for name in fields) for gpu in range(self.count)]
-                told[f"--query-{what}={','.join(fields)}"] = [0, "".join(f"{row}\n" for row in rows)]
+                rows = [
+                    ", ".join(self.value(gpu, name) for name in fields) for gpu in range(self.count)
+                ]
+                told[f"--query-{what}={','.join(fields)}"] = [
+                    0,
+                    "".join(f"{row}\n" for row in rows),
+                ]
         return told
 
 
@@ -78,7 +88,9 @@ CORE = f"--query-gpu={','.join(gpus.CORE)}"
 USERS = f"--query-compute-apps={','.join(gpus.USERS)}"
 
 
-def install(folder: Path, answers: Mapping[str, Sequence[object]], node: str = "any") -> dict[str, str]:
+def install(
+    folder: Path, answers: Mapping[str, Sequence[object]], node: str = "any"
+) -> dict[str, str]:
     """Write the script, and what it answers (on a node of that name): the environment in which it is found.
 
     answers: query -> exit code, or "hang", and its output; a second output is the second answer, all others are the first again.
@@ -91,5 +103,8 @@ def install(folder: Path, answers: Mapping[str, Sequence[object]], node: str = "
             (folder / node / f"{name}.{number}").write_text(str(text), encoding="utf-8")
     program(folder / "nvidia-smi", SCRIPT.format(folder=shlex.quote(str(folder))))
     if not (folder / "dmesg").exists():
-        program(folder / "dmesg", "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
+        program(
+            folder / "dmesg",
+            "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n",
+        )
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}

@@ -24,12 +24,21 @@ class Run:
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory, self.attempt = directory, attempt
         self.asked: list[int] = []
-        steps = [int(path.name.removeprefix("step_")) for path in directory.glob("checkpoints/step_*")]
+        steps = [
+            int(path.name.removeprefix("step_")) for path in directory.glob("checkpoints/step_*")
+        ]
         self.step = max(steps, default=0)
 
     def tell(self, state: str, message: str | None = None) -> None:
         """Write progress.json."""
-        words = {"state": state, "step": self.step, "time": time.time(), "pid": os.getpid(), "host": "here", "message": message}
+        words = {
+            "state": state,
+            "step": self.step,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "host": "here",
+            "message": message,
+        }
         temporary = self.directory / f".progress-{os.getpid()}"
         temporary.write_text(json.dumps(words))
         temporary.replace(self.directory / "progress.json")
@@ -89,7 +98,10 @@ def main() -> int:
         signal.signal(number, lambda number, _: run.asked.append(number))
     script = json.loads((run.directory / "script.json").read_text())
     act = script[min(run.attempt, len(script)) - 1]
-    print(f"attempt {run.attempt} from step {run.step}, token {os.environ.get('MY_TOKEN')}", flush=True)
+    print(
+        f"attempt {run.attempt} from step {run.step}, token {os.environ.get('MY_TOKEN')}",
+        flush=True,
+    )
     run.train(act.get("to", run.step), act.get("checkpoint", []))
     return run.end(act.get("end", "complete"))
 

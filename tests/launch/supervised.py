@@ -17,7 +17,10 @@ from typing import Any
 from launch.job import Item, Job, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE: dict[str, dict[str, Any]] = {"restarts": {"back_off_seconds": 0.05, "back_off_max_seconds": 0.2}, "health": {"check": False}}
+BASE: dict[str, dict[str, Any]] = {
+    "restarts": {"back_off_seconds": 0.05, "back_off_max_seconds": 0.2},
+    "health": {"check": False},
+}
 PLAIN = Job("case", "run", "", "", str(ROOT), sys.executable, 1, 1, False, (), {}, "")
 
 
@@ -40,24 +43,47 @@ class Attempts:
 class Case(Attempts):
     """A job of one item that runs `tests.launch.stand_in`, or another program, in a directory."""
 
-    def __init__(self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any) -> None:
+    def __init__(
+        self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any
+    ) -> None:
         """``changes``: of the job's fields; ``restarts``, ``watchdog``, ... of its profile; ``arguments``, ``array`` of its item."""
         self.directory, place = directory, str(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "script.json").write_text(json.dumps(script or [{}]))
-        names = [name for name in changes if name in ("restarts", "watchdog", "health", "notify", "environment")]
+        names = [
+            name
+            for name in changes
+            if name in ("restarts", "watchdog", "health", "notify", "environment")
+        ]
         sections = {name: {**BASE.get(name, {}), **changes.pop(name)} for name in names}
         arguments = tuple(changes.pop("arguments", ("-m", "tests.launch.stand_in", place)))
         items = (Item(place, arguments, "case", changes.pop("array", {})),)
         profile = {"scheduler": "local", **BASE, **sections}
-        self.job = replace(PLAIN, directory=place, working_directory=place, items=items, profile=profile, **changes)
+        self.job = replace(
+            PLAIN, directory=place, working_directory=place, items=items, profile=profile, **changes
+        )
         self.job.save()
 
-    def start(self, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *options: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start the supervisor."""
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
         command = [sys.executable, "-m", "launch.supervise", str(self.directory), *options]
-        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def run(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
         """Run the supervisor to its end: its exit code and what it said."""
@@ -72,7 +98,9 @@ class Case(Attempts):
         """Wait until the stand-in of an attempt has done its steps and waits: the process of its rank 0."""
         wait_for((self.directory / f"ready-{attempt}").exists)
         wait_for(lambda: self.state.get("state") in ("running", "saving"))
-        record = wait_for(lambda: read_json(self.directory / f"attempts/{attempt:04}/ranks/rank_00000.json"))
+        record = wait_for(
+            lambda: read_json(self.directory / f"attempts/{attempt:04}/ranks/rank_00000.json")
+        )
         return int(record["child"])
 
 
@@ -85,7 +113,9 @@ def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
     return value
 
 
-def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0) -> tuple[int, str]:
+def end(
+    process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0
+) -> tuple[int, str]:
     """Signal a process, if it is to be, and wait for its end: its exit code and what it said."""
     if number is not None:
         process.send_signal(number)

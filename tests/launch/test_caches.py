@@ -29,15 +29,27 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> None:
     """A job's ranks and attempts share one private folder, made at the first compilation; variables that are set already are kept."""
     own = {"TMPDIR": str(tmp_path), "SLURMD_NODENAME": "node7"}
-    one, two = (keep(*SHOW, SLURM_JOB_ID=job, LOCAL_RANK=rank, **own) for job, rank in (("11", "0"), ("12", "1")))
-    mine, local = keep(*SHOW, TRITON_CACHE_DIR="/mine", **own), keep(*SHOW, TRITON_HOME="/home", **own)
+    one, two = (
+        keep(*SHOW, SLURM_JOB_ID=job, LOCAL_RANK=rank, **own)
+        for job, rank in (("11", "0"), ("12", "1"))
+    )
+    mine, local = (
+        keep(*SHOW, TRITON_CACHE_DIR="/mine", **own),
+        keep(*SHOW, TRITON_HOME="/home", **own),
+    )
     assert [kept.wait() for kept in (one, two, mine, local)] == [0] * 4
     parent = tmp_path / f"launch_caches_{os.geteuid()}"
     (said,) = texts(one.log)
     folder = Path(said.partition("/triton|")[0])
-    assert folder.parent == parent and folder.name.startswith("node7_") and said == f"{folder}/triton|{folder}/inductor"
+    assert (
+        folder.parent == parent
+        and folder.name.startswith("node7_")
+        and said == f"{folder}/triton|{folder}/inductor"
+    )
     assert texts(two.log) == [said]
-    assert texts(mine.log) == [f"/mine|{parent}/node7_local/inductor"] and texts(local.log) == [f"|{parent}/node7_local/inductor"]
+    assert texts(mine.log) == [f"/mine|{parent}/node7_local/inductor"] and texts(local.log) == [
+        f"|{parent}/node7_local/inductor"
+    ]
     assert parent.stat().st_mode & 0o777 == 0o700 and not any(parent.iterdir())
 
 
@@ -45,7 +57,12 @@ def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> No
 def test_without_a_temporary_folder_a_rank_runs_with_what_it_has(tmp_path: Path) -> None:
     none = "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']; from launch.node.rank import main; sys.exit(main())"
     words = [sys.executable, "-c", none, str(tmp_path), "--", *SHOW]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "4"}, capture_output=True, text=True)
+    done = subprocess.run(
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "4"},
+        capture_output=True,
+        text=True,
+    )
     note, said = texts(rank_log(tmp_path, 4).read_text())
     assert (done.returncode, said) == (0, "|"), done.stderr
     assert note.startswith("[launch] no folder on this node for compiled kernels: ")
@@ -58,7 +75,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_compiled_kernels_are_not_loaded_from_where_others_can_write(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_not_loaded_from_where_others_can_write(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent = temporary / f"launch_caches_{os.geteuid()}"
 
     def refused(expected: str) -> None:
@@ -88,11 +107,16 @@ def test_compiled_kernels_are_not_loaded_from_where_others_can_write(temporary: 
     (temporary / "launch_caches_12345").rename(parent)
     seen = os.statvfs(parent)
     with monkeypatch.context() as patch:
-        patch.setattr("os.statvfs", lambda _: os.statvfs_result([*seen[:8], seen.f_flag | os.ST_NOEXEC, seen.f_namemax]))
+        patch.setattr(
+            "os.statvfs",
+            lambda _: os.statvfs_result([*seen[:8], seen.f_flag | os.ST_NOEXEC, seen.f_namemax]),
+        )
         refused("noexec")
     monkeypatch.chdir(temporary)
     refused("only the working directory can be written")
-    assert caches.variables({"TRITON_CACHE_DIR": "/a", "TORCHINDUCTOR_CACHE_DIR": "/b"}, "n1", ROOT) == ({}, None)
+    assert caches.variables(
+        {"TRITON_CACHE_DIR": "/a", "TORCHINDUCTOR_CACHE_DIR": "/b"}, "n1", ROOT
+    ) == ({}, None)
 
 
 def test_folders_of_compiled_kernels_that_nobody_uses_are_removed(temporary: Path) -> None:

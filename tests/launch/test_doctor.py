@@ -31,10 +31,22 @@ Said = dict[str, list[tuple[str, str]]]
 Examine = Callable[..., tuple[int, Said]]
 
 
-def examined(folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str) -> tuple[int, Said]:
+def examined(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str
+) -> tuple[int, Said]:
     """`doctor` with a profile's text and options: the exit code, and what is said by name as (level, text)."""
     (folder / "profile.yaml").write_text(text, encoding="utf-8")
-    code, said = main(["doctor", f"--cluster={folder / 'profile.yaml'}", f"--directory={folder / 'trials'}", *options]), Said()
+    code, said = (
+        main(
+            [
+                "doctor",
+                f"--cluster={folder / 'profile.yaml'}",
+                f"--directory={folder / 'trials'}",
+                *options,
+            ]
+        ),
+        Said(),
+    )
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(("ok ", "warning ", "FAILED ")):
             said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
@@ -51,22 +63,47 @@ def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
 def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    code, said = examine(f"{LOCAL}paths: {{shared: [{shared}]}}\nhealth: {{all_reduce_gb_per_second: 0.0001}}\n")
+    code, said = examine(
+        f"{LOCAL}paths: {{shared: [{shared}]}}\nhealth: {{all_reduce_gb_per_second: 0.0001}}\n"
+    )
     assert code == 0 and {level for lines in said.values() for level, _ in lines} == {"ok"}, said
-    assert {"profile", "python", "shared folder", "trial", "shared folders", "all-reduce", "clocks"} < set(said)
-    assert "2 ranks on 1 node over gloo" in said["all-reduce"][0][1] and "floor 0.0001" in said["all-reduce"][0][1]
+    assert {
+        "profile",
+        "python",
+        "shared folder",
+        "trial",
+        "shared folders",
+        "all-reduce",
+        "clocks",
+    } < set(said)
+    assert (
+        "2 ranks on 1 node over gloo" in said["all-reduce"][0][1]
+        and "floor 0.0001" in said["all-reduce"][0][1]
+    )
     assert list((tmp_path / "trials").iterdir()) == list(shared.iterdir()) == []
 
 
-def test_an_unfit_machine_is_said_in_the_words_of_its_fault_and_the_trial_is_kept(examine: Examine, tmp_path: Path) -> None:
+def test_an_unfit_machine_is_said_in_the_words_of_its_fault_and_the_trial_is_kept(
+    examine: Examine, tmp_path: Path
+) -> None:
     code, said = examine(f"{LOCAL}health: {{free_memory_gb: 1e6}}\n")
     node = f"node {socket.gethostname().partition('.')[0]}"[:14]
-    assert code == 1 and said[node][0][0] == "FAILED" and "GB of memory are free" in said[node][0][1]
-    assert said["trial"][0][0] == "FAILED" and "all-reduce" not in said and len(list((tmp_path / "trials").iterdir())) == 1
+    assert (
+        code == 1 and said[node][0][0] == "FAILED" and "GB of memory are free" in said[node][0][1]
+    )
+    assert (
+        said["trial"][0][0] == "FAILED"
+        and "all-reduce" not in said
+        and len(list((tmp_path / "trials").iterdir())) == 1
+    )
 
 
 def test_mistakes_are_one_line_and_no_trial_is_made(
-    examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
+    examine: Examine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     old, bare = (
         program(tmp_path / name / "python", f"#!/bin/sh\necho {says}\n")
@@ -83,10 +120,18 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
     ):
         code, said = examine(text)
         level, fault = said[name][-1]
-        assert code == 1 and level == "FAILED" and said.get("trial", [("warning", "")])[0][0] == "warning"
+        assert (
+            code == 1
+            and level == "FAILED"
+            and said.get("trial", [("warning", "")])[0][0] == "warning"
+        )
         wording(f"{name}: {fault}")
     assert not (tmp_path / "trials").exists()
-    assert main(["doctor", "--cluster=x", "--fix"]) == main(["doctor", "--cluster=x", "--nodes=-1"]) == 2
+    assert (
+        main(["doctor", "--cluster=x", "--fix"])
+        == main(["doctor", "--cluster=x", "--nodes=-1"])
+        == 2
+    )
 
 
 def as_node(folder: Path) -> int:
@@ -98,7 +143,9 @@ def as_node(folder: Path) -> int:
     return measure.main(["all-reduce", str(folder), "--backend=gloo", "--floor=1e6", *shared])
 
 
-def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not_shared(tmp_path: Path) -> None:
+def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not_shared(
+    tmp_path: Path,
+) -> None:
     """Three ranks, each of which takes itself for a node and has a folder of its own."""
     (tmp_path / "shared").mkdir()
     for rank in range(3):
@@ -110,17 +157,36 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     assert result["nodes"] == ["n0", "n1", "n2"] and result["world_size"] == 3
     for size in result["sizes"]:
         assert size["bus"] == pytest.approx(size["algorithm"] * 4 / 3, abs=0.002)
-        assert size["algorithm"] == pytest.approx(size["mib"] * 2**20 / size["milliseconds"] / 1e6, rel=0.01, abs=0.002)
+        assert size["algorithm"] == pytest.approx(
+            size["mib"] * 2**20 / size["milliseconds"] / 1e6, rel=0.01, abs=0.002
+        )
     assert [pair["nodes"] for pair in result["pairs"]] == [["n0", "n1"], ["n1", "n2"], ["n2", "n0"]]
     assert all(pair["bus"] > 0 for pair in result["pairs"])
-    unseen = [f"n{one} does not see what {', '.join(f'n{other}' for other in range(3) if other != one)} wrote" for one in range(3)]
+    unseen = [
+        f"n{one} does not see what {', '.join(f'n{other}' for other in range(3) if other != one)} wrote"
+        for one in range(3)
+    ]
     assert sorted(fault.split(": ")[1] for fault in result["shared"]) == unseen
-    assert 95 < result["clocks"]["ahead_at_most"] <= time.time() - told and set(result["clocks"]["skew"]) == {"n0", "n1", "n2"}
-    assert not any(list((tmp_path / name).iterdir()) for name in ("shared", "own0", "own1", "own2")), "they clean up"
+    assert 95 < result["clocks"]["ahead_at_most"] <= time.time() - told and set(
+        result["clocks"]["skew"]
+    ) == {"n0", "n1", "n2"}
+    assert not any(
+        list((tmp_path / name).iterdir()) for name in ("shared", "own0", "own1", "own2")
+    ), "they clean up"
 
 
-PROFILE = Profile(nodes=NodesProfile(gpus=8, cpus=96, memory="1800G"), slurm=SlurmProfile(partition="gpu", time="24:00:00"))
-PARTITION = {"PartitionName": "gpu", "State": "UP", "MaxTime": "2-00:00:00", "DefaultTime": "01:00:00", "TotalNodes": "4", "MaxNodes": "4"}
+PROFILE = Profile(
+    nodes=NodesProfile(gpus=8, cpus=96, memory="1800G"),
+    slurm=SlurmProfile(partition="gpu", time="24:00:00"),
+)
+PARTITION = {
+    "PartitionName": "gpu",
+    "State": "UP",
+    "MaxTime": "2-00:00:00",
+    "DefaultTime": "01:00:00",
+    "TotalNodes": "4",
+    "MaxNodes": "4",
+}
 HELD = {"partition": "gpu", "time": "24:00:00"}
 LIMITS: list[tuple[dict[str, Any], dict[str, str], int | None, str]] = [
     (HELD, {}, 4, "ok"),
@@ -153,17 +219,39 @@ ACCOUNTS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "", "FAILED"),
     ({"account": "team", "qos": "high"}, TWO, "FAILED"),
 ]
-KNOWN = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits,qos"}
-PREEMPTION = [{"PreemptMode": "OFF"}, {"PreemptMode": "REQUEUE", "SlurmctldParameters": "x,preempt_send_user_signal"}]
-PREEMPTION += [{"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"}, {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}]
+KNOWN = {
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "AccountingStorageEnforce": "associations,limits,qos",
+}
+PREEMPTION = [
+    {"PreemptMode": "OFF"},
+    {"PreemptMode": "REQUEUE", "SlurmctldParameters": "x,preempt_send_user_signal"},
+]
+PREEMPTION += [
+    {"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"},
+    {"PreemptMode": "REQUEUE", "KillWait": "30 sec"},
+]
 
 
-def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
+def test_a_profile_is_held_against_partition_nodes_and_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("getpass.getuser", lambda: "me")
     found = []
     for changed, partition, wanted, levels in LIMITS:
-        found.append((list(checks.limits(replace(PROFILE, slurm=SlurmProfile(**changed)), PARTITION | partition, wanted)), levels))
+        found.append(
+            (
+                list(
+                    checks.limits(
+                        replace(PROFILE, slurm=SlurmProfile(**changed)),
+                        PARTITION | partition,
+                        wanted,
+                    )
+                ),
+                levels,
+            )
+        )
     sound: dict[str, Any] = {
         "state": "IDLE",
         "reason": "",
@@ -175,13 +263,31 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
     for changed, wanted, levels in MACHINES:
         nodes = [Node(name=f"n{number}", **{**sound, **changed}) for number in range(4)]
         found.append((list(checks.machines(PROFILE, nodes, ["gpu"], wanted)), levels))
-    for gres, gpus, levels in ((None, 0, "FAILED"), ("none", 0, "ok"), ("none", 8, "warning ok"), ("gpu:h100:8", 0, "FAILED")):
+    for gres, gpus, levels in (
+        (None, 0, "FAILED"),
+        ("none", 0, "ok"),
+        ("none", 8, "warning ok"),
+        ("gpu:h100:8", 0, "FAILED"),
+    ):
         unasked = replace(PROFILE, nodes=replace(PROFILE.nodes, gres=gres))
-        found.append((list(checks.machines(unasked, [Node(name="n1", **{**sound, "gres": f"gpu:{gpus}"})], ["gpu"], 1)), levels))
+        found.append(
+            (
+                list(
+                    checks.machines(
+                        unasked, [Node(name="n1", **{**sound, "gres": f"gpu:{gpus}"})], ["gpu"], 1
+                    )
+                ),
+                levels,
+            )
+        )
     for slurm, answer, levels in ACCOUNTS:
         program(tmp_path / "sacctmgr", f"#!/bin/sh\nprintf '%s' '{answer}'\n")
-        found.append(([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels))
-    found.append(([checks.account(PROFILE, {"AccountingStorageType": "accounting_storage/none"})], "ok"))
+        found.append(
+            ([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels)
+        )
+    found.append(
+        ([checks.account(PROFILE, {"AccountingStorageType": "accounting_storage/none"})], "ok")
+    )
     for known, levels in zip(PREEMPTION, ("", "ok", "ok", "warning"), strict=True):
         found.append((list(checks.preemption(known)), levels))
     for lines, levels in found:
@@ -191,19 +297,48 @@ def test_a_profile_is_held_against_partition_nodes_and_account(tmp_path: Path, m
 
 
 def test_slurms_own_writing_is_read() -> None:
-    sizes = {None: 0, "0": 0, "512": 512, "1800G": 1843200, "62.50G": 64000, "2T": 2097152, "2048K": 2}
+    sizes = {
+        None: 0,
+        "0": 0,
+        "512": 512,
+        "1800G": 1843200,
+        "62.50G": 64000,
+        "2T": 2097152,
+        "2048K": 2,
+    }
     assert {size: mebibytes(size) for size in sizes} == sizes
     line = "NodeName=n1 CPUTot=96 Gres=gpu:h100:8(S:0-1),lustre:1 OS=Linux 5.15.0 #1 SMP RealMemory=2000000 Reason=bad fan [root@2024]"
     found = fields(line)
-    assert (found["OS"], found["CPUTot"], found["Reason"]) == ("Linux 5.15.0 #1 SMP", "96", "bad fan [root@2024]")
-    assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    assert (found["OS"], found["CPUTot"], found["Reason"]) == (
+        "Linux 5.15.0 #1 SMP",
+        "96",
+        "bad fan [root@2024]",
+    )
+    assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {
+        "PreemptMode": "REQUEUE",
+        "KillWait": "30 sec",
+    }
     assert amounts(found["Gres"]) == [("gpu", "h100", 8), ("lustre", "", 1)]
-    assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [("gpu", "", 2), ("gpu", "a100", 4), ("gpu", "", 1)]
-    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1,gpu:1g.10gb:7") == [("gpu", "h100", 4), ("nvme", "", 1), ("gpu", "1g.10gb", 7)]
+    assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [
+        ("gpu", "", 2),
+        ("gpu", "a100", 4),
+        ("gpu", "", 1),
+    ]
+    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1,gpu:1g.10gb:7") == [
+        ("gpu", "h100", 4),
+        ("nvme", "", 1),
+        ("gpu", "1g.10gb", 7),
+    ]
     assert amounts("(null)") == amounts("gres:none") == []
 
 
-JOB = {"Partition": "gpu", "MinCPUsNode": "2", "MinMemoryNode": "300M", "Features": "(null)", "TresPerNode": "gres:gpu:h100:2"}
+JOB = {
+    "Partition": "gpu",
+    "MinCPUsNode": "2",
+    "MinMemoryNode": "300M",
+    "Features": "(null)",
+    "TresPerNode": "gres:gpu:h100:2",
+}
 NODE = Node("n1", "IDLE", "", 8, 16000, "gpu:h100:8(S:0-1)", ("gpu", "all"), ("ib", "fast"))
 FITS: list[tuple[dict[str, str], bool]] = [
     ({}, True),
@@ -223,7 +358,9 @@ FITS: list[tuple[dict[str, str], bool]] = [
 
 
 @pytest.mark.parametrize(("asked", "fits"), FITS)
-def test_a_node_fits_a_job_by_all_that_the_job_asks_of_it(asked: dict[str, str], fits: bool) -> None:
+def test_a_node_fits_a_job_by_all_that_the_job_asks_of_it(
+    asked: dict[str, str], fits: bool
+) -> None:
     assert NODE.fits(JOB | asked) == fits
 
 
@@ -243,23 +380,57 @@ def test_only_a_clock_that_is_certainly_off_fails() -> None:
     """The file system's delay widens what can be known; it never makes a sound clock a bad one."""
     for skew, least, most, said in CLOCKS:
         now = time.time()
-        result = {"nodes": list(skew), "clocks": {"skew": skew, "ahead_at_most": most, "written": now + least}}
-        found = list(doctor.of_clocks(Profile(health=HealthProfile(clock_skew_seconds=2)), Outcome(Path(), result=result, received=now)))
-        assert [check.text for check in found if check.level == "FAILED"] == ([] if said is None else [said])
+        result = {
+            "nodes": list(skew),
+            "clocks": {"skew": skew, "ahead_at_most": most, "written": now + least},
+        }
+        found = list(
+            doctor.of_clocks(
+                Profile(health=HealthProfile(clock_skew_seconds=2)),
+                Outcome(Path(), result=result, received=now),
+            )
+        )
+        assert [check.text for check in found if check.level == "FAILED"] == (
+            [] if said is None else [said]
+        )
         assert said is not None or [check.level for check in found] == ["ok"]
 
 
 def test_bandwidth_and_nodes_in_words(wording: Wording) -> None:
     """Below the floor the slowest neighbours are named."""
-    pairs = [{"nodes": pair.split("+"), "bus": bus} for pair, bus in (("n1+n2", 350.0), ("n2+n3", 20.0), ("n3+n4", 21.0), ("n4+n1", 351.0))]
+    pairs = [
+        {"nodes": pair.split("+"), "bus": bus}
+        for pair, bus in (("n1+n2", 350.0), ("n2+n3", 20.0), ("n3+n4", 21.0), ("n4+n1", 351.0))
+    ]
     sizes = [{"mib": mib, "milliseconds": 1.0, "algorithm": 11.0, "bus": 20.5} for mib in (1, 1024)]
-    result = {"nodes": ["n1", "n2", "n3", "n4"], "world_size": 32, "backend": "nccl", "sizes": sizes, "pairs": pairs}
+    result = {
+        "nodes": ["n1", "n2", "n3", "n4"],
+        "world_size": 32,
+        "backend": "nccl",
+        "sizes": sizes,
+        "pairs": pairs,
+    }
     for floor, level in ((300, "FAILED"), (20, "ok"), (None, "ok")):
-        found = doctor.of_bandwidth(Profile(health=HealthProfile(all_reduce_gb_per_second=floor)), result)
+        found = doctor.of_bandwidth(
+            Profile(health=HealthProfile(all_reduce_gb_per_second=floor)), result
+        )
         assert found.level == level
         wording(found.text)
-    facts: dict[str, Any] = {"gpus": ["NVIDIA H100 80GB HBM3 00000000:18:00.0"] * 8, "driver": "550.90.07", "tflops": [651.2, 660.9, None]}
-    facts |= {"cpus": 192, "free_memory_gb": 1990.2, "memory_gb": 2015.0, "ports": {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}}
+    facts: dict[str, Any] = {
+        "gpus": ["NVIDIA H100 80GB HBM3 00000000:18:00.0"] * 8,
+        "driver": "550.90.07",
+        "tflops": [651.2, 660.9, None],
+    }
+    facts |= {
+        "cpus": 192,
+        "free_memory_gb": 1990.2,
+        "memory_gb": 2015.0,
+        "ports": {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"},
+    }
     (line,) = Report(facts=facts, node="n1").checks()
     wording(line.text)
-    assert [check.level for check in Report(["a", "b"], ["c"]).checks()] == ["FAILED", "FAILED", "warning"]
+    assert [check.level for check in Report(["a", "b"], ["c"]).checks()] == [
+        "FAILED",
+        "FAILED",
+        "warning",
+    ]

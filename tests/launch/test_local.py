@@ -27,8 +27,13 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_rank_leaves_no_trace_in_the_losses(tmp_path: Path, tiny_data: Path, ranks: int) -> None:
-    reference, run = Training(tmp_path / "reference", tiny_data), Training(tmp_path / "here", tiny_data)
+def test_a_killed_rank_leaves_no_trace_in_the_losses(
+    tmp_path: Path, tiny_data: Path, ranks: int
+) -> None:
+    reference, run = (
+        Training(tmp_path / "reference", tiny_data),
+        Training(tmp_path / "here", tiny_data),
+    )
     finished(ranks, reference.words, tmp_path / "ranks")
     assert sorted(reference.losses) == list(range(1, STEPS + 1))
     process = run.local(processes=ranks)
@@ -44,9 +49,15 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses(tmp_path: Path, tiny_data: 
     assert said.startswith("launch: error: ") and "train.seed" in said and "--update" in said
 
 
-def test_the_profile_is_that_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_that_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    listed = {"echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'": "local_gpu", "echo No devices were found": "local_cpu", "exit 9": "local_cpu"}
+    listed = {
+        "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'": "local_gpu",
+        "echo No devices were found": "local_cpu",
+        "exit 9": "local_cpu",
+    }
     for script, name in listed.items():
         program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{script}\n")
         assert Path(local.default_profile()).stem == name

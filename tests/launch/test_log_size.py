@@ -26,14 +26,21 @@ def numbers(lines: Sequence[Line]) -> list[int]:
     return [int(line.text.split()[1]) for line in lines if not LEFT_OUT.fullmatch(line.text)]
 
 
-def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five seeds of about 10 replacements each. One follower looks after every write, one now and then, one begins in the middle."""
     monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
     real = os.write
     for seed in range(5):
         chance, path = random.Random(seed), tmp_path / f"{seed}.log"
         source = Source(path, "a")
-        scribe, always, seldom, late = Scribe(path, (), Findings()), Tail(source), Tail(source), Tail(source)
+        scribe, always, seldom, late = (
+            Scribe(path, (), Findings()),
+            Tail(source),
+            Tail(source),
+            Tail(source),
+        )
         seen, followed, joined = list[Line](), list[Line](), list[Line]()
         said = [f"line {number} {'x' * chance.randrange(150)}" for number in range(500)]
         data = "".join(f"{text}\n" for text in said).encode()
@@ -61,7 +68,9 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(tmp_path
                 half = 0
             if not half:
                 joined += late.read()
-        assert [line.text for line in seen] == said  # nothing is left out of what was read in time: no marker either
+        assert [
+            line.text for line in seen
+        ] == said  # nothing is left out of what was read in time: no marker either
         given = numbers(followed)
         assert given == sorted({*given}) and len(given) < len(followed)  # each once, and markers
         assert numbers(joined) == list(range(numbers(joined)[0], 500)) and numbers(joined)[0] > 200
@@ -74,12 +83,16 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(tmp_path
         told = LEFT_OUT.fullmatch(lines[at].text)
         stamped = [len(f"1795296019.584 {text}\n") for text in said]
         assert told and int(told[1]) == sum(stamped[number] for number in gone)
-        assert LIMIT / 4 - max(stamped) < sum(stamped[:at]) <= LIMIT / 4 and sum(stamped[kept[at] :]) > LIMIT / 4 - max(stamped)
+        assert LIMIT / 4 - max(stamped) < sum(stamped[:at]) <= LIMIT / 4 and sum(
+            stamped[kept[at] :]
+        ) > LIMIT / 4 - max(stamped)
         assert last_stamp(path) == lines[-1].time and scribe.lost == 0
     assert sorted(tmp_path.iterdir()) == sorted(tmp_path.glob("?.log"))
 
 
-def test_a_log_that_a_person_truncated_or_made_private_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_a_person_truncated_or_made_private_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
     path = tmp_path / "a.log"
     scribe, tail, got = Scribe(path, (), Findings()), Tail(Source(path, "a")), list[Line]()
@@ -90,12 +103,16 @@ def test_a_log_that_a_person_truncated_or_made_private_stays_so(tmp_path: Path, 
         scribe.feed(b"line %d\n" % number)
         got += tail.read()
         if number == 500:
-            assert numbers(list(Source(path, "a").lines())) == list(range(250, 501))  # not above the limit: nothing is left out
+            assert numbers(list(Source(path, "a").lines())) == list(
+                range(250, 501)
+            )  # not above the limit: nothing is left out
     assert numbers(got) == list(range(1000))
     assert LEFT_OUT.search(path.read_text()) and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One reader stopped after each byte that the log had; others begin with its last lines, but read them after the replacement."""
     monkeypatch.setattr(logs, "LOG_BYTES", 800)
     path = tmp_path / "a.log"
@@ -114,11 +131,15 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(tmp_
         readers[-1][1].skip_to_last(count)
     scribe.feed(b"line %019d\n" % 20)
     for begin, tail in readers:
-        assert numbers(tail.read()) == [number for number in (*range(5), *range(16, 21)) if number >= begin]
+        assert numbers(tail.read()) == [
+            number for number in (*range(5), *range(16, 21)) if number >= begin
+        ]
 
 
 @pytest.mark.parametrize("refuses", ["fsync", "replace"])
-def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -129,7 +150,9 @@ def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(refuses: str, tmp_pa
         full.setattr(os, refuses, refuse)
         for number in range(600):
             scribe.feed(b"line %d\n" % number)
-    assert numbers(list(Source(path, "a").lines())) == list(range(600)) and path.stat().st_size > LIMIT
+    assert (
+        numbers(list(Source(path, "a").lines())) == list(range(600)) and path.stat().st_size > LIMIT
+    )
     for number in range(600, 1000):
         scribe.feed(b"line %d\n" % number)
     kept = numbers(list(Source(path, "a").lines()))
@@ -137,7 +160,9 @@ def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(refuses: str, tmp_pa
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As over NFS, where a file that another host replaced cannot be read any more."""
 
     class Stale:
@@ -177,4 +202,9 @@ def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Pa
         scribe.feed(b"line %d\n" % number)
     stale: Any = Stale()
     got = numbers(list(Source(stale, "a").lines()))
-    assert got == numbers(list(Source(path, "a").lines())) and got[0] == 0 and got[-1] == 599 and len(got) < 600
+    assert (
+        got == numbers(list(Source(path, "a").lines()))
+        and got[0] == 0
+        and got[-1] == 599
+        and len(got) < 600
+    )

@@ -24,7 +24,9 @@ from tests.launch.supervised import alive, wait_for
 PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 60, "matmul": False}}
 
 
-def run(folder: Path, environment: dict[str, str], profile: dict[str, Any] = PROFILE, **options: Any) -> checks.Report:
+def run(
+    folder: Path, environment: dict[str, str], profile: dict[str, Any] = PROFILE, **options: Any
+) -> checks.Report:
     """Check this machine as a job would: the report."""
     command = check_command(profile, folder / "health", **options)
     done = subprocess.run(command, env=environment, timeout=180, capture_output=True, text=True)
@@ -48,7 +50,9 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     return check
 
 
-def within(seconds: float, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **options: Any) -> checks.Report:
+def within(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **options: Any
+) -> checks.Report:
     """Check this machine in this process, where its eight GPUs get so many seconds, and all else a minute."""
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(checks, "SHARE", 1.0)
@@ -61,7 +65,10 @@ def within(seconds: float, monkeypatch: pytest.MonkeyPatch, environment: dict[st
 def test_a_sound_node_passes_with_newer_and_older_drivers(tmp_path: Path, older: bool) -> None:
     report = run(tmp_path, smi.install(tmp_path / "bin", smi.Node(older=older).answers()))
     assert report.ok and report.warnings == []
-    assert len(report.facts["gpus"]) == 8 and report.facts["gpus"][7] == "NVIDIA H100 80GB HBM3 00000000:DB:00.0"
+    assert (
+        len(report.facts["gpus"]) == 8
+        and report.facts["gpus"][7] == "NVIDIA H100 80GB HBM3 00000000:DB:00.0"
+    )
     assert abs(report.time - time.time()) < 300
 
 
@@ -84,11 +91,28 @@ def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(look: Lo
         found = look(smi.Node(changed={(gpu, name): value}).answers())
         assert len(found.faults) == 1 and fault in found.faults[0]
         assert found.faults[0].startswith(f"GPU {gpu} (00000000:{smi.BUSES[gpu]}:00.0): ")
-    found = look(smi.Node(changed={(1, "clocks_event_reasons.sw_thermal_slowdown"): "Active"}).answers())
-    assert found.faults == [] and len(found.warnings) == 1 and "GPU 1" in found.warnings[0]  # heat that the driver manages
-    names = [*hardware.CORE[5:], "remapped_rows.pending", "remapped_rows.failure", "gpu_recovery_action", "fabric.state"]
+    found = look(
+        smi.Node(changed={(1, "clocks_event_reasons.sw_thermal_slowdown"): "Active"}).answers()
+    )
+    assert (
+        found.faults == [] and len(found.warnings) == 1 and "GPU 1" in found.warnings[0]
+    )  # heat that the driver manages
+    names = [
+        *hardware.CORE[5:],
+        "remapped_rows.pending",
+        "remapped_rows.failure",
+        "gpu_recovery_action",
+        "fabric.state",
+    ]
     for value in ("[N/A]", "N/A", "[Not Supported]", "Not Supported"):
-        assert look(smi.Node(changed={(gpu, name): value for gpu in range(8) for name in names}).answers()).faults == []
+        assert (
+            look(
+                smi.Node(
+                    changed={(gpu, name): value for gpu in range(8) for name in names}
+                ).answers()
+            ).faults
+            == []
+        )
     assert look(smi.Node(count=7).answers()).faults == ["7 GPUs are visible, the profile says 8"]
 
 
@@ -97,7 +121,9 @@ NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. \
 Make sure that the latest NVIDIA driver is installed and running.
 
 """
-MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90\n"
+MISMATCH = (
+    "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90\n"
+)
 LOST = "Unable to determine the device handle for GPU0000:5D:00.0: GPU is lost.  Reboot the system to recover this GPU\n"
 
 
@@ -109,7 +135,9 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> Non
         ([6, "No devices were found\n"], "0 GPUs are visible, the profile says 8"),
         ([139, ""], "nvidia-smi failed with exit code 139"),
     ):
-        assert any(said in fault for fault in look({**smi.Node().answers(), smi.CORE: answer}).faults)
+        assert any(
+            said in fault for fault in look({**smi.Node().answers(), smi.CORE: answer}).faults
+        )
 
 
 def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path) -> None:
@@ -118,15 +146,23 @@ def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path)
     programs.mkdir()
     environment, numa = {**os.environ, "PATH": str(programs)}, {"nodes": {"numa": "node"}}
     assert "nodes.numa = node needs this program" in run(tmp_path, environment, numa).faults[0]
-    for sound in ({"nodes": {"numa": "none", "gpus": 0}}, {}, {**numa, "container": {"runtime": "pyxis"}}):
+    for sound in (
+        {"nodes": {"numa": "none", "gpus": 0}},
+        {},
+        {**numa, "container": {"runtime": "pyxis"}},
+    ):
         assert run(tmp_path, environment, sound).ok
     (programs / "numactl").touch(0o755)
     assert run(tmp_path, environment, numa).ok
     assert "is the NVIDIA driver installed" in run(tmp_path, environment).faults[0]
 
 
-def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = within(1, monkeypatch, smi.install(tmp_path / "bin", {**smi.Node().answers(), smi.CORE: ["hang"]}))
+def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = within(
+        1, monkeypatch, smi.install(tmp_path / "bin", {**smi.Node().answers(), smi.CORE: ["hang"]})
+    )
     assert len(report.faults) == 1 and "did not answer" in report.faults[0]
     assert report.facts["cpus"] >= 1, "the other checks are not lost"
     answer = hardware.ask(["sh", "-c", "trap '' TERM; sleep 600 & echo $!; wait"], 1)
@@ -136,32 +172,50 @@ def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(tmp_path:
 
 def test_cuda_visible_devices_says_which_gpus_count() -> None:
     node, rng = smi.Node(), random.Random(0)
-    all_gpus = [hardware._gpu([node.value(gpu, name) for name in hardware.CORE]) for gpu in range(8)]
+    all_gpus = [
+        hardware._gpu([node.value(gpu, name) for name in hardware.CORE]) for gpu in range(8)
+    ]
     for _ in range(200):
         picked = rng.sample(all_gpus, rng.randint(1, 8))
-        by = rng.choice([lambda gpu: str(gpu.index), lambda gpu: gpu.uuid, lambda gpu: gpu.uuid[:12]])
+        by = rng.choice(
+            [lambda gpu: str(gpu.index), lambda gpu: gpu.uuid, lambda gpu: gpu.uuid[:12]]
+        )
         assert hardware.chosen(all_gpus, ",".join(map(by, picked))) == picked
     for unknown in (None, "", "MIG-11c29e81-e611-50b5-b5ef-609c0a0fe58b", "12", "0,12"):
         assert hardware.chosen(all_gpus, unknown) == all_gpus
 
 
-def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(
+    look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = smi.Node(changed={(2, "memory.used"): "71004"})
     before, after = node.answers()[smi.CORE], smi.Node().answers()[smi.CORE]
     assert look({**smi.Node().answers(), smi.CORE: [0, before[1], after[1]]}).faults == []
     monkeypatch.setattr(checks, "RELEASE_SECONDS", 0.0)
-    found = look({**node.answers(), smi.USERS: [0, f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"]})
-    assert found.faults == ["GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"]
+    found = look(
+        {
+            **node.answers(),
+            smi.USERS: [0, f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"],
+        }
+    )
+    assert found.faults == [
+        "GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"
+    ]
 
 
 def interpreter(folder: Path, **answers: str) -> Path:
     """A stand-in for the ranks' interpreter: what it does for the GPU of a number, else a sound product at 650 TFLOP/s."""
     cases = "\n".join(f"GPU-0000000{number[1:]}-*) {line} ;;" for number, line in answers.items())
     sound = """echo '{"wrong": 0, "tflops": 650.0}'"""
-    return program(folder / "python", f'#!/bin/bash\ncase "$CUDA_VISIBLE_DEVICES" in\n{cases}\n*) {sound} ;;\nesac\n')
+    return program(
+        folder / "python",
+        f'#!/bin/bash\ncase "$CUDA_VISIBLE_DEVICES" in\n{cases}\n*) {sound} ;;\nesac\n',
+    )
 
 
-def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = interpreter(
         tmp_path,
         g0="""echo '{"wrong": 3, "tflops": 640}'; exit 1""",
@@ -170,7 +224,9 @@ def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tm
         g5="""echo 'Segmentation fault (core dumped)' >&2; exit 139""",
         g6="""sleep 600""",
     )
-    report = within(3, monkeypatch, smi.install(tmp_path / "bin", smi.Node().answers()), python=str(python))
+    report = within(
+        3, monkeypatch, smi.install(tmp_path / "bin", smi.Node().answers()), python=str(python)
+    )
     said = {fault.split(" ")[1]: fault.partition("): ")[2] for fault in report.faults}
     assert said == {
         "0": "3 entries of a product are wrong",
@@ -186,9 +242,14 @@ def test_the_product_is_right_on_a_sound_device_and_wrong_on_another() -> None:
     class Broken(TorchFunctionMode):
         """A device that gets one entry wrong."""
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
-            if getattr(func, "__name__", "") in ("matmul", "__matmul__") and result.dtype is torch.bfloat16:
+            if (
+                getattr(func, "__name__", "") in ("matmul", "__matmul__")
+                and result.dtype is torch.bfloat16
+            ):
                 result[1, 2] += 1
             return result
 
@@ -208,7 +269,9 @@ XIDS = [
 ]
 
 
-def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = smi.install(tmp_path / "bin", smi.Node().answers())
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     lines = [line.format(at=max(0, uptime - 60)) for line in [*XIDS, XIDS[0]]]
@@ -221,16 +284,22 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp
     program(tmp_path / "dmesg", f"#!/bin/sh\necho '{XIDS[0].format(at=1000)}'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS + 1) == []
-    assert [number for number, _ in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1)] == [79]
+    assert [
+        number for number, _ in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1)
+    ] == [79]
 
 
-def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_left_in_them(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_left_in_them(
+    tmp_path: Path,
+) -> None:
     good, odd, missing = tmp_path / "good", tmp_path / "a $(touch x) 'b'", tmp_path / "missing"
     for path in (good, odd):
         path.mkdir()
     profile = {"paths": {"shared": [str(good), str(odd), str(missing)]}}
     report = run(tmp_path, dict(os.environ), profile)
-    assert report.faults == [f"{missing}: cannot be written here: No such file or directory (is it mounted?)"]
+    assert report.faults == [
+        f"{missing}: cannot be written here: No such file or directory (is it mounted?)"
+    ]
     assert list(good.iterdir()) == list(odd.iterdir()) == []
     report = run(tmp_path, dict(os.environ), {"health": {"free_disk_gb": 1e9}}, folders=[str(good)])
     assert [fault.split(":")[0] for fault in report.faults] == ["/tmp", str(good)]
@@ -250,14 +319,24 @@ def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> 
     rng, folder = random.Random(1), tmp_path / "reports"
     folder.mkdir()
     texts = [whole[: rng.randrange(len(whole) - 2)] for _ in range(40)]
-    texts += ["[]", "null", '{"node": 1}', whole.replace('"faults": []', '"faults": 3'), whole.replace('"time": ', '"time": "x')]
+    texts += [
+        "[]",
+        "null",
+        '{"node": 1}',
+        whole.replace('"faults": []', '"faults": 3'),
+        whole.replace('"time": ', '"time": "x'),
+    ]
     for number, text in enumerate(texts):
         (folder / f"n{number}.json").write_text(text)
-    (folder / "n0.log").write_text("slurmstepd: error: something\nbash: line 1: /venv/bin/python: No such file or directory\n\n")
+    (folder / "n0.log").write_text(
+        "slurmstepd: error: something\nbash: line 1: /venv/bin/python: No such file or directory\n\n"
+    )
     names = [*(f"n{number}" for number in range(len(texts))), "silent"]
     reports = read_reports(folder, names)
     assert list(reports) == names and not any(report.ok for report in reports.values())
-    assert reports["n0"].faults == ["did not answer the health check: bash: line 1: /venv/bin/python: No such file or directory"]
+    assert reports["n0"].faults == [
+        "did not answer the health check: bash: line 1: /venv/bin/python: No such file or directory"
+    ]
     assert "it hangs" in reports["silent"].faults[0]
     (folder / "good.json").write_text(whole)
     assert read_reports(folder, ["good"])["good"].ok

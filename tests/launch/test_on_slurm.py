@@ -37,19 +37,43 @@ from tests.launch.supervised import wait_for
 from tests.wording import Wording
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
-JOB = Job("a", "run", "/shared/runs/a", "/project/work", "/shared/runs/a/launch/code", "/env/python", 2, 8, True, (ITEM,), {}, "p.yaml")
+JOB = Job(
+    "a",
+    "run",
+    "/shared/runs/a",
+    "/project/work",
+    "/shared/runs/a/launch/code",
+    "/env/python",
+    2,
+    8,
+    True,
+    (ITEM,),
+    {},
+    "p.yaml",
+)
 
 ENVIRONMENT = {"PYTHONPATH": JOB.code, "NCCL_DEBUG": "WARN", "WANDB_API_KEY": "canary"}
 INSIDE = ["env", f"PYTHONPATH={JOB.code}", "NCCL_DEBUG=WARN"]
 
 
 def attempt(**profile: Any) -> Attempt:
-    return Attempt(1, Path("/shared/runs/a/attempts/0001"), replace(JOB, profile=profile), ITEM, ("n1", "n2"), ENVIRONMENT)
+    return Attempt(
+        1,
+        Path("/shared/runs/a/attempts/0001"),
+        replace(JOB, profile=profile),
+        ITEM,
+        ("n1", "n2"),
+        ENVIRONMENT,
+    )
 
 
 def test_a_task_of_an_array_is_named_as_such() -> None:
     """The last task of array 12 has the array's own number: a bare 12 would be all of its tasks."""
-    for number, task, job in (("12", {}, "12"), ("12", {"SLURM_ARRAY_TASK_ID": "0"}, "12_0"), ("13", {"SLURM_ARRAY_TASK_ID": "3"}, "12_3")):
+    for number, task, job in (
+        ("12", {}, "12"),
+        ("12", {"SLURM_ARRAY_TASK_ID": "0"}, "12_0"),
+        ("13", {"SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+    ):
         array = {"SLURM_ARRAY_JOB_ID": "12"} if task else {}
         place = SlurmPlace({"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": "2", **array, **task})
         assert (place.job_id, place.restart_count) == (job, 2)
@@ -59,7 +83,10 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
     for seed in range(4711, 4811):
         first = server_port(seed)
         assert first in PORTS
-        with socket.socket() as taken, suppress(OSError):  # someone else has taken it in this moment
+        with (
+            socket.socket() as taken,
+            suppress(OSError),
+        ):  # someone else has taken it in this moment
             taken.bind(("", first))
             taken.listen()
             assert server_port(seed) not in (first, server_port(seed + 1))
@@ -75,7 +102,9 @@ def test_no_connection_takes_a_port_that_a_server_will_open_a_moment_later() -> 
     assert len(set(chosen)) == 50
 
 
-def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_node_is_named_by_what_resolves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cluster's names need not be in any name service: Slurm knows addresses."""
     known = '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x"'
     program(tmp_path / "scontrol", f"#!/bin/sh\n{known}\n")
@@ -87,21 +116,50 @@ def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pyte
 
 
 def test_pyxis_takes_options_of_srun() -> None:
-    container = {"runtime": "pyxis", "image": "/images/a b.sqsh", "mounts": ["/data:/data:ro"], "options": ["--container-writable"]}
-    options, words = container_parts(attempt(container=container, paths={"shared": ["/shared"]}, environment={"NCCL_DEBUG": "WARN"}))
+    container = {
+        "runtime": "pyxis",
+        "image": "/images/a b.sqsh",
+        "mounts": ["/data:/data:ro"],
+        "options": ["--container-writable"],
+    }
+    options, words = container_parts(
+        attempt(
+            container=container, paths={"shared": ["/shared"]}, environment={"NCCL_DEBUG": "WARN"}
+        )
+    )
     mounts = "--container-mounts=/data:/data:ro,/project/work:/project/work,/shared:/shared"
-    assert options == ["--container-image=/images/a b.sqsh", mounts, "--container-workdir=/project/work", "--container-writable"]
+    assert options == [
+        "--container-image=/images/a b.sqsh",
+        mounts,
+        "--container-workdir=/project/work",
+        "--container-writable",
+    ]
     assert words == INSIDE
 
 
 def test_apptainer_goes_before_the_command() -> None:
-    container = {"runtime": "apptainer", "image": "a.sif", "mounts": ["/data:/data:ro"], "options": ["--cleanenv"]}
+    container = {
+        "runtime": "apptainer",
+        "image": "a.sif",
+        "mounts": ["/data:/data:ro"],
+        "options": ["--cleanenv"],
+    }
     for gpus in (0, 8):
-        options, words = container_parts(attempt(container=container, nodes={"gpus": gpus}, environment={"NCCL_DEBUG": "WARN"}))
-        assert options == [] and words[:2] == ["apptainer", "exec"] and words[-5:] == ["--cleanenv", "a.sif", *INSIDE]
+        options, words = container_parts(
+            attempt(container=container, nodes={"gpus": gpus}, environment={"NCCL_DEBUG": "WARN"})
+        )
+        assert (
+            options == []
+            and words[:2] == ["apptainer", "exec"]
+            and words[-5:] == ["--cleanenv", "a.sif", *INSIDE]
+        )
         assert ("--nv" in words) == bool(gpus)
     binds = [after for word, after in zip(words, words[1:], strict=False) if word == "--bind"]
-    assert binds == ["/data:/data:ro", "/shared/runs/a:/shared/runs/a", "/project/work:/project/work"]
+    assert binds == [
+        "/data:/data:ro",
+        "/shared/runs/a:/shared/runs/a",
+        "/project/work:/project/work",
+    ]
 
 
 # JobState, Reason, Restarts, ExitCode; whether the batch script was killed.
@@ -124,7 +182,11 @@ def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path)
         assert guard.killed(fields, "1") == (why == "yes"), line
     path = tmp_path / "launch" / "state.json"
     assert not guard.of_its_own_will(tmp_path)
-    for state, own in (("running", False), ("requeued", False), ("stopped", True)):  # "requeued" it says before it asks Slurm
+    for state, own in (
+        ("running", False),
+        ("requeued", False),
+        ("stopped", True),
+    ):  # "requeued" it says before it asks Slurm
         write_json(path, {"state": state})
         assert guard.of_its_own_will(tmp_path) == own
     path.rename(path.with_name("stop.json"))
@@ -145,7 +207,10 @@ class Commands:
 
     def put(self, name: str, script: str) -> None:
         """A command: a line of bash."""
-        program(self.folder / name, f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n')
+        program(
+            self.folder / name,
+            f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n',
+        )
 
     def calls(self, name: str) -> list[str]:
         """The arguments of each call."""
@@ -166,11 +231,19 @@ def here(folder: Path, **profile: Any) -> Attempt:
     (folder / "logs").mkdir()
     (folder / "launch").mkdir()
     item = replace(ITEM, directory=str(folder))
-    job = replace(JOB, directory=str(folder), working_directory=str(folder), python=sys.executable, profile=profile)
+    job = replace(
+        JOB,
+        directory=str(folder),
+        working_directory=str(folder),
+        python=sys.executable,
+        profile=profile,
+    )
     return Attempt(1, folder, job, item, ("n1", "n2"), dict(os.environ))
 
 
-def test_ranks_are_asked_for_stacks_while_they_are_still_being_told_to_save(commands: Commands, tmp_path: Path) -> None:
+def test_ranks_are_asked_for_stacks_while_they_are_still_being_told_to_save(
+    commands: Commands, tmp_path: Path
+) -> None:
     commands.put("srun", "sleep 5")
     with subprocess.Popen(["sleep", "600"]) as process:
         running = SlurmRunning(process, "7", "launch-1", here(tmp_path))
@@ -181,23 +254,38 @@ def test_ranks_are_asked_for_stacks_while_they_are_still_being_told_to_save(comm
         process.kill()
 
 
-def test_a_check_that_srun_cannot_start_is_no_nodes_fault(commands: Commands, tmp_path: Path) -> None:
-    commands.put("srun", 'echo "srun: error: Unable to create step for job 7: Invalid credential" >&2; exit 1')
-    place, attempt = SlurmPlace({"SLURM_JOB_ID": "7"}), here(tmp_path, health={"timeout_seconds": 20})
+def test_a_check_that_srun_cannot_start_is_no_nodes_fault(
+    commands: Commands, tmp_path: Path
+) -> None:
+    commands.put(
+        "srun",
+        'echo "srun: error: Unable to create step for job 7: Invalid credential" >&2; exit 1',
+    )
+    place, attempt = (
+        SlurmPlace({"SLURM_JOB_ID": "7"}),
+        here(tmp_path, health={"timeout_seconds": 20}),
+    )
     with pytest.raises(PlaceError, match="the nodes cannot be checked: srun: .*Invalid credential"):
         place.check_nodes(attempt)
-    write_json(tmp_path / "health" / "n1.json", {"node": "n1", "faults": [], "warnings": [], "facts": {}, "time": time.time()})
+    write_json(
+        tmp_path / "health" / "n1.json",
+        {"node": "n1", "faults": [], "warnings": [], "facts": {}, "time": time.time()},
+    )
     faults = place.check_nodes(attempt)
     assert not faults["n1"] and "did not answer" in faults["n2"][0]
 
 
 def test_a_controller_that_is_away_is_waited_for(commands: Commands) -> None:
-    commands.put("scontrol", 'echo "Unable to contact slurm controller (connect failure)" >&2; exit 1')
+    commands.put(
+        "scontrol", 'echo "Unable to contact slurm controller (connect failure)" >&2; exit 1'
+    )
     place = SlurmPlace({"SLURM_JOB_ID": "7"})
     with pytest.raises(Unreachable):
         place.requeue(())
     assert place.taken() is None and not place.cancelled() and not place.enough_without(["n1"])
-    commands.put("scontrol", 'echo "Requested operation is presently disabled for job 7" >&2; exit 1')
+    commands.put(
+        "scontrol", 'echo "Requested operation is presently disabled for job 7" >&2; exit 1'
+    )
     with pytest.raises(PlaceError, match="disabled") as refused:
         place.requeue(())
     assert not isinstance(refused.value, Unreachable)
@@ -206,7 +294,9 @@ def test_a_controller_that_is_away_is_waited_for(commands: Commands) -> None:
 SHOWN = "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast NumNodes=2-2 TresPerNode=gres:gpu:h100:8 ExcNodeList=(null)"
 NODES = "".join(
     f"NodeName=n{number} CPUTot=8 RealMemory=16000 AvailableFeatures={feature} Gres=gpu:{kind}:8 Partitions=main\\n"
-    for number, (feature, kind) in enumerate((("fast", "h100"),) * 4 + (("slow", "h100"), ("fast", "a100")))
+    for number, (feature, kind) in enumerate(
+        (("fast", "h100"),) * 4 + (("slow", "h100"), ("fast", "a100"))
+    )
 )
 
 
@@ -215,25 +305,36 @@ def answers(commands: Commands, nodes: str | None) -> None:
     denied = "{ echo 'slurm_load_node error: Access/permission denied' >&2; exit 1; }"
     listed = denied if nodes is None else f"printf '{nodes}'"
     of_job, of_nodes = f"[[ $* == *job* ]] && echo '{SHOWN}'", f"[[ $2 == nodes ]] && {listed}"
-    commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {of_job}; {of_nodes}; exit 0")
+    commands.put(
+        "scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {of_job}; {of_nodes}; exit 0"
+    )
 
 
 @pytest.mark.parametrize(("exclude", "left"), [(["n1"], "n0,n1"), (["n1", "n2"], "n0")])
-def test_an_exclusion_that_cannot_be_is_not_asked_for(commands: Commands, exclude: list[str], left: str) -> None:
+def test_an_exclusion_that_cannot_be_is_not_asked_for(
+    commands: Commands, exclude: list[str], left: str
+) -> None:
     """Four nodes fit, one has not the feature, one another GPU, and two are wanted; the profile excludes n0. A gone node is passed over."""
     answers(commands, f"a notice of the site\\n{NODES}the second line = of a reason\\n")
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
     assert place.enough_without(["n0", *exclude]) == (left == "n0,n1")
     with pytest.raises(SystemExit):
         place.requeue(["n0", *exclude, "gone"])
-    assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == [left]
+    assert [
+        call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")
+    ] == [left]
 
 
-def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones_stay(commands: Commands) -> None:
+def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones_stay(
+    commands: Commands,
+) -> None:
     """Slurm takes each of these exclusions, and lets the job wait for ever. What people write into a job's comment is no field of it."""
     reserved = "[[ $3 == r ]] && echo 'ReservationName=r Nodes=n0,n1,n2 NodeCnt=3'"
     commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {reserved}; exit 0")
-    nodes = [slurm.Node(f"n{number}", "IDLE", "", 8, 16000, "", ("a" if number < 3 else "b", "all")) for number in range(6)]
+    nodes = [
+        slurm.Node(f"n{number}", "IDLE", "", 8, 16000, "", ("a" if number < 3 else "b", "all"))
+        for number in range(6)
+    ]
     job = {"NumNodes": "3", "Partition": "all"}
     for more, exclude, enough in (
         ({}, ["n0", "n3"], True),
@@ -246,7 +347,9 @@ def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones
         ({"ReqNodeList": "n0,n1"}, ["n1"], False),
     ):
         assert slurm.enough_nodes(nodes, {**job, **more}, exclude) == enough, (more, exclude)
-    told = slurm.fields("JobId=7 Restarts=1 Partition=main Comment=as Restarts=9 in Partition=x StdIn=/dev/null")
+    told = slurm.fields(
+        "JobId=7 Restarts=1 Partition=main Comment=as Restarts=9 in Partition=x StdIn=/dev/null"
+    )
     assert (told["Restarts"], told["Partition"], told["StdIn"]) == ("1", "main", "/dev/null")
 
 
@@ -257,13 +360,17 @@ def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: C
     assert not place.enough_without(["n1"])
     with pytest.raises(SystemExit):
         place.requeue(["n0", "n1"])
-    assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == ["n0,n1"]
+    assert [
+        call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")
+    ] == ["n0,n1"]
 
 
 def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> None:
     """Of a job in one, Slurm lists no step and no job otherwise: a hang would end nothing, and a run would be submitted twice."""
     script = tmp_path / "job.sh"
-    hidden = f"case $* in *--steps*) echo '7.0|launch-1' ;; *) echo '7|RUNNING|None|n1|{script}' ;; esac"
+    hidden = (
+        f"case $* in *--steps*) echo '7.0|launch-1' ;; *) echo '7|RUNNING|None|n1|{script}' ;; esac"
+    )
     commands.put("squeue", f'[ "$SQUEUE_ALL" ] && {{ {hidden}; }}; exit 0')
     assert set(slurm.queue(["7"])) == set(slurm.jobs_of(script)) == {"7"}
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -278,7 +385,10 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2"})
     assert place.down_nodes() == {"n1": "draining: bad fan"}
     commands.put("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    commands.put("sacct", "printf 'maintenance on Monday\\n7|CANCELLED by 0|None assigned|sbatch --wrap=a|b\\n'")
+    commands.put(
+        "sacct",
+        "printf 'maintenance on Monday\\n7|CANCELLED by 0|None assigned|sbatch --wrap=a|b\\n'",
+    )
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("CANCELLED", command="sbatch --wrap=a|b")}
     commands.put(
         "sacct",
@@ -303,7 +413,9 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
     assert stands(job, slurm.QueueState("RUNNING", command="/else/launch/job.sh")).state == "lost"
     commands.put("squeue", "echo '12|RUNNING|None|n1|/else/launch/job.sh'")
     assert [standing.kind for standing in standings(job)] == ["idle"]
-    commands.put("squeue", f"echo '12|SUSPENDED|None|n1|{script}'; echo '13|RUNNING|None|n1|(null)'")
+    commands.put(
+        "squeue", f"echo '12|SUSPENDED|None|n1|{script}'; echo '13|RUNNING|None|n1|(null)'"
+    )
     assert [standing.job_id for standing in standings(job)] == ["12"]
     # Where a site's sbatch passes the script through a pipe, the recorded id and the job's name count.
     commands.put("squeue", "echo '12|RUNNING|None|n1|(null)'; echo '13|RUNNING|None|n1|(null)'")
@@ -321,7 +433,9 @@ def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> No
 
 
 @pytest.fixture
-def alone(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[bool]]:
+def alone(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], AbstractContextManager[bool]]:
     """Hold an item as a Slurm job; its notices go to ``notices``."""
     answers(commands, "")
     monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.0)
@@ -331,13 +445,21 @@ def alone(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def hold(job_id: str) -> AbstractContextManager[bool]:
         place = SlurmPlace({"SLURM_JOB_ID": job_id, "SLURM_RESTART_COUNT": "0"})
-        return supervisor._alone(item, place, Signals(), Journal(replace(JOB, items=(item,), profile={"notify": notify}), item, job_id))
+        return supervisor._alone(
+            item,
+            place,
+            Signals(),
+            Journal(replace(JOB, items=(item,), profile={"notify": notify}), item, job_id),
+        )
 
     return hold
 
 
 def test_a_lock_that_is_left_held_stops_no_run(
-    commands: Commands, tmp_path: Path, alone: Callable[[str], AbstractContextManager[bool]], monkeypatch: pytest.MonkeyPatch
+    commands: Commands,
+    tmp_path: Path,
+    alone: Callable[[str], AbstractContextManager[bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's.
 
@@ -355,10 +477,21 @@ def test_a_lock_that_is_left_held_stops_no_run(
         with alone("7") as held:
             assert held is False
         monkeypatch.setattr(supervisor, "BUSY_TIMES", 2)
-        assert [refused(), refused()] == [0, 0] and commands.calls("scontrol").count("requeue 8") == 2 and not notices.exists()
-        assert refused() == Exit.FAULT and commands.calls("scontrol").count("requeue 8") == 2 and not busy.exists()
+        assert (
+            [refused(), refused()] == [0, 0]
+            and commands.calls("scontrol").count("requeue 8") == 2
+            and not notices.exists()
+        )
+        assert (
+            refused() == Exit.FAULT
+            and commands.calls("scontrol").count("requeue 8") == 2
+            and not busy.exists()
+        )
         told = json.loads(notices.read_text())
-        assert told["event"] == "stopped" and "another job (7, on n9), after 3 starts and 0 minutes" in told["message"]
+        assert (
+            told["event"] == "stopped"
+            and "another job (7, on n9), after 3 starts and 0 minutes" in told["message"]
+        )
         monkeypatch.setattr(supervisor, "BUSY_SECONDS", 100.0)
         write_json(busy, {"since": time.time() - 101.0, "times": 1})
         assert refused() == Exit.FAULT

@@ -10,9 +10,25 @@ from typing import Any
 import pytest
 
 from launch.job import rank_log, write_json
-from launch.node.failures import Cause, Findings, all_told, failures, first_failure, kind_of, wrong_on
+from launch.node.failures import (
+    Cause,
+    Findings,
+    all_told,
+    failures,
+    first_failure,
+    kind_of,
+    wrong_on,
+)
 from launch.node.hardware import Gpu
-from launch.supervise.classify import Observed, cancelled, classify, is_away, is_lasting, last_step, taken
+from launch.supervise.classify import (
+    Observed,
+    cancelled,
+    classify,
+    is_away,
+    is_lasting,
+    last_step,
+    taken,
+)
 from launch.supervise.journal import cordon, cordoned
 from launch.supervise.policy import blamed
 from launch.supervise.run_files import Sight, has_stepped, look
@@ -22,13 +38,16 @@ WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, O
 
 CHAIN = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
 NCCL = (
-    trace("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error")
+    trace(
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error"
+    )
     + "\nncclRemoteError: A call failed possibly due to a network error.\nLast error:\n"
 )
-ABORT = (
-    f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {WATCHDOG}\nFatal Python error: Aborted\n"
+ABORT = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {WATCHDOG}\nFatal Python error: Aborted\n"
+SEGV, XID = (
+    "Fatal Python error: Segmentation fault",
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
 )
-SEGV, XID = "Fatal Python error: Segmentation fault", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 LOGS: list[tuple[str, str | None, str | None]] = [
     ("step 1\n" + trace("ValueError: boo") + "\ngoodbye", None, "ValueError: boo"),
     (trace("ValueError: boo", "[rank3]: "), None, "ValueError: boo"),
@@ -36,10 +55,18 @@ LOGS: list[tuple[str, str | None, str | None]] = [
     (trace("A: 1") + CHAIN + trace("B: 2"), None, "B: 2"),
     (trace("A: 1") + "\nException ignored in: <function f>\n" + trace("B: 2"), None, "A: 1"),
     ("Exception ignored in: <function f>\n" + trace("B: 2"), None, "B: 2"),
-    (trace("OSError: retried") + "\nstep 7\npretrain: error: too many bad steps", None, "pretrain: error: too many bad steps"),
+    (
+        trace("OSError: retried") + "\nstep 7\npretrain: error: too many bad steps",
+        None,
+        "pretrain: error: too many bad steps",
+    ),
     (f"{SEGV}\n\nCurrent thread 0x1 (most recent call first):", "SIGSEGV", SEGV),
     (ABORT, "SIGABRT", f"what():  [Rank 3] {WATCHDOG}"),
-    (NCCL + "socketProgress: Connection closed by remote peer node2<41234>", None, "Connection closed by remote peer node2<41234>)"),
+    (
+        NCCL + "socketProgress: Connection closed by remote peer node2<41234>",
+        None,
+        "Connection closed by remote peer node2<41234>)",
+    ),
     (XID, None, XID),
     ("step 1\nstep 2", None, None),
     (trace("ValueError: long ago") + "\nstep" * 500, "SIGSEGV", None),
@@ -58,12 +85,29 @@ def cause_of(text: str, by: str | None = None) -> Cause | None:
 def test_the_error_of_a_log() -> None:
     for text, by, expected in LOGS:
         cause = cause_of(text, by)
-        assert (cause and cause.message) == expected or (cause and expected and cause.message.endswith(expected)), text[:200]
+        assert (cause and cause.message) == expected or (
+            cause and expected and cause.message.endswith(expected)
+        ), text[:200]
     cause = cause_of(trace("A: 1") + CHAIN + trace("B: 2"))
-    assert cause and cause.traceback and "A: 1" in cause.traceback and cause.traceback.endswith("B: 2") and cause.time == 100.0
-    deep = "Traceback (most recent call last):\n" + '  File "é.py", line 1, in f\n' * 2000 + "RecursionError: deep"
+    assert (
+        cause
+        and cause.traceback
+        and "A: 1" in cause.traceback
+        and cause.traceback.endswith("B: 2")
+        and cause.time == 100.0
+    )
+    deep = (
+        "Traceback (most recent call last):\n"
+        + '  File "é.py", line 1, in f\n' * 2000
+        + "RecursionError: deep"
+    )
     long = cause_of(deep)
-    assert long and long.traceback and len(long.traceback.encode()) <= 8192 and long.traceback.endswith("RecursionError: deep")
+    assert (
+        long
+        and long.traceback
+        and len(long.traceback.encode()) <= 8192
+        and long.traceback.endswith("RecursionError: deep")
+    )
 
 
 def test_the_kind_of_a_failure() -> None:
@@ -71,10 +115,20 @@ def test_the_kind_of_a_failure() -> None:
         ("pretrain: error: model.mixr is unknown", 2, None, "config"),
         ("pretrain: error: runs/x is in use by process 12", 75, None, "busy"),
         ("pretrain: error: the loss was not finite for 9 steps in a row", 3, None, "diverged"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", 1, None, "memory"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            1,
+            None,
+            "memory",
+        ),
         ("MemoryError", 1, None, "memory"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, None, "node"),
-        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", 1, None, "node"),
+        (
+            "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+            1,
+            None,
+            "node",
+        ),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, None, "exit"),
         (WATCHDOG, 134, "SIGABRT", "nccl"),
         ("ValueError: boo", 1, None, "exit"),
@@ -82,21 +136,51 @@ def test_the_kind_of_a_failure() -> None:
         ("OSError: [Errno 116] Stale file handle: '/a/nccl/x.json'", 1, None, "place"),
         ("OSError: [Errno 5] Input/output error: '/a/b'", 1, None, "place"),
         ("OSError: [Errno 107] Transport endpoint is not connected: '/a/b'", 1, None, "place"),
-        ("BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'", 1, None, "place"),
+        (
+            "BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'",
+            1,
+            None,
+            "place",
+        ),
         ("OSError: [Errno 112] Host is down: '/a/b'", 1, None, "place"),
         ("OSError: [Errno 121] Remote I/O error", 1, None, "place"),
         ("TimeoutError: [Errno 110] Connection timed out: '/a/b'", 1, None, "place"),
-        ("safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)", 1, None, "place"),
-        ("RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)", 1, None, "place"),
+        (
+            "safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)",
+            1,
+            None,
+            "place",
+        ),
+        (
+            "RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)",
+            1,
+            None,
+            "place",
+        ),
         ("pretrain: error: a/b: Stale file handle", 1, None, "place"),
-        ("data_prep: error: cannot read /a/b: Transport endpoint is not connected", 1, None, "place"),
+        (
+            "data_prep: error: cannot read /a/b: Transport endpoint is not connected",
+            1,
+            None,
+            "place",
+        ),
         # Of a peer, or of the program.
         ("TimeoutError: [Errno 110] Connection timed out", 1, None, "exit"),
         ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
-        ("RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3", 1, None, "nccl"),
+        (
+            "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3",
+            1,
+            None,
+            "nccl",
+        ),
         ("NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", 1, None, "nccl"),
-        ("RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error", 1, None, "nccl"),
+        (
+            "RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error",
+            1,
+            None,
+            "nccl",
+        ),
         ("", 137, "SIGKILL", "signal"),
     ]
     assert [kind_of(*row[:3]) for row in kinds] == [row[3] for row in kinds]
@@ -123,12 +207,23 @@ def test_the_cause_is_found_among_its_consequences_whatever_the_clocks_say(tmp_p
         chance, attempt = random.Random(seed), tmp_path / str(seed)
         guilty = chance.randrange(12)
         for rank in range(12):
-            record(attempt, rank, 2000 + chance.random(), **chance.choice(OWN if rank == guilty else CONSEQUENCES))
+            record(
+                attempt,
+                rank,
+                2000 + chance.random(),
+                **chance.choice(OWN if rank == guilty else CONSEQUENCES),
+            )
         first = first_failure(attempt)
-        assert first and (first.rank, first.host, first.lost_peer) == (guilty, f"node{guilty // 2}", False)
+        assert first and (first.rank, first.host, first.lost_peer) == (
+            guilty,
+            f"node{guilty // 2}",
+            False,
+        )
 
 
-def test_of_several_causes_the_earliest_is_first_and_one_that_vanished_before_those_who_lost_it(tmp_path: Path) -> None:
+def test_of_several_causes_the_earliest_is_first_and_one_that_vanished_before_those_who_lost_it(
+    tmp_path: Path,
+) -> None:
     assert first_failure(tmp_path / "nowhere") is None
     for rank, at in enumerate((2005.0, 2001.0, 2003.0)):
         record(tmp_path, rank, 2010.0 - rank, error="ValueError: boo", error_time=at)
@@ -152,7 +247,15 @@ def test_of_several_causes_the_earliest_is_first_and_one_that_vanished_before_th
 def test_an_abort_after_an_exception_is_the_exception(tmp_path: Path) -> None:
     abort, crash = ("E: boo", "exit", None), ("E: boo (SIGSEGV)", "signal", "SIGSEGV")
     for exit_code, by, expected in ((134, "SIGABRT", abort), (139, "SIGSEGV", crash)):
-        record(tmp_path, 0, 2000.0, exit=exit_code, signal=by, error="E: boo", traceback=trace("E: boo"))
+        record(
+            tmp_path,
+            0,
+            2000.0,
+            exit=exit_code,
+            signal=by,
+            error="E: boo",
+            traceback=trace("E: boo"),
+        )
         (first,) = failures(tmp_path)
         assert (first.message, first.kind, first.signal) == expected
 
@@ -189,7 +292,9 @@ SILENT = "not saved and ended before the job's end"
 
 def end(code: int | None = 1, **changes: Any) -> Observed:
     """What is seen of an attempt that ended with a code."""
-    sight = {name: changes.pop(name) for name in ("state", "step", "said", "metrics") if name in changes}
+    sight = {
+        name: changes.pop(name) for name in ("state", "step", "said", "metrics") if name in changes
+    }
     return Observed(code, BEFORE, replace(NOW, **sight), **changes)
 
 
@@ -198,7 +303,10 @@ def test_what_the_run_says_of_its_end_decides(tmp_path: Path) -> None:
     for state, outcome in (("stopped", "saved"), ("complete", "finished")):
         for code in (0, 1, 143, None):
             for changes in ({}, {"hang": SILENT}, {"taken": True}):
-                assert classify("run", tmp_path, end(code, state=state, **changes)) == (outcome, None)
+                assert classify("run", tmp_path, end(code, state=state, **changes)) == (
+                    outcome,
+                    None,
+                )
         old = Observed(1, replace(BEFORE, state=state), replace(BEFORE, state=state))
         assert classify("run", tmp_path, old)[0] == "failed", "an earlier attempt's words"
 
@@ -206,7 +314,13 @@ def test_what_the_run_says_of_its_end_decides(tmp_path: Path) -> None:
 ENDS: list[tuple[str, Observed, str, str | None]] = [
     *(
         ("run", end(taken=True, **changes), "interrupted", None)
-        for changes in ({}, {"hang": SILENT}, {"faults": {"n1": ["x"]}}, {"refused": "srun"}, {"down": {"n1": "x"}})
+        for changes in (
+            {},
+            {"hang": SILENT},
+            {"faults": {"n1": ["x"]}},
+            {"refused": "srun"},
+            {"down": {"n1": "x"}},
+        )
     ),
     ("run", end(taken=True, cancelled=True), "cancelled", None),
     ("command", end(taken=True, told=True), "saved", None),
@@ -231,8 +345,15 @@ def test_without_a_ranks_word_the_supervisors_sight_decides(tmp_path: Path) -> N
         assert (found[0], found[1] and found[1].kind) == (outcome, failure), seen_of_it
 
 
-def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_fault(tmp_path: Path) -> None:
-    for code, kinds in ((3, ["diverged", "exit"]), (75, [None, None]), (2, ["config", "config"]), (1, ["exit", "exit"])):
+def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_fault(
+    tmp_path: Path,
+) -> None:
+    for code, kinds in (
+        (3, ["diverged", "exit"]),
+        (75, [None, None]),
+        (2, ["config", "config"]),
+        (1, ["exit", "exit"]),
+    ):
         record(tmp_path / str(code), 0, 2000.0, exit=code, error="pretrain: error: what it says")
         found = [classify(kind, tmp_path / str(code), end(code)) for kind in ("run", "command")]
         assert [failure and failure.kind for _, failure in found] == kinds
@@ -243,7 +364,11 @@ def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_f
     for rank in range(4):
         record(tmp_path, rank, 2000.0, **(TERM if rank < 2 else missing))
     _, failure = classify("run", tmp_path, end())
-    assert failure and (failure.kind, failure.host, failure.exit) == ("node", "node1", 2) and "x.bin not found" in failure.message
+    assert (
+        failure
+        and (failure.kind, failure.host, failure.exit) == ("node", "node1", 2)
+        and "x.bin not found" in failure.message
+    )
     record(tmp_path, 0, 2001.0, **missing)
     assert (failure := classify("run", tmp_path, end())[1]) and failure.kind == "config"
 
@@ -260,7 +385,11 @@ OOM_LINES = [
     "slurmstepd: error: Step 12.0 exceeded 4194304 KB memory limit, being killed",
     "slurmstepd: error: Exceeded job memory limit",
 ]
-NO_OOM_LINES = ["slurmstepd: error: Exceeded job memory limit at some point.", "torch.OutOfMemoryError: CUDA out of memory.", ""]
+NO_OOM_LINES = [
+    "slurmstepd: error: Exceeded job memory limit at some point.",
+    "torch.OutOfMemoryError: CUDA out of memory.",
+    "",
+]
 WORDS = ": out of memory (OOM kill); the job's limit is 300 MiB a node"
 
 
@@ -286,7 +415,11 @@ def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         record(attempt, 0, 1999.0, error=RESET)
         record(attempt, 1, 2000.0, **KILLED)
         record(attempt, 2, 2001.0, told=TOLD, **KILLED)
-        assert memory_of(attempt) == expected if line in OOM_LINES else memory_of(attempt)[0] == "signal", line
+        assert (
+            memory_of(attempt) == expected
+            if line in OOM_LINES
+            else memory_of(attempt)[0] == "signal"
+        ), line
         failure = classify("run", attempt, end())[1]
         assert failure and (failure.rank, failure.host, failure.exit) == (1, "node0", 137)
     ends: dict[str, tuple[dict[str, Any] | None, str, str]] = {
@@ -294,10 +427,22 @@ def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         "worker": (WORKER, "memory", WORKER["error"].rstrip(". ") + WORDS),
         "bash": ({"exit": 137, "last_line": "job.sh: line 3: 17 Killed"}, *expected),
         "no rank": (None, *expected),
-        "told": ({"told": TOLD, **KILLED}, "signal", "killed by SIGKILL: the kernel's out-of-memory killer, or someone"),
+        "told": (
+            {"told": TOLD, **KILLED},
+            "signal",
+            "killed by SIGKILL: the kernel's out-of-memory killer, or someone",
+        ),
         "its own": ({"error": "ValueError: boo"}, "exit", "ValueError: boo"),
-        "the GPU's": ({"error": "RuntimeError: CUDA error: out of memory"}, "memory", "RuntimeError: CUDA error: out of memory"),
-        "input": ({"exit": 2, "error": "a worker died with <Signals.SIGKILL: 9>"}, "config", "a worker died with <Signals.SIGKILL: 9>"),
+        "the GPU's": (
+            {"error": "RuntimeError: CUDA error: out of memory"},
+            "memory",
+            "RuntimeError: CUDA error: out of memory",
+        ),
+        "input": (
+            {"exit": 2, "error": "a worker died with <Signals.SIGKILL: 9>"},
+            "config",
+            "a worker died with <Signals.SIGKILL: 9>",
+        ),
     }
     for name, (values, kind, message) in ends.items():
         attempt = said(tmp_path / name, OOM_LINES[0])
@@ -308,13 +453,28 @@ def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
 
 
 def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
-    ends: dict[str, dict[str, Any]] = {"killed": KILLED, "lost": VANISHED, "worker": WORKER, "own": {"error": "ValueError: boo"}}
+    ends: dict[str, dict[str, Any]] = {
+        "killed": KILLED,
+        "lost": VANISHED,
+        "worker": WORKER,
+        "own": {"error": "ValueError: boo"},
+    }
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == ["signal", "memory", "exit", "exit", "memory"], "the supervisor's own count: only where no keeper is alive"
-    assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == ["signal", "lost", "exit", "exit", "lost"]
-    record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")  # so does a rank's keeper
+    assert kinds == ["signal", "memory", "exit", "exit", "memory"], (
+        "the supervisor's own count: only where no keeper is alive"
+    )
+    assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == [
+        "signal",
+        "lost",
+        "exit",
+        "exit",
+        "lost",
+    ]
+    record(
+        tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)"
+    )  # so does a rank's keeper
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
     assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
 
@@ -332,10 +492,18 @@ def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: P
     assert has_stepped(before, look(tmp_path))
 
 
-RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "1", "ExitCode": "0:0", "PreemptTime": "None"}
+RUNNING = {
+    "JobState": "RUNNING",
+    "Reason": "None",
+    "Restarts": "1",
+    "ExitCode": "0:0",
+    "PreemptTime": "None",
+}
 ENDING = {"JobState": "COMPLETING"}
 PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
-FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [  # a person ended it; the allocation is taken away
+FIELDS: list[
+    tuple[dict[str, str], bool, bool | None]
+] = [  # a person ended it; the allocation is taken away
     ({}, False, None),
     (ENDING, True, False),
     ({"JobState": "CANCELLED"}, True, False),
@@ -352,7 +520,10 @@ FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [  # a person ended it;
 
 def test_what_slurm_says() -> None:
     for fields, by_a_person, away in FIELDS:
-        assert (cancelled({**RUNNING, **fields}, 1), taken({**RUNNING, **fields}, 1)) == (by_a_person, away), fields
+        assert (cancelled({**RUNNING, **fields}, 1), taken({**RUNNING, **fields}, 1)) == (
+            by_a_person,
+            away,
+        ), fields
     for words in (
         "Slurm gave no answer in 20 seconds; is slurmctld up? (scontrol ping)",
         "Unable to contact slurm controller (connect failure)",
@@ -360,11 +531,34 @@ def test_what_slurm_says() -> None:
         "slurm_update error: Socket timed out on send/recv operation",
     ):
         assert is_away(f"scontrol: {words}")
-    assert not any(map(is_away, ("Requested operation is presently disabled for job 7", "Job is pending execution for job 7")))
+    assert not any(
+        map(
+            is_away,
+            (
+                "Requested operation is presently disabled for job 7",
+                "Job is pending execution for job 7",
+            ),
+        )
+    )
 
 
-SOUND = Gpu(3, "GPU-1", "H100", "0000:3B:00.0", "550", memory_total=80000, memory_used=0, ecc_uncorrected=0, temperature=40)
-BROKEN: list[dict[str, Any]] = [{"ecc_uncorrected": 2}, {"row_pending": True}, {"row_failure": True}, {"recovery": "Reset"}]
+SOUND = Gpu(
+    3,
+    "GPU-1",
+    "H100",
+    "0000:3B:00.0",
+    "550",
+    memory_total=80000,
+    memory_used=0,
+    ecc_uncorrected=0,
+    temperature=40,
+)
+BROKEN: list[dict[str, Any]] = [
+    {"ecc_uncorrected": 2},
+    {"row_pending": True},
+    {"row_failure": True},
+    {"recovery": "Reset"},
+]
 LASTING = [
     *(replace(SOUND, **broken).faults()[0] for broken in BROKEN),
     "Xid 79 (PCI:0000:3b:00) 4 minutes ago: GPU has fallen off the bus.",
@@ -391,7 +585,9 @@ def test_the_cordon_file(tmp_path: Path) -> None:
     assert cordoned(path) == {}
     assert cordon(path, ["n1", "n2", "n1"], "ECC", tmp_path / "run") == ["n1", "n2"]
     assert cordon(path, ["n2", "n3"], "again", "other", until=1.0) == ["n3"]
-    assert cordoned(path, now=0.5) == {"n1": "ECC", "n2": "ECC", "n3": "again"} and list(cordoned(path)) == ["n1", "n2"]  # an entry ends
+    assert cordoned(path, now=0.5) == {"n1": "ECC", "n2": "ECC", "n3": "again"} and list(
+        cordoned(path)
+    ) == ["n1", "n2"]  # an entry ends
     assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"] == "third"
     for slip in ("", "n1", "[]", "{}", '{"node": 3}', '{"node": ""}', '{"node": "n1"', "\x00"):
         path.write_text(f'{slip}\n{{"node": "n2", "until": "soon", "time": null}}\n{slip}\n')

@@ -10,15 +10,45 @@ import pytest
 
 from launch.supervise import policy
 from launch.supervise.classify import memory_limit
-from launch.supervise.policy import FAILED, Decision, End, Failure, Limits, Situation, blamed, decide, repetitions
+from launch.supervise.policy import (
+    FAILED,
+    Decision,
+    End,
+    Failure,
+    Limits,
+    Situation,
+    blamed,
+    decide,
+    repetitions,
+)
 from tests.wording import Wording
 
-KINDS = ("exit", "signal", "hang", "node", "health", "config", "diverged", "memory", "nccl", "lost", "place")
+KINDS = (
+    "exit",
+    "signal",
+    "hang",
+    "node",
+    "health",
+    "config",
+    "diverged",
+    "memory",
+    "nccl",
+    "lost",
+    "place",
+)
 NODES = ("n1", "n2", "n3", "n4")
 DAY = 86400.0
 
 
-def failed(message: str = "boom", *, kind: str = "exit", step: int | None = 7, host: str | None = "n1", code: int = 1, **end: Any) -> End:
+def failed(
+    message: str = "boom",
+    *,
+    kind: str = "exit",
+    step: int | None = 7,
+    host: str | None = "n1",
+    code: int = 1,
+    **end: Any,
+) -> End:
     """An attempt that failed."""
     return End("failed", Failure(kind, message, rank=0, host=host, step=step, exit=code), **end)
 
@@ -41,11 +71,21 @@ def unhealthy(*nodes: str) -> End:
 def oom(host: str, step: int = 7, limit: str = "300 MiB", **end: Any) -> End:
     """An attempt in which the kernel's OOM killer killed a rank."""
     return failed(
-        f"killed by SIGKILL: out of memory (OOM kill); the job's limit is {limit}", kind="memory", host=host, step=step, code=137, **end
+        f"killed by SIGKILL: out of memory (OOM kill); the job's limit is {limit}",
+        kind="memory",
+        host=host,
+        step=step,
+        code=137,
+        **end,
     )
 
 
-NCCL, SAVED, KEPT, BUSY = failed("Watchdog", kind="nccl", stepped=False), End("saved", time=1.0), End("saved", progress=True), End("busy")
+NCCL, SAVED, KEPT, BUSY = (
+    failed("Watchdog", kind="nccl", stepped=False),
+    End("saved", time=1.0),
+    End("saved", progress=True),
+    End("busy"),
+)
 QUEUE, HERE = Situation(can_requeue=True, nodes=4), Situation()
 ENDING, HERE_ENDING = replace(QUEUE, ending=True), replace(HERE, ending=True)
 PLACE = failed("srun", kind="place", step=None, host=None)
@@ -117,25 +157,61 @@ def test_the_table(wording: Wording) -> None:
     for name, history, situation, limits, expected in TABLE:
         decision = decide(history, Limits(**limits), situation)
         assert short(decision) == expected and tuple(decision.cordon) == decision.exclude, name
-        wording(f"{name}: {decision.reason}" + "".join(f"; {node}: {why}" for node, why in decision.cordon.items()))
+        wording(
+            f"{name}: {decision.reason}"
+            + "".join(f"; {node}: {why}" for node, why in decision.cordon.items())
+        )
 
 
 def an_end(draw: random.Random) -> End:
     """Any end that does not settle the matter by itself."""
-    outcome = draw.choice(("failed", "failed", "hang", "unhealthy", "lost", "saved", "busy", "interrupted", "misplaced"))
+    outcome = draw.choice(
+        (
+            "failed",
+            "failed",
+            "hang",
+            "unhealthy",
+            "lost",
+            "saved",
+            "busy",
+            "interrupted",
+            "misplaced",
+        )
+    )
     failure = None
     if outcome in FAILED:
         kind = draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")])
-        message, host, step = draw.choice(("a", "b", f"c {draw.random()}")), draw.choice((None, *NODES)), draw.choice((None, 3, 4))
-        failure = Failure(kind, message, 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160))))
-    return End(outcome, failure, progress=draw.random() < 0.2, time=draw.uniform(0, 1000), stepped=draw.random() < 0.7)
+        message, host, step = (
+            draw.choice(("a", "b", f"c {draw.random()}")),
+            draw.choice((None, *NODES)),
+            draw.choice((None, 3, 4)),
+        )
+        failure = Failure(
+            kind, message, 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160)))
+        )
+    return End(
+        outcome,
+        failure,
+        progress=draw.random() < 0.2,
+        time=draw.uniform(0, 1000),
+        stepped=draw.random() < 0.7,
+    )
 
 
 def a_situation(draw: random.Random) -> Situation:
     """Any situation."""
-    some: dict[str, Any] = {name: {node: "ECC" for node in NODES if draw.random() < 0.1} for name in ("down", "unhealthy")}
-    flags = {"ending": draw.random() < 0.2, "restart": draw.random() < 0.5, "can_requeue": draw.random() < 0.5}
-    return Situation(**{**some, **flags}, nodes=draw.choice((1, 2, 4)), checkpoints=draw.random() < 0.8)
+    some: dict[str, Any] = {
+        name: {node: "ECC" for node in NODES if draw.random() < 0.1}
+        for name in ("down", "unhealthy")
+    }
+    flags = {
+        "ending": draw.random() < 0.2,
+        "restart": draw.random() < 0.5,
+        "can_requeue": draw.random() < 0.5,
+    }
+    return Situation(
+        **{**some, **flags}, nodes=draw.choice((1, 2, 4)), checkpoints=draw.random() < 0.8
+    )
 
 
 def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Situation) -> None:
@@ -143,28 +219,46 @@ def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Sit
     assert 0 <= decision.delay_seconds <= max(1.0, limits.back_off_max_seconds)
     for node in decision.exclude:  # for a reason only, and it costs a requeue
         against = sum(blamed(end.failure) == node for end in past)
-        assert node in situation.unhealthy or (limits.node_failures and against >= limits.node_failures)
+        assert node in situation.unhealthy or (
+            limits.node_failures and against >= limits.node_failures
+        )
         assert decision.action == "requeue" and decision.cordon[node]
     assert decide([*past, End("finished")], limits, situation).action == "finish"
-    assert decide(past, limits, replace(situation, stop="cancelled: by someone")) == Decision("stop", "cancelled: by someone")
+    assert decide(past, limits, replace(situation, stop="cancelled: by someone")) == Decision(
+        "stop", "cancelled: by someone"
+    )
     wrong = decide([*(replace(end, progress=False) for end in past), WRONG], limits, situation)
-    assert wrong.action == "stop" and not wrong.gave_up, "the same command goes on, once the input is mended"
+    assert wrong.action == "stop" and not wrong.gave_up, (
+        "the same command goes on, once the input is mended"
+    )
     here = decide(past, limits, replace(situation, can_requeue=False))
     assert here.action in ("restart", "stop") and not here.exclude and not here.cordon
     near = decide(past, limits, replace(situation, ending=True, can_requeue=True))
     assert near.action in ("requeue", "stop") and near.delay_seconds == 0
-    assert decide(past, limits, replace(situation, ending=True, restart=False, can_requeue=False)).action == "stop"
+    assert (
+        decide(
+            past, limits, replace(situation, ending=True, restart=False, can_requeue=False)
+        ).action
+        == "stop"
+    )
 
 
-def what_changes_nothing(draw: random.Random, past: list[End], limits: Limits, situation: Situation) -> None:
+def what_changes_nothing(
+    draw: random.Random, past: list[End], limits: Limits, situation: Situation
+) -> None:
     """An end that was no failure, a wait for the directory, what was before a person started it again: the next decision is the same."""
     patient = replace(limits, max_attempts=500)
     expected, place = decide(past, patient, situation), draw.randrange(len(past))
     if past[-1].outcome in FAILED:
-        for idle in ([End("interrupted", time=draw.uniform(0, 1000))] * draw.randrange(1, 9), [BUSY]):
+        for idle in (
+            [End("interrupted", time=draw.uniform(0, 1000))] * draw.randrange(1, 9),
+            [BUSY],
+        ):
             assert decide([*past[:place], *idle, *past[place:]], patient, situation) == expected
     if situation.can_requeue:
-        assert decide([*past, End("interrupted")], patient, situation) == Decision("requeue", "the allocation was taken away")
+        assert decide([*past, End("interrupted")], patient, situation) == Decision(
+            "requeue", "the allocation was taken away"
+        )
     before = [*past[:-1], replace(past[-1], stopped=True)]
     assert decide([*before, *past], limits, situation) == decide(past, limits, situation)
 
@@ -172,7 +266,13 @@ def what_changes_nothing(draw: random.Random, past: list[End], limits: Limits, s
 def test_whatever_happens_a_run_ends_within_its_limits() -> None:
     for seed in range(300):
         draw, past = random.Random(seed), list[End]()
-        numbers = (draw.randrange(6), draw.randrange(1, 40), draw.choice((0, 2, 3)), draw.choice((0, 2, 3)), draw.uniform(0, 60))
+        numbers = (
+            draw.randrange(6),
+            draw.randrange(1, 40),
+            draw.choice((0, 2, 3)),
+            draw.choice((0, 2, 3)),
+            draw.uniform(0, 60),
+        )
         limits = Limits(*numbers, 600.0)
         decision = Decision("restart", "")
         while decision.action != "stop":
@@ -182,25 +282,46 @@ def test_whatever_happens_a_run_ends_within_its_limits() -> None:
             holds_of(decision, past, limits, situation)
             what_changes_nothing(draw, past, limits, situation)
             if decision.action != "stop":
-                assert len(past) < limits.max_attempts and policy.failures_since_progress(policy.since_stop(past)) <= limits.max_failures
+                assert (
+                    len(past) < limits.max_attempts
+                    and policy.failures_since_progress(policy.since_stop(past))
+                    <= limits.max_failures
+                )
         assert decision.reason and "\n" not in decision.reason
 
 
-@pytest.mark.parametrize(("spread", "free"), [(1.0, policy.BUSY_TIMES), (policy.BUSY_SECONDS / 3, 3)])
+@pytest.mark.parametrize(
+    ("spread", "free"), [(1.0, policy.BUSY_TIMES), (policy.BUSY_SECONDS / 3, 3)]
+)
 def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, free: int) -> None:
     """Twenty times, or for half an hour, it is waited for; from then on each time counts."""
     past, told = [KEPT], Decision("restart", "")
     while told.action == "restart":
         past.append(End("busy", time=1000 + spread * len(past)))
         told = decide(past, Limits(), QUEUE)
-    assert len(past) - 1 == free + Limits().max_failures + 1 and told.action == "stop" and told.gave_up
+    assert (
+        len(past) - 1 == free + Limits().max_failures + 1 and told.action == "stop" and told.gave_up
+    )
 
 
 def test_what_is_counted() -> None:
     again, other, away = failed("same"), failed("other"), End("misplaced")
-    assert repetitions([again, End("saved"), BUSY, again]) == 2 and repetitions([again, other, again]) == 1
-    assert repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0  # somebody's kill says nothing of the program
-    assert [policy.misplaced(past) for past in ([], [away, failed()], [failed(), away, away], [away, replace(away, stopped=True)])] == [
+    assert (
+        repetitions([again, End("saved"), BUSY, again]) == 2
+        and repetitions([again, other, again]) == 1
+    )
+    assert (
+        repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0
+    )  # somebody's kill says nothing of the program
+    assert [
+        policy.misplaced(past)
+        for past in (
+            [],
+            [away, failed()],
+            [failed(), away, away],
+            [away, replace(away, stopped=True)],
+        )
+    ] == [
         0,
         0,
         2,
@@ -211,14 +332,25 @@ def test_what_is_counted() -> None:
         ("Connection closed by peer [127.0.0.1]:43210", "Connection closed by peer [0.0.0.0]:1"),
         ("loss 1.5e-3 at step 12", "loss 7 at step 4"),
     ):
-        assert policy.normalised(one) == policy.normalised(two) != policy.normalised("another " + one)
+        assert (
+            policy.normalised(one) == policy.normalised(two) != policy.normalised("another " + one)
+        )
     blame = {kind for kind in KINDS if blamed(Failure(kind, "m", host="n1", exit=1))}
-    assert blame == {"node", "health", "lost"} and blamed(Failure("node", "m")) is None and blamed(None) is None
-    assert [code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))] == [
+    assert (
+        blame == {"node", "health", "lost"}
+        and blamed(Failure("node", "m")) is None
+        and blamed(None) is None
+    )
+    assert [
+        code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))
+    ] == [
         135,
         137,
     ]  # SIGBUS, SIGKILL
-    waits = [decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE) for count in range(1, 8)]
+    waits = [
+        decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE)
+        for count in range(1, 8)
+    ]
     assert [decision.delay_seconds for decision in waits] == [30, 60, 120, 240, 480, 900, 900]
 
 

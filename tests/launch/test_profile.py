@@ -20,7 +20,9 @@ from tests.wording import Wording
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs" / "cluster").glob("*.yaml"))
-KEYS = [(key, item) for key, item, kind in config.walk(Profile) if not dataclasses.is_dataclass(kind)]
+KEYS = [
+    (key, item) for key, item, kind in config.walk(Profile) if not dataclasses.is_dataclass(kind)
+]
 
 
 @pytest.fixture
@@ -36,7 +38,13 @@ def given(path: Path, text: str, *overrides: str) -> Profile:
 
 
 def test_shipped_profiles_are_right_survive_json_and_give_a_reason_for_each_variable() -> None:
-    assert {shipped.stem for shipped in SHIPPED} >= {"slurm_h100_ib", "slurm_h100_efa", "slurm_generic", "local_gpu", "local_cpu"}
+    assert {shipped.stem for shipped in SHIPPED} >= {
+        "slurm_h100_ib",
+        "slurm_h100_efa",
+        "slurm_generic",
+        "local_gpu",
+        "local_cpu",
+    }
     for shipped in SHIPPED:
         profile = load_profile(shipped)
         assert profile.scheduler == shipped.stem.partition("_")[0]
@@ -44,14 +52,22 @@ def test_shipped_profiles_are_right_survive_json_and_give_a_reason_for_each_vari
         assert plain == profile.as_json() and from_json(plain) == profile
         lines = shipped.read_text(encoding="utf-8").splitlines()
         for name in profile.environment:
-            (at,) = (number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
-            assert "#" in lines[at] or lines[at - 1].strip().startswith("#"), f"{shipped.name}: {name}"
+            (at,) = (
+                number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:")
+            )
+            assert "#" in lines[at] or lines[at - 1].strip().startswith("#"), (
+                f"{shipped.name}: {name}"
+            )
 
 
 def test_the_generic_profile_shows_every_key_with_its_default() -> None:
     path = ROOT / "configs/cluster/slurm_generic.yaml"
     tree, profile = yaml.safe_load(path.read_text()), load_profile(path)
-    other = {"nodes.gpus", "nodes.cpus", "environment"}  # where a comment or an example says another
+    other = {
+        "nodes.gpus",
+        "nodes.cpus",
+        "environment",
+    }  # where a comment or an example says another
     for key, item in KEYS:
         shown, default, value = tree, Profile(), profile
         for name in key.split("."):
@@ -61,9 +77,19 @@ def test_the_generic_profile_shows_every_key_with_its_default() -> None:
 
 
 def test_a_profile_may_write_over_another_from_beside_it_or_a_shipped_one(path: Path) -> None:
-    (path.parent / "site.yaml").write_text("nodes: {gpus: 4, cpus: 9}\nenvironment: {A: 1, B: 2}\nslurm: {exclude: [n1]}\n")
-    profile = given(path, "base: site\nnodes: {cpus: 8}\nenvironment: {B: null, C: x}\nslurm: {exclude: [n2], partition: p}\n")
-    assert (profile.nodes.gpus, profile.nodes.cpus, profile.slurm.exclude, profile.slurm.partition) == (4, 8, ("n2",), "p")
+    (path.parent / "site.yaml").write_text(
+        "nodes: {gpus: 4, cpus: 9}\nenvironment: {A: 1, B: 2}\nslurm: {exclude: [n1]}\n"
+    )
+    profile = given(
+        path,
+        "base: site\nnodes: {cpus: 8}\nenvironment: {B: null, C: x}\nslurm: {exclude: [n2], partition: p}\n",
+    )
+    assert (
+        profile.nodes.gpus,
+        profile.nodes.cpus,
+        profile.slurm.exclude,
+        profile.slurm.partition,
+    ) == (4, 8, ("n2",), "p")
     assert profile.environment == {"A": "1", "C": "x"}
     path.write_text("base: slurm_generic\nslurm: {partition: mine}\n")
     assert load_profile(path).slurm.partition == "mine" and load_profile(path).nodes.gpus == 8
@@ -109,14 +135,21 @@ setup: {modules: [a b]}
 """
 
 
-def test_each_mistake_is_one_line_that_repeats_no_secret(path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
+def test_each_mistake_is_one_line_that_repeats_no_secret(
+    path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     monkeypatch.delenv("NOT_THERE", raising=False)
     for text in MISTAKES.splitlines():
         with pytest.raises(UserError) as caught:
             given(path, text)
         said = str(caught.value)
-        assert said.startswith(str(path)) and "\n" not in said and "a-secret-value" not in said and "0123456789" not in said, text
+        assert (
+            said.startswith(str(path))
+            and "\n" not in said
+            and "a-secret-value" not in said
+            and "0123456789" not in said
+        ), text
         wording(said)
 
 
@@ -135,13 +168,28 @@ def test_words_and_numbers_are_read_as_written(path: Path) -> None:
         environment: {NCCL_IB_TIMEOUT: 22, HEX: 0x10, DAY: 2024-01-01, ON: "on", TILDE: "~", EMPTY: "", FLOAT: 1.50}
         """,
     )
-    assert (profile.slurm.time, profile.slurm.account, profile.slurm.exclude) == ("24:00:00", "0123", ("007",))
+    assert (profile.slurm.time, profile.slurm.account, profile.slurm.exclude) == (
+        "24:00:00",
+        "0123",
+        ("007",),
+    )
     assert (profile.nodes.memory, profile.nodes.cpus) == ("0", 10)
-    written = {"NCCL_IB_TIMEOUT": "22", "HEX": "0x10", "DAY": "2024-01-01", "ON": "on", "TILDE": "~", "EMPTY": "", "FLOAT": "1.50"}
+    written = {
+        "NCCL_IB_TIMEOUT": "22",
+        "HEX": "0x10",
+        "DAY": "2024-01-01",
+        "ON": "on",
+        "TILDE": "~",
+        "EMPTY": "",
+        "FLOAT": "1.50",
+    }
     assert profile.environment == written
     for text in hostile.TEXTS:
         profile = given(path, hostile.profile_text("environment", "dict", text))
-        assert profile.environment == {"VALUE": text} and from_json(json.loads(json.dumps(profile.as_json()))) == profile
+        assert (
+            profile.environment == {"VALUE": text}
+            and from_json(json.loads(json.dumps(profile.as_json()))) == profile
+        )
 
 
 def test_paths_are_filled_in_and_absolute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,35 +208,75 @@ def test_paths_are_filled_in_and_absolute(path: Path, monkeypatch: pytest.Monkey
         """,
     )
     here = os.getcwd()
-    assert (profile.python, profile.host_python, profile.logs) == (f"{here}/venv/bin/python", "python3", f"{here}/logs")
-    assert profile.paths.shared == ("/shared/me/runs", "/shared/me2", f"{os.path.expanduser('~')}/x")
+    assert (profile.python, profile.host_python, profile.logs) == (
+        f"{here}/venv/bin/python",
+        "python3",
+        f"{here}/logs",
+    )
+    assert profile.paths.shared == (
+        "/shared/me/runs",
+        "/shared/me2",
+        f"{os.path.expanduser('~')}/x",
+    )
     assert profile.paths.cordon == f"{os.path.dirname(here)}/cordon.jsonl"
-    assert (profile.container.image, profile.container.mounts) == ("nvcr.io/nvidia/pytorch:25.06-py3", ("/shared/me:/data:ro",))
+    assert (profile.container.image, profile.container.mounts) == (
+        "nvcr.io/nvidia/pytorch:25.06-py3",
+        ("/shared/me:/data:ro",),
+    )
     assert (profile.environment["KEPT"], profile.notify.command) == ("$PLACE", "echo $PLACE")
-    assert given(path, "{container: {runtime: apptainer, image: ./a.sif}}").container.image == f"{here}/a.sif"
+    assert (
+        given(path, "{container: {runtime: apptainer, image: ./a.sif}}").container.image
+        == f"{here}/a.sif"
+    )
 
 
 def test_what_follows_from_values(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for nodes, ranks in (("{}", 1), ("{gpus: 4}", 4), ("{gpus: 4, processes: 2}", 2), ("{processes: 6}", 6)):
+    for nodes, ranks in (
+        ("{}", 1),
+        ("{gpus: 4}", 4),
+        ("{gpus: 4, processes: 2}", 2),
+        ("{processes: 6}", 6),
+    ):
         assert given(path, f"nodes: {nodes}").processes_per_node == ranks
     assert given(path, "logs: /x").interpreters("/me") == ("/me", "/me")
     assert given(path, "python: /p").interpreters("/me") == ("/p", "/p")
     assert given(path, "{python: /p, host_python: /h}").interpreters("/me") == ("/p", "/h")
-    assert given(path, "{python: /p, container: {runtime: pyxis, image: i}}").interpreters("/me") == ("/p", "/me")
+    assert given(path, "{python: /p, container: {runtime: pyxis, image: i}}").interpreters(
+        "/me"
+    ) == ("/p", "/me")
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     # By a program in nvidia-smi's place; where it lists none, or there is none, one: the check before the run is to miss it.
     for listed, visible, gpus in ((None, "", 1), (3, "", 3), (3, "0,2", 2), (0, "", 1)):
         if listed is not None:
-            rows = "\n".join(f"GPU {number}: NVIDIA H100 80GB HBM3 (UUID: GPU-{number}ca5)" for number in range(listed))
+            rows = "\n".join(
+                f"GPU {number}: NVIDIA H100 80GB HBM3 (UUID: GPU-{number}ca5)"
+                for number in range(listed)
+            )
             hostile.program(path.parent / "nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{rows}\nEND\n")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert given(path, "{scheduler: local, nodes: {gpus: null}}").nodes.gpus == gpus
 
 
-TIMES = {"30": 1800, "30:15": 1815, "12:00:00": 43200, "2-12": 216000, "2-12:30": 217800, "1-00:00:01": 86401, "UNLIMITED": float("inf")}
+TIMES = {
+    "30": 1800,
+    "30:15": 1815,
+    "12:00:00": 43200,
+    "2-12": 216000,
+    "2-12:30": 217800,
+    "1-00:00:01": 86401,
+    "UNLIMITED": float("inf"),
+}
 
 
-def test_time_limits_are_read_as_slurm_writes_them_and_taken_where_they_leave_time(path: Path) -> None:
+def test_time_limits_are_read_as_slurm_writes_them_and_taken_where_they_leave_time(
+    path: Path,
+) -> None:
     assert {limit: profile_values.seconds(limit) for limit in TIMES} == TIMES
-    for slurm in ("{time: 7}", "{time: 00:06:01}", "{time: 0-1, signal_seconds: 3539}", "{time: unlimited}", "{}"):
+    for slurm in (
+        "{time: 7}",
+        "{time: 00:06:01}",
+        "{time: 0-1, signal_seconds: 3539}",
+        "{time: unlimited}",
+        "{}",
+    ):
         given(path, f"slurm: {slurm}")

@@ -29,15 +29,32 @@ HANDLES = "import faulthandler, signal, sys, time; faulthandler.register(signal.
 class Kept:
     """A command under its keeper, in an attempt folder of its own."""
 
-    def __init__(self, attempt: Path, *command: str, environment: Mapping[str, str], begin: str | None = None) -> None:
+    def __init__(
+        self, attempt: Path, *command: str, environment: Mapping[str, str], begin: str | None = None
+    ) -> None:
         """``begin``: Python that the keeper runs first."""
         self.attempt = attempt
-        environ = {**os.environ, "RANK": "3", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), **environment}
-        keeper = ["-c", f"{begin}; raise SystemExit(rank.main())"] if begin else ["-m", "launch.node.rank"]
+        environ = {
+            **os.environ,
+            "RANK": "3",
+            "LOCAL_RANK": "1",
+            "PYTHONPATH": str(ROOT),
+            **environment,
+        }
+        keeper = (
+            ["-c", f"{begin}; raise SystemExit(rank.main())"]
+            if begin
+            else ["-m", "launch.node.rank"]
+        )
         argv = [sys.executable, *keeper, str(attempt), "--", *command]
         # As torchrun does: a session of its own, and USR1, USR2 ignored from the start.
         self.process = subprocess.Popen(
-            argv, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_users
+            argv,
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=ignore_users,
         )
 
     def wait(self, seconds: float = 180) -> int:
@@ -88,7 +105,9 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
 
     def start(*command: str, begin: str | None = None, **environment: str) -> Kept:
         words = command if len(command) > 1 else (sys.executable, "-c", *command)
-        started.append(Kept(tmp_path / f"{len(started) + 1:04}", *words, environment=environment, begin=begin))
+        started.append(
+            Kept(tmp_path / f"{len(started) + 1:04}", *words, environment=environment, begin=begin)
+        )
         return started[-1]
 
     yield start
@@ -99,7 +118,15 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
 
 
 def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None:
-    ends = {"exit 0": 0, "exit 1": 1, "exit 2": 2, "exit 75": 75, "kill -KILL $$": 137, "kill -TERM $$": 143, "kill -INT $$": 130}
+    ends = {
+        "exit 0": 0,
+        "exit 1": 1,
+        "exit 2": 2,
+        "exit 75": 75,
+        "kill -KILL $$": 137,
+        "kill -TERM $$": 143,
+        "kill -INT $$": 130,
+    }
     ends["kill -40 $$"] = 168  # a real-time signal, for which Python has no name
     kept = {end: keep("bash", "-c", end) for end in ends}
     (tmp_path / "data").write_text("not a program")
@@ -107,15 +134,33 @@ def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None
     assert {end: one.wait() for end, one in kept.items()} == ends
     for end, one in kept.items():
         record = one.record
-        assert (record["rank"], record["local_rank"], record["exit"], record["told"]) == (3, 1, ends[end], {}), end
-        assert record["signal"] == ("signal 40" if "40" in end else f"SIG{end.split()[1][1:]}" if "kill" in end else None)
-        assert record["kind"] == {0: None, 2: "config", 75: "busy", 1: "exit"}.get(ends[end], "signal")
-        assert record["pid"] == one.process.pid and record["started"] <= record["ended"] <= time.time()
-    assert (missing.wait(), data.wait()) == (127, 126) and "Permission denied" in data.record["error"]
-    assert all("cannot start /nowhere/python" in told for told in (missing.record["error"], missing.log, missing.stderr))
+        assert (record["rank"], record["local_rank"], record["exit"], record["told"]) == (
+            3,
+            1,
+            ends[end],
+            {},
+        ), end
+        assert record["signal"] == (
+            "signal 40" if "40" in end else f"SIG{end.split()[1][1:]}" if "kill" in end else None
+        )
+        assert record["kind"] == {0: None, 2: "config", 75: "busy", 1: "exit"}.get(
+            ends[end], "signal"
+        )
+        assert (
+            record["pid"] == one.process.pid and record["started"] <= record["ended"] <= time.time()
+        )
+    assert (missing.wait(), data.wait()) == (127, 126) and "Permission denied" in data.record[
+        "error"
+    ]
+    assert all(
+        "cannot start /nowhere/python" in told
+        for told in (missing.record["error"], missing.log, missing.stderr)
+    )
 
 
-def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_record_without_an_end(keep: Keep) -> None:
+def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_record_without_an_end(
+    keep: Keep,
+) -> None:
     running = keep("import time; print('up'); time.sleep(60)", SLURMD_NODENAME="node7")
     code = 'def inner(): {}["step"]\ntry: inner()\nexcept KeyError as error: raise RuntimeError("no step\\nsecond line") from error\n'
     kept = keep(code)
@@ -124,11 +169,20 @@ def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_rec
     assert stale.wait() == 1 and stale.record["kind"] == "place"
     record = kept.record
     assert record["error"] == "RuntimeError: no step" and record["kind"] == "exit"
-    assert record["traceback"].startswith("Traceback") and "KeyError: 'step'" in record["traceback"] and "in inner" in record["traceback"]
+    assert (
+        record["traceback"].startswith("Traceback")
+        and "KeyError: 'step'" in record["traceback"]
+        and "in inner" in record["traceback"]
+    )
     assert record["started"] < record["error_time"] <= record["ended"]
     running.says("up")
     record = running.record
-    assert record["ended"] is None and record["exit"] is None and record["host"] == "node7" and alive(record["child"])
+    assert (
+        record["ended"] is None
+        and record["exit"] is None
+        and record["host"] == "node7"
+        and alive(record["child"])
+    )
 
 
 FOREIGN = "1:cpu:/\n0::/\n"
@@ -142,7 +196,9 @@ COUNTERS = {  # /proc/self/cgroup -> the counter under /sys/fs/cgroup
 }
 
 
-def test_the_kernels_counter_of_out_of_memory_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_counter_of_out_of_memory_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number, (cgroups, counter) in enumerate(COUNTERS.items()):
         monkeypatch.setattr(rank, "OWN_CGROUPS", tmp_path / f"cgroup-{number}")
         monkeypatch.setattr(rank, "CGROUPS", tmp_path / f"{number}")
@@ -151,12 +207,16 @@ def test_the_kernels_counter_of_out_of_memory_kills(tmp_path: Path, monkeypatch:
             (rank.CGROUPS / counter).parent.mkdir(parents=True)
             (rank.CGROUPS / counter).write_text("oom 9\noom_kill 3\noom_group_kill 5\n")
         found = rank.oom_counter()
-        assert found == (counter and rank.CGROUPS / counter) and rank.oom_kills(found) == (3 if counter else 0), cgroups
+        assert found == (counter and rank.CGROUPS / counter) and rank.oom_kills(found) == (
+            3 if counter else 0
+        ), cgroups
     monkeypatch.setattr(rank, "OWN_CGROUPS", tmp_path / "nowhere")
     assert rank.oom_counter() is None and rank.oom_kills(tmp_path / "nowhere") == 0
 
 
-def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to_end(keep: Keep, tmp_path: Path) -> None:
+def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to_end(
+    keep: Keep, tmp_path: Path
+) -> None:
     own, counter = tmp_path / "cgroup", tmp_path / "memory.events"
     own.write_text("0::/")
     counter.write_text("oom_kill 1\n")
@@ -165,7 +225,10 @@ def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to
     torch_says = "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "
     trace = f"echo 'Traceback (most recent call last):'; echo '{torch_says}'; exit 1"
     untouched = keep("bash", "-c", "kill -KILL $$", begin=begin)
-    assert untouched.wait() == 137 and (untouched.record["kind"], untouched.record["error"]) == ("signal", None)
+    assert untouched.wait() == 137 and (untouched.record["kind"], untouched.record["error"]) == (
+        "signal",
+        None,
+    )
     wait = "echo ready; until [ -e go ]; do sleep 0.02; done;"
     ends = {
         "kill -KILL $$": ("memory", "killed by SIGKILL: out of memory (OOM kill)"),
@@ -185,7 +248,10 @@ def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to
         assert (one.record["kind"], one.record["error"]) == ends[end], end
     (tmp_path / "go").unlink()
     late = keep(
-        "bash", "-c", f"cd {tmp_path}; {wait} sleep 1; kill -KILL $$", begin=f"{begin}; rank.OOM_SECONDS = rank.PATIENCE_SECONDS = 0.1"
+        "bash",
+        "-c",
+        f"cd {tmp_path}; {wait} sleep 1; kill -KILL $$",
+        begin=f"{begin}; rank.OOM_SECONDS = rank.PATIENCE_SECONDS = 0.1",
     )
     late.says("ready")
     counter.write_text("oom_kill 3\n")
@@ -213,14 +279,25 @@ def test_lines_are_those_of_the_command_however_they_come(tmp_path: Path) -> Non
         lines = [chance.choice(words) for _ in range(chance.randrange(1, 40))]
         assert texts(fed("\n".join([*lines, ""]).encode(), chance, tmp_path)) == lines
     # A progress bar leaves its last state; bytes that are no text, and lines without end, do no harm.
-    assert texts(fed(b"0%\r50%\r100%\nwindows\r\nopen\rend", random.Random(1), tmp_path)) == ["100%", "windows", "end"]
+    assert texts(fed(b"0%\r50%\r100%\nwindows\r\nopen\rend", random.Random(1), tmp_path)) == [
+        "100%",
+        "windows",
+        "end",
+    ]
     said = texts(fed(b"\xff\xfe\x00\n" + b"y" * 200_000 + b"\nafter\n", random.Random(2), tmp_path))
-    assert said[-1] == "after" and sum(len(text) for text in said[1:-1]) == 200_000 and len(said) <= 6
+    assert (
+        said[-1] == "after" and sum(len(text) for text in said[1:-1]) == 200_000 and len(said) <= 6
+    )
 
 
 def test_no_secret_passes_in_any_form_or_piece(tmp_path: Path, keep: Keep) -> None:
     secrets = [SECRET, 'with "quotes" and \\', "s3cr3t/value+of a key and more", "zürich-geheim"]
-    forms = [*secrets, json.dumps(secrets[1])[1:-1], "s3cr3t%2Fvalue%2Bof%20a%20key", json.dumps(secrets[3])[1:-1]]
+    forms = [
+        *secrets,
+        json.dumps(secrets[1])[1:-1],
+        "s3cr3t%2Fvalue%2Bof%20a%20key",
+        json.dumps(secrets[3])[1:-1],
+    ]
     for seed in range(20):
         chance = random.Random(seed)
         data = "".join(chance.choice([*forms, "plain ", "\n", "key="]) for _ in range(60)).encode()
@@ -234,7 +311,9 @@ def test_no_secret_passes_in_any_form_or_piece(tmp_path: Path, keep: Keep) -> No
     assert len(files) == 2 and not any(SECRET in path.read_text() for path in files)
 
 
-def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(keep: Keep, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(
+    keep: Keep, tmp_path: Path
+) -> None:
     (tmp_path / "0001" / "logs").mkdir(parents=True)
     rank_log(tmp_path / "0001", 3).symlink_to("/dev/full")
     full = keep(f"for i in range(9000): print(i)\nopen({str(tmp_path / 'done')!r}, 'w')")
@@ -244,7 +323,9 @@ def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(ke
     unfinished.says("waiting for the others ...")
 
 
-def test_signals_reach_a_command_that_is_ready_and_do_not_end_one_that_is_not(keep: Keep, tmp_path: Path) -> None:
+def test_signals_reach_a_command_that_is_ready_and_do_not_end_one_that_is_not(
+    keep: Keep, tmp_path: Path
+) -> None:
     code = f"""
 import os, signal, sys, time
 print("starting")
@@ -265,14 +346,21 @@ while True: time.sleep(0.05)
     kept.process.send_signal(signal.SIGUSR1)
     kept.says("asked to save")
     kept.process.send_signal(signal.SIGTERM)
-    assert kept.wait() == 1 and "asked to end" in kept.log and list(kept.record["told"]) == ["SIGUSR1", "SIGTERM"]
+    assert (
+        kept.wait() == 1
+        and "asked to end" in kept.log
+        and list(kept.record["told"]) == ["SIGUSR1", "SIGTERM"]
+    )
 
 
 def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_path: Path) -> None:
     folder = str(tmp_path / "kept")
     words = f'[sys.executable, "-m", "launch.node.rank", {folder!r}, "--", "sleep", "300"]'
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0"}
-    parent = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.Popen({words}).wait()"], env=environ)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.Popen({words}).wait()"],
+        env=environ,
+    )
     try:
         wait_for(lambda: rank_record(Path(folder), 0).exists())
         record = json.loads(rank_record(Path(folder), 0).read_text())
@@ -282,7 +370,9 @@ def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_pat
         parent.kill()
         parent.wait()
     wait_for(lambda: not alive(record["pid"]) and not alive(record["child"]))
-    kept = keep("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(300)")
+    kept = keep(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(300)"
+    )
     kept.says("up")
     child = kept.record["child"]
     kept.process.kill()
@@ -296,9 +386,13 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
     inner = f"import os, time; print('left'); open({pid!r}, 'w').write(str(os.getpid())); time.sleep(300)"
     between = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)"
     wait = f"while not os.path.exists({pid!r}) or not open({pid!r}).read(): time.sleep(0.02)"
-    kept = keep(f"import os, subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {between!r}])\n{wait}")
+    kept = keep(
+        f"import os, subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {between!r}])\n{wait}"
+    )
     assert kept.wait() == 0 and not alive(int(Path(pid).read_text()))
-    assert "left" in kept.log and "[launch] ended 1 process that the command left running" in kept.log
+    assert (
+        "left" in kept.log and "[launch] ended 1 process that the command left running" in kept.log
+    )
     assert kept.record["last_line"] == "left"
 
 
@@ -308,7 +402,9 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     waits = f"{HANDLES}def waits_for_peers(secret):\n  print('up')\n  open({str(go)!r})\n  print('went on', secret)\n"
     waits += f"waits_for_peers({SECRET!r})"
     kept = keep(waits, MY_TOKEN=SECRET)
-    bare = keep("from signal import *; signal(SIGUSR2, SIG_DFL)\ndef sits(): print('up'); pause()\nsits()")
+    bare = keep(
+        "from signal import *; signal(SIGUSR2, SIG_DFL)\ndef sits(): print('up'); pause()\nsits()"
+    )
     stopped = keep(f"{HANDLES}def sits(): print('up'); time.sleep(300)\nsits()")
     for one in (kept, bare, stopped):
         one.says("up")
@@ -319,7 +415,9 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
         one.process.send_signal(signal.SIGUSR2)
     wait_for(lambda: "SIGUSR2 was sent" in kept.dump and "most recent call first" in kept.log)
     assert stacks.stopped_ranks(kept.attempt / "dumps") == []
-    assert "waits_for_peers" in kept.dump and "S (sleeping)" in kept.dump and SECRET not in kept.dump
+    assert (
+        "waits_for_peers" in kept.dump and "S (sleeping)" in kept.dump and SECRET not in kept.dump
+    )
     wait_for(lambda: "sits" in bare.dump and "sits" in stopped.dump)
     assert "SIGUSR2 was sent" not in bare.dump and alive(bare.record["child"])
     assert "T (stopped)" in stopped.dump and stacks.stopped_ranks(stopped.attempt / "dumps") == [3]
@@ -327,7 +425,9 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     assert kept.wait() == 0 and "went on ***" in kept.log and "in waits_for_peers" in kept.log
 
 
-def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(keep: Keep, tmp_path: Path) -> None:
+def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(
+    keep: Keep, tmp_path: Path
+) -> None:
     """torch warns of the older names of its variables in every rank's log."""
     code = """
 import os
@@ -346,7 +446,17 @@ open(prefix + os.environ["RANK"], "w").write("recorded")
     assert kept.wait() == 0 and not path.exists()
     assert kept.file("flight/rank_3") == "recorded" and "flight recorder writes" in kept.dump
     show = 'echo "$TORCH_FR_DUMP_TEMP_FILE $TORCH_FR_BUFFER_SIZE $TORCH_NCCL_TRACE_BUFFER_SIZE $TORCH_NCCL_DEBUG_INFO_TEMP_FILE"'
-    own = keep("bash", "-c", show, TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "mine" / "fr_"), CUDA_VISIBLE_DEVICES="-1")
+    own = keep(
+        "bash",
+        "-c",
+        show,
+        TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "mine" / "fr_"),
+        CUDA_VISIBLE_DEVICES="-1",
+    )
     old = keep("bash", "-c", show, CUDA_VISIBLE_DEVICES="0,1")
-    assert own.wait() == old.wait() == 0 and texts(own.log) == [f"{tmp_path}/mine/fr_ 2000  "] and (tmp_path / "mine").is_dir()
+    assert (
+        own.wait() == old.wait() == 0
+        and texts(own.log) == [f"{tmp_path}/mine/fr_ 2000  "]
+        and (tmp_path / "mine").is_dir()
+    )
     assert texts(old.log) == [f"{old.attempt}/flight/rank_ 2000 2000 {old.attempt}/flight/rank_"]

@@ -32,7 +32,10 @@ SILENT = Queue({}, "squeue: cannot be reached")
 
 def stops(job: Job, why: str) -> None:
     """Someone asked it to stop."""
-    write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"})
+    write_json(
+        launch_folder(Path(job.directory)) / "stop.json",
+        {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"},
+    )
 
 
 def row(job: Job, queue: Queue | None = None) -> Row:
@@ -99,7 +102,9 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
 
 
 @pytest.mark.parametrize("known", [{"job_id": "7"}, {"job_id": None, "time": 1.6e9}])
-def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(known: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(
+    known: dict[str, Any], tmp_path: Path
+) -> None:
     """Slurm is asked, whatever the supervisor of the job before wrote last."""
     for state in ("cancelled", "stopped"):
         job = make_job(tmp_path / state)
@@ -107,7 +112,10 @@ def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(kno
         assert ask([job]) != Queue({})  # here is no Slurm that knows them, or none at all
         waits = row(job, slurm_says("PENDING", "Priority"))
         assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
-        assert row(job, slurm_says("RUNNING")).state == "starting" and row(job, slurm_says("FAILED")).state == "lost"
+        assert (
+            row(job, slurm_says("RUNNING")).state == "starting"
+            and row(job, slurm_says("FAILED")).state == "lost"
+        )
         assert row(job, SILENT).state == "unknown?"
         stops(job, "cancelled")
         assert row(job, slurm_says("CANCELLED")).state == "cancelled"
@@ -134,11 +142,17 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
 def trained(job: Job, age: float = 5.0) -> None:
     """A run's own files, with a last line that is not whole yet."""
     directory = Path(job.directory)
-    write_json(directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000})
-    lines = [{"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "step_seconds": 0.5} for step in range(98, 103)]
-    text = "".join(json.dumps(line) + "\n" for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]]).replace(
-        "}", '}\n{"step": 9, "l'
+    write_json(
+        directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000}
     )
+    lines = [
+        {"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "step_seconds": 0.5}
+        for step in range(98, 103)
+    ]
+    text = "".join(
+        json.dumps(line) + "\n"
+        for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]]
+    ).replace("}", '}\n{"step": 9, "l')
     (directory / "metrics.jsonl").write_text(text + '{"step": 103, "lo')
     os.utime(directory / "metrics.jsonl", (NOW - age, NOW - age))
 
@@ -149,10 +163,19 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     says(job, "running", failures=1)
     found = row(job, slurm_says("RUNNING"))
     assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
-    assert (found.tokens_per_second, found.step_age, found.attempt, found.failures) == (1.5e6, 5.0, 2, 1)
+    assert (found.tokens_per_second, found.step_age, found.attempt, found.failures) == (
+        1.5e6,
+        5.0,
+        2,
+        1,
+    )
     assert found.seconds_left == (40000 - 102) * 0.5
     over = row(job, slurm_says("FAILED"))
-    assert (over.step, over.loss) == (102, 10.0 - 1.02) and over.seconds_left is None and over.step_age is None
+    assert (
+        (over.step, over.loss) == (102, 10.0 - 1.02)
+        and over.seconds_left is None
+        and over.step_age is None
+    )
     merge = make_job(tmp_path / "merge", kind="command")
     trained(merge)
     assert row(merge, slurm_says("RUNNING")).step is None
@@ -162,12 +185,22 @@ def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> 
     job = make_job(tmp_path / "sweep", items=4)
     for state, index in (("finished", 0), ("running", 1), ("running", 3)):
         says(job, state, index)
-    queue = Queue({"7_3": QueueState("COMPLETED"), "12_1": QueueState("RUNNING"), "12_2": QueueState("PENDING", "JobArrayTaskLimit")})
+    queue = Queue(
+        {
+            "7_3": QueueState("COMPLETED"),
+            "12_1": QueueState("RUNNING"),
+            "12_2": QueueState("PENDING", "JobArrayTaskLimit"),
+        }
+    )
     rows = rows_of(job, queue, NOW)
     assert [found.state for found in rows] == ["finished", "running", "queued", "lost"]
     assert [found.job_id for found in rows] == [None, "12_1", "12_2", "7_3"]
     whole = summary(job, rows)
-    assert whole.state == "1 finished, 1 running, 1 queued, 1 lost" and whole.active and whole.message.startswith("sweep[3]: job 7_3")
+    assert (
+        whole.state == "1 finished, 1 running, 1 queued, 1 lost"
+        and whole.active
+        and whole.message.startswith("sweep[3]: job 7_3")
+    )
 
 
 @pytest.fixture
@@ -180,33 +213,65 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> Path:
     array = make_job(tmp_path / "runs" / "sweeps" / "lr", "local", items=3)
     says(array, "finished", 0)
     says(array, "stopped", 1, pid=dead, message="TypeError: boo", failures=2)
-    says(make_job(tmp_path / "runs" / "jobs" / "merge-1", "local", kind="command"), "finished", time=time.time() - 2e5)
+    says(
+        make_job(tmp_path / "runs" / "jobs" / "merge-1", "local", kind="command"),
+        "finished",
+        time=time.time() - 2e5,
+    )
     return tmp_path / "runs"
 
 
-def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
+def test_the_table(
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wording: Wording,
+) -> None:
     monkeypatch.setattr("time.time", lambda: NOW)
     says(make_job(runs / "demo", "local"), "running")
     task = runs / "sweeps" / "lr" / "tasks" / "0001"
     make_job(runs / "a" / "demo", "local")
-    for words in ([], [runs / "sweeps", "--items"], [task], [runs / "jobs" / "merge-1"], [task, task.with_name("0002"), "--items"]):
+    for words in (
+        [],
+        [runs / "sweeps", "--items"],
+        [task],
+        [runs / "jobs" / "merge-1"],
+        [task, task.with_name("0002"), "--items"],
+    ):
         wording("\n".join(said(capsys, "status", *words)))
-    assert said(capsys, "status", task, runs / "sweeps")[1:] == said(capsys, "status", runs / "sweeps")[1:]
+    assert (
+        said(capsys, "status", task, runs / "sweeps")[1:]
+        == said(capsys, "status", runs / "sweeps")[1:]
+    )
     values = json.loads("\n".join(said(capsys, "status", "--json", "--all")))
-    assert [value["name"] for value in values] == ["demo", "demo", "merge-1", "lr[0]", "lr[1]", "lr[2]"]
+    assert [value["name"] for value in values] == [
+        "demo",
+        "demo",
+        "merge-1",
+        "lr[0]",
+        "lr[1]",
+        "lr[2]",
+    ]
     assert values[1]["step"] == 102 and values[4]["message"] == "TypeError: boo"
 
 
-def test_forks_stand_below_their_parent(runs: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+def test_forks_stand_below_their_parent(
+    runs: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
     """A fork's fork, an array of forks, one whose parent is no job, two that name each other, which none of them may hide."""
     forks = {"decay": "demo", "anneal": "decay", "elsewhere": "by_hand", "one": "two", "two": "one"}
     for name, parent in forks.items():
         says(make_job(runs / name, "local"), "finished")
-        write_json(runs / name / "fork.json", {"parent": str((runs / parent).resolve()), "step": 100})
+        write_json(
+            runs / name / "fork.json", {"parent": str((runs / parent).resolve()), "step": 100}
+        )
     array = make_job(runs / "decays", "local", items=2)
     for index, item in enumerate(array.items):
         says(array, "finished", index)
-        write_json(Path(item.directory) / "fork.json", {"parent": str((runs / "demo").resolve()), "step": 60})
+        write_json(
+            Path(item.directory) / "fork.json",
+            {"parent": str((runs / "demo").resolve()), "step": 60},
+        )
     lines = said(capsys, "status", runs, "--items")
     wording("\n".join(line[: lines[0].index("STATE")].rstrip() for line in lines))
 
@@ -214,8 +279,15 @@ def test_forks_stand_below_their_parent(runs: Path, capsys: pytest.CaptureFixtur
 def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(said(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
     command = [sys.executable, "-m", "launch", "status", str(runs / "demo"), "--watch", "0.2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as watching:
-        assert watching.stdout and [watching.stdout.readline().split()[0] for _ in range(4)] == ["NAME", "demo", "NAME", "demo"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as watching:
+        assert watching.stdout and [watching.stdout.readline().split()[0] for _ in range(4)] == [
+            "NAME",
+            "demo",
+            "NAME",
+            "demo",
+        ]
         path = launch_folder(runs / "demo") / "state.json"
         write_json(path, {**json.loads(path.read_text()), "state": "finished"})
         assert "finished" in watching.stdout.read().splitlines()[-1]
@@ -227,9 +299,23 @@ def crashed(tmp_path: Path) -> Path:
     """A run whose first attempt crashed and whose second goes on."""
     make_job(tmp_path / "demo", "local")
     directory = tmp_path / "demo"
-    failure = {"kind": "exit", "message": "ValueError: boo", "rank": 1, "host": "node1", "step": 2, "exit": 1}
-    decision = {"action": "restart", "delay_seconds": 30, "exclude": [], "reason": "1 failure since the last progress"}
-    first = make_attempt(directory, 1, THEN, ended=THEN + 5, outcome="failed", failure=failure, decision=decision)
+    failure = {
+        "kind": "exit",
+        "message": "ValueError: boo",
+        "rank": 1,
+        "host": "node1",
+        "step": 2,
+        "exit": 1,
+    }
+    decision = {
+        "action": "restart",
+        "delay_seconds": 30,
+        "exclude": [],
+        "reason": "1 failure since the last progress",
+    }
+    first = make_attempt(
+        directory, 1, THEN, ended=THEN + 5, outcome="failed", failure=failure, decision=decision
+    )
     record(first, 0, THEN + 4, error=RESET)
     record(first, 1, THEN + 3, error="ValueError: boo", traceback=trace("ValueError: boo"))
     (first / "logs" / "agents.log").write_text("torchrun says a lot\n")
@@ -237,50 +323,76 @@ def crashed(tmp_path: Path) -> Path:
     second = make_attempt(directory, 2, THEN + 40)
     for rank in range(2):
         record(second, rank, 0.0, ended=None, exit=None)
-    write_log(launch_folder(directory) / "supervisor.log", (THEN + 1, "attempt 1: 2 ranks"), (THEN + 41, "attempt 2: 2 ranks"))
+    write_log(
+        launch_folder(directory) / "supervisor.log",
+        (THEN + 1, "attempt 1: 2 ranks"),
+        (THEN + 41, "attempt 2: 2 ranks"),
+    )
     return directory
 
 
 LOGS = ["", "--attempt 1", "--rank 1", "--rank 0-1 --tail 2", "--errors", "--errors --attempt 2"]
 
 
-def test_logs_are_the_last_attempts_unless_asked_otherwise(crashed: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+def test_logs_are_the_last_attempts_unless_asked_otherwise(
+    crashed: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
     for words in LOGS:
         wording(
-            "\n".join(said(capsys, "logs", crashed, *words.split())), CLOCK=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + 3))
+            "\n".join(said(capsys, "logs", crashed, *words.split())),
+            CLOCK=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + 3)),
         )
     assert len(said(capsys, "logs", crashed, "--attempt", "all")) == 15
-    assert said(capsys, "logs", crashed, "--rank", "0", "--tail", "1", "--time")[0].endswith(".000 [rank 0] attempt 2 step 2")
-    write_json(launch_folder(crashed) / "stop.json", {"why": "gave up", "message": "the same failure twice", "time": 0, "by": "x"})
+    assert said(capsys, "logs", crashed, "--rank", "0", "--tail", "1", "--time")[0].endswith(
+        ".000 [rank 0] attempt 2 step 2"
+    )
+    write_json(
+        launch_folder(crashed) / "stop.json",
+        {"why": "gave up", "message": "the same failure twice", "time": 0, "by": "x"},
+    )
     assert said(capsys, "logs", crashed, "--errors")[-1] == "demo: gave up: the same failure twice"
 
 
 RANKS: dict[str, dict[int, dict[str, Any]]] = {
     "killed": {1: {"at": 3, "exit": 137, "signal": "SIGKILL"}},
     # The likely cause is not always the oldest word.
-    "follower first": {1: {"at": 5, "exit": 137, "signal": "SIGKILL"}, 0: {"at": 1.6, "error": RESET}},
+    "follower first": {
+        1: {"at": 5, "exit": 137, "signal": "SIGKILL"},
+        0: {"at": 1.6, "error": RESET},
+    },
 }
 
 
 def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_its_stacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    clock = {f"AT{at}": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (3, 5)}
+    clock = {
+        f"AT{at}": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (3, 5)
+    }
     for name, ranks in RANKS.items():
         make_job(tmp_path / name, "local")
         attempt = make_attempt(tmp_path / name, 1, THEN, ended=THEN + 9, outcome="failed")
         for rank, values in ranks.items():
-            record(attempt, rank, THEN + values["at"], **{key: value for key, value in values.items() if key != "at"})
+            record(
+                attempt,
+                rank,
+                THEN + values["at"],
+                **{key: value for key, value in values.items() if key != "at"},
+            )
         wording("\n".join(said(capsys, "logs", tmp_path / name, "--errors")), **clock)
     make_job(tmp_path / "hang", "local")
     failure = {"kind": "hang", "message": "no step for 20 minutes", "step": 7}
-    attempt = make_attempt(tmp_path / "hang", 1, THEN, ended=THEN + 5, outcome="hang", failure=failure)
+    attempt = make_attempt(
+        tmp_path / "hang", 1, THEN, ended=THEN + 5, outcome="hang", failure=failure
+    )
     record(attempt, 0, THEN + 3, exit=137, signal="SIGKILL")
     write_log(attempt / "dumps" / "rank_00001.txt", (0, "stacks"))
     wording("\n".join(said(capsys, "logs", tmp_path / "hang", "--errors")))
 
 
-def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(
+    crashed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     append_json(launch_folder(crashed) / "submissions.jsonl", {"time": 0, "job_id": "12"})
     one, two = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (2, 41))
     text = f"module load says hello\n{one} launch: attempt 1: 2 ranks\nslurmstepd: oom\n{two} launch: attempt 2: 2 ranks\nrequeued\n"
@@ -289,10 +401,14 @@ def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(crashed: Pa
     every = said(capsys, "logs", crashed, "--attempt", "all")
     assert every[0] == "[slurm] module load says hello" and len(every) == 15 + 3
     for number, expected in (("1", "[slurm] slurmstepd: oom"), ("2", "[slurm] requeued")):
-        assert [line for line in said(capsys, "logs", crashed, "--attempt", number) if "[slurm]" in line] == [expected]
+        assert [
+            line for line in said(capsys, "logs", crashed, "--attempt", number) if "[slurm]" in line
+        ] == [expected]
 
 
-def test_where_no_attempt_began_slurms_file_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_attempt_began_slurms_file_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_job(tmp_path)
     assert said(capsys, "logs", tmp_path, "--errors") == [f"{tmp_path}: no rank failed"]
     (launch_folder(tmp_path) / "slurm-12.out").write_text("launch: module load cuda failed\n")
@@ -300,27 +416,48 @@ def test_where_no_attempt_began_slurms_file_says_why(tmp_path: Path, capsys: pyt
     assert said(capsys, "logs", tmp_path) == ["[slurm] launch: module load cuda failed"]
 
 
-def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = make_job(tmp_path / "lr", items=2)
     for index, array in enumerate(("12", "13")):
-        append_json(launch_folder(tmp_path / "lr") / "submissions.jsonl", {"time": 0, "job_id": array, "items": [index]})
-        (launch_folder(tmp_path / "lr") / f"slurm-{array}_{index}.out").write_text(f"task {index} of {array}\n")
+        append_json(
+            launch_folder(tmp_path / "lr") / "submissions.jsonl",
+            {"time": 0, "job_id": array, "items": [index]},
+        )
+        (launch_folder(tmp_path / "lr") / f"slurm-{array}_{index}.out").write_text(
+            f"task {index} of {array}\n"
+        )
         (launch_folder(tmp_path / "lr") / f"slurm-{array}.out").write_text("another job's\n")
     for _ in range(2):  # before and after its first attempt
         told = [line for line in said(capsys, "logs", tmp_path / "lr") if "slurm" in line]
         assert told == ["[lr[0] slurm] task 0 of 12", "[lr[1] slurm] task 1 of 13"]
-        assert [line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line] == ["[slurm] task 1 of 13"]
+        assert [
+            line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line
+        ] == ["[slurm] task 1 of 13"]
         for index, array in enumerate(("12", "13")):
             make_attempt(Path(job.items[index].directory), 1, THEN, job_id=f"{array}_{index}")
     assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
 
 
-MISTAKES = [*(f"logs demo --{words}" for words in ("attempt 7", "rank 2", "rank x", "tail 0")), "logs empty", "status nowhere"]
-MISTAKES += ["status --watch 0", "cancel nowhere", "requeue nowhere", "requeue d --set slurm.time=1"]
+MISTAKES = [
+    *(f"logs demo --{words}" for words in ("attempt 7", "rank 2", "rank x", "tail 0")),
+    "logs empty",
+    "status nowhere",
+]
+MISTAKES += [
+    "status --watch 0",
+    "cancel nowhere",
+    "requeue nowhere",
+    "requeue d --set slurm.time=1",
+]
 
 
 def test_mistakes_are_one_line(
-    crashed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wording: Wording
+    crashed: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wording: Wording,
 ) -> None:
     monkeypatch.chdir(crashed.parent)
     (crashed.parent / "empty").mkdir()
@@ -332,8 +469,16 @@ def test_mistakes_are_one_line(
 def test_merged_lines_are_all_lines_by_time_and_tails_are_their_end(tmp_path: Path) -> None:
     for seed in range(4):
         chance = random.Random(seed)
-        spoken = [(THEN + n / 8, chance.randrange(4), f"{n} {'long ' * chance.choice((0, 1, 20_000))}é") for n in range(60)]
-        logs = [write_log(tmp_path / f"{seed}{who}.log", *((at, text) for at, by, text in spoken if by == who)) for who in range(4)]
+        spoken = [
+            (THEN + n / 8, chance.randrange(4), f"{n} {'long ' * chance.choice((0, 1, 20_000))}é")
+            for n in range(60)
+        ]
+        logs = [
+            write_log(
+                tmp_path / f"{seed}{who}.log", *((at, text) for at, by, text in spoken if by == who)
+            )
+            for who in range(4)
+        ]
         sources = [Source(log, str(who)) for who, log in enumerate(logs)]
         assert [(line.time, int(line.label), line.text) for line in merged(sources)] == spoken
         for count in (1, 3, 1000):
@@ -359,7 +504,12 @@ def test_following_gives_each_line_once_however_it_is_written(tmp_path: Path) ->
 @pytest.fixture
 def following(crashed: Path) -> Iterator[list[str]]:
     """The lines of ``logs -f`` of the crashed run, as they come; it has ended, and well, when the test is over."""
-    process = subprocess.Popen([sys.executable, "-m", "launch", "logs", str(crashed), "-f"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "logs", str(crashed), "-f"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
     reader.start()
@@ -372,7 +522,9 @@ def following(crashed: Path) -> Iterator[list[str]]:
         reader.join(5)
 
 
-def test_following_shows_new_lines_and_attempts_and_ends_with_the_run(crashed: Path, following: list[str]) -> None:
+def test_following_shows_new_lines_and_attempts_and_ends_with_the_run(
+    crashed: Path, following: list[str]
+) -> None:
     def shown(text: str) -> None:
         wait_for(lambda: any(text in line for line in following))
 

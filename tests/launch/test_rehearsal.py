@@ -36,7 +36,12 @@ class Answers:
             raise UserError(too_much)
         if stop != "--check" and config["engine"].get("offload_optimizer"):
             raise UserError("engine.offload_optimizer = true cannot be rehearsed")
-        return json.dumps({"excess": too_much, "ranks": [{"rank": rank, "peak": {"bytes": rank * 2**31}} for rank in range(2)]})
+        return json.dumps(
+            {
+                "excess": too_much,
+                "ranks": [{"rank": rank, "peak": {"bytes": rank * 2**31}} for rank in range(2)],
+            }
+        )
 
 
 @pytest.fixture
@@ -55,8 +60,17 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 def config(device: str | None = None, **changed: Any) -> str:
     """A resolved run, as far as the launcher looks at it; ``section_key=value``."""
-    values = {"name": "r", "run_dir": "/r", "model": {"num_layers": 2}, "engine": {"name": "megatron"}, "log": {"device": device}}
-    values |= {"train": {"micro_batch_size": 1, "seed": 1}, "optimizer": {"name": "adamw", "lr": 1e-3}}
+    values = {
+        "name": "r",
+        "run_dir": "/r",
+        "model": {"num_layers": 2},
+        "engine": {"name": "megatron"},
+        "log": {"device": device},
+    }
+    values |= {
+        "train": {"micro_batch_size": 1, "seed": 1},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
     for key, value in changed.items():
         section, _, name = key.partition("_")
         values[section] = {**values[section], name: value} if name else value  # type: ignore[dict-item]
@@ -75,11 +89,20 @@ def rehearsed(*configs: str, profile: Profile | None = None, data: bool = True) 
 
 def test_a_layout_is_rehearsed_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = rehearsed(config())
-    assert re.fullmatch(r"rehearsed in \d+s: r on 2 x h100: 2\.00 GiB at the peak of rank 1, the fullest", line)
+    assert re.fullmatch(
+        r"rehearsed in \d+s: r on 2 x h100: 2\.00 GiB at the peak of rank 1, the fullest", line
+    )
     assert answers.asked == [("--json", "--rehearse", "--device", "h100")]
     alike = config(name="other", train_seed=2, optimizer_lr=1e-4)
-    assert rehearsed(alike) == ["rehearsed before: other on 2 x h100: 2.00 GiB at the peak of rank 1, the fullest"]
-    others = [config(model_num_layers=3), config(train_micro_batch_size=2), config(optimizer_name="muon"), config("H200")]
+    assert rehearsed(alike) == [
+        "rehearsed before: other on 2 x h100: 2.00 GiB at the peak of rank 1, the fullest"
+    ]
+    others = [
+        config(model_num_layers=3),
+        config(train_micro_batch_size=2),
+        config(optimizer_name="muon"),
+        config("H200"),
+    ]
     assert len(rehearsed(alike, *others, *others)) == 5 and len(answers.asked) == 5
     monkeypatch.setattr(rehearsal, "_environment", lambda code: "other code")
     assert rehearsed(alike)[0].startswith("rehearsed in") and len(answers.asked) == 6
@@ -103,15 +126,25 @@ def test_what_does_not_fit_is_refused_again_without_a_rehearsal(answers: Answers
 
 def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> None:
     engine: dict[str, Any] = {"engine_offload_optimizer": True}
-    assert rehearsed(config(**engine)) == ["not rehearsed: engine.offload_optimizer = true cannot be rehearsed; by its plan r fits h100"]
+    assert rehearsed(config(**engine)) == [
+        "not rehearsed: engine.offload_optimizer = true cannot be rehearsed; by its plan r fits h100"
+    ]
     assert answers.asked[1:] == [("--check", "--plan", 'log.device="h100"')]
     with pytest.raises(UserError, match=f"^r: {TOO_MUCH}; --no-rehearse"):
         rehearsed(config(**engine, train_micro_batch_size=9))
-    assert rehearsed(config(**engine), data=False)[0].endswith("rehearsed; nor is its memory compared")
+    assert rehearsed(config(**engine), data=False)[0].endswith(
+        "rehearsed; nor is its memory compared"
+    )
     asked = len(answers.asked)
-    assert rehearsed(config("B200"))[0].endswith("names an H100 or H200; by its plan r fits B200") and len(answers.asked) == asked + 1
+    assert (
+        rehearsed(config("B200"))[0].endswith("names an H100 or H200; by its plan r fits B200")
+        and len(answers.asked) == asked + 1
+    )
     Path("cpu.yaml").write_text(LOCAL)
-    assert rehearsed(config("H100"), profile=load_profile("cpu.yaml")) == [] and len(answers.asked) == asked + 1
+    assert (
+        rehearsed(config("H100"), profile=load_profile("cpu.yaml")) == []
+        and len(answers.asked) == asked + 1
+    )
 
 
 def test_the_gpu_is_named_by_the_run_or_else_by_the_profile() -> None:
@@ -125,12 +158,26 @@ def test_the_gpu_is_named_by_the_run_or_else_by_the_profile() -> None:
         assert rehearsal.device_of({"log": {"device": device}}, profile, path) == found
 
 
-def test_a_submission_is_refused_before_anything_is_written(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submission_is_refused_before_anything_is_written(
+    answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine.yaml").write_text("base: slurm_h100_ib\nhealth: {check: false}\n")
-    words = ["submit", DEMO, "--cluster", "mine.yaml", "--dependency", "singleton", "train.micro_batch_size=9"]
+    words = [
+        "submit",
+        DEMO,
+        "--cluster",
+        "mine.yaml",
+        "--dependency",
+        "singleton",
+        "train.micro_batch_size=9",
+    ]
     words += ["train.global_batch_size=72", "model.vocab_size=1000", "--directory", "d"]
     assert main(words) == 2
     said = capsys.readouterr()
-    assert TOO_MUCH in said.err and said.err.count("\n") == 1 and not Path("d/launch/job.json").exists()
+    assert (
+        TOO_MUCH in said.err
+        and said.err.count("\n") == 1
+        and not Path("d/launch/job.json").exists()
+    )
     assert main([*words, "--no-rehearse", "--parsable"]) == 0 and len(answers.asked) == 1
     assert capsys.readouterr().out == "12\n"

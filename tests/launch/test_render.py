@@ -27,9 +27,18 @@ from tests.wording import Wording
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs" / "cluster").glob("slurm_*.yaml"))
-KEYS = [(key, shape) for key, shape in hostile.text_keys(Profile) if key != "setup.lines"]  # which are inserted as they are, by design
+KEYS = [
+    (key, shape) for key, shape in hostile.text_keys(Profile) if key != "setup.lines"
+]  # which are inserted as they are, by design
 # No hostile text is right there, nor a plain one.
-ENUMERATED = ("scheduler", "nodes.memory", "nodes.numa", "slurm.time", "container.runtime", "notify.events")
+ENUMERATED = (
+    "scheduler",
+    "nodes.memory",
+    "nodes.numa",
+    "slurm.time",
+    "container.runtime",
+    "notify.events",
+)
 CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
 JOB_TEXTS = ("name", "directory", "working_directory", "code", "python")
 
@@ -37,7 +46,11 @@ JOB_TEXTS = ("name", "directory", "working_directory", "code", "python")
 def directives(script: str) -> list[str]:
     """The options that sbatch reads: the #SBATCH lines before the first command."""
     head = re.split(r"^[^#\s]", script, maxsplit=1, flags=re.MULTILINE)[0]
-    return [as_sbatch_reads(line.removeprefix("#SBATCH ")) for line in head.splitlines() if line.startswith("#SBATCH")]
+    return [
+        as_sbatch_reads(line.removeprefix("#SBATCH "))
+        for line in head.splitlines()
+        if line.startswith("#SBATCH")
+    ]
 
 
 def as_sbatch_reads(line: str) -> str:
@@ -90,7 +103,10 @@ def root(tmp_path: Path) -> Path:
 def of_profile(root: Path, key: str, shape: str, text: str) -> str:
     """The script of a profile with the text at the key, which has a recorder for its supervisor where the key does not say another."""
     (root / "profile.yaml").write_text(hostile.profile_text(key, shape, text), encoding="utf-8")
-    profile = load_profile(root / "profile.yaml", [] if key in ("python", "host_python") else [f"host_python={root}/recorder"])
+    profile = load_profile(
+        root / "profile.yaml",
+        [] if key in ("python", "host_python") else [f"host_python={root}/recorder"],
+    )
     return render(hostile.job(root, profile, python=profile.interpreters("none")[0]), profile)
 
 
@@ -98,9 +114,16 @@ def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
     """Every key by itself with every text: found by walking the dataclasses, so that a key to come is tested too."""
     known = set[str]()
     for key, shape in KEYS:
-        made = [(text, rendered(lambda: of_profile(root, key, shape, text))) for text in hostile.as_taken_by(key)]  # noqa: B023
+        made = [
+            (text, rendered(lambda: of_profile(root, key, shape, text)))  # noqa: B023
+            for text in hostile.as_taken_by(key)
+        ]
         accepted = [(text, script) for text, script in made if script is not None]
-        assert len(accepted) == len(hostile.TEXTS) if key in ("environment", "notify.command") else accepted or key in ENUMERATED, key
+        assert (
+            len(accepted) == len(hostile.TEXTS)
+            if key in ("environment", "notify.command")
+            else accepted or key in ENUMERATED
+        ), key
         for text, script in accepted:
             if script in known:
                 continue
@@ -111,23 +134,38 @@ def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
                 assert done.returncode == 2 and done.stderr, key
                 continue
             words, folder, environment = runs(script, root)
-            assert words == ["-m", "launch.supervise", str(root / "run")] and folder == str(root), key
+            assert words == ["-m", "launch.supervise", str(root / "run")] and folder == str(root), (
+                key
+            )
             assert environment.get("VALUE", text) == text
             assert key != "slurm.options" or text in read
-            assert key != "logs" or f"--output={os.path.abspath(os.path.expanduser(text)).replace('%', '%%')}/slurm-%j.out" in read
+            assert (
+                key != "logs"
+                or f"--output={os.path.abspath(os.path.expanduser(text)).replace('%', '%%')}/slurm-%j.out"
+                in read
+            )
     assert len(known) > 80
 
 
 def test_text_is_one_word_of_bash_on_one_line_and_one_of_sbatch_or_refused(root: Path) -> None:
     texts = [*hostile.TEXTS, ""]
     assert all(len(shell(text).splitlines()) == 1 for text in texts)
-    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {' '.join(map(shell, texts))}"], cwd=root, capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {' '.join(map(shell, texts))}"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout.decode("utf-8").split("\0")[:-1] == texts
     profile = Profile(host_python=str(root / "recorder"))
     job = hostile.job(root, profile)
     for text in hostile.TEXTS[1:]:
         line = rendered(lambda: directive("--comment", text))  # noqa: B023
-        assert bool(re.search(CONTROL, text)) if line is None else as_sbatch_reads(line) == f"--comment={text}"
+        assert (
+            bool(re.search(CONTROL, text))
+            if line is None
+            else as_sbatch_reads(line) == f"--comment={text}"
+        )
         for what in ("dependency", "array"):
             assert rendered(lambda: render(job, profile, **{what: text})) is None  # noqa: B023
         script = rendered(lambda: render(job, profile, exclude=[text]))  # noqa: B023
@@ -140,7 +178,11 @@ def test_text_is_one_word_of_bash_on_one_line_and_one_of_sbatch_or_refused(root:
 
 @pytest.mark.parametrize("field", JOB_TEXTS)
 def test_text_of_a_job_arrives_unchanged_or_is_refused(field: str, root: Path) -> None:
-    assert {item.name for item in dataclasses.fields(Job) if item.type == "str"} == {*JOB_TEXTS, "kind", "profile_path"}  # not in scripts
+    assert {item.name for item in dataclasses.fields(Job) if item.type == "str"} == {
+        *JOB_TEXTS,
+        "kind",
+        "profile_path",
+    }  # not in scripts
     profile, refused = Profile(), 0
     for number, text in enumerate(hostile.TEXTS):
         place = root / str(number)
@@ -153,8 +195,16 @@ def test_text_of_a_job_arrives_unchanged_or_is_refused(field: str, root: Path) -
             refused += 1
             continue
         words, folder, environment = runs(script, root)
-        assert words == ["-m", "launch.supervise", job.directory] and f"--job-name={job.name}" in directives(script)
-        assert (folder, environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (job.working_directory, job.code, "1")
+        assert words == [
+            "-m",
+            "launch.supervise",
+            job.directory,
+        ] and f"--job-name={job.name}" in directives(script)
+        assert (folder, environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (
+            job.working_directory,
+            job.code,
+            "1",
+        )
     not_for_sbatch = {"name": CONTROL, "directory": CONTROL + r"|\\"}.get(field, "(?!)")
     assert refused == sum(bool(re.search(not_for_sbatch, text)) for text in hostile.TEXTS)
     for text in ("a\0b", "a\ud800b"):
@@ -180,20 +230,35 @@ PROFILES = {
 
 def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None:
     """What a profile leaves open is left to Slurm; the supervisor runs outside the container; bash and shellcheck take each."""
-    array: dict[str, Any] = {"dependency": "afterok:12:13,afterany:14", "array": "0-2,5%2", "exclude": ["worse", "node9"]}
+    array: dict[str, Any] = {
+        "dependency": "afterok:12:13,afterany:14",
+        "array": "0-2,5%2",
+        "exclude": ["worse", "node9"],
+    }
     program_there = shutil.which("shellcheck")
     for name, text in {**PROFILES, **{path.stem: path.read_text() for path in SHIPPED}}.items():
         profile = given(root, text.replace("ROOT", str(root)))
         for kind in ("run", "command"):
             job = hostile.job(root, profile, name="a name", python="python3", kind=kind)
             script = render(job, profile, **(array if name == "full" else {}))
-            assert script == render(job, given(root, text.replace("ROOT", str(root))), **(array if name == "full" else {}))
+            assert script == render(
+                job,
+                given(root, text.replace("ROOT", str(root))),
+                **(array if name == "full" else {}),
+            )
             (root / "job.sh").write_text(script)
             subprocess.run(["bash", "-n", str(root / "job.sh")], check=True)
             if program_there:
-                subprocess.run([program_there, "--severity=style", str(root / "job.sh")], check=True)
+                subprocess.run(
+                    [program_there, "--severity=style", str(root / "job.sh")], check=True
+                )
             if kind == "run" or name == "full":
-                wording(script if name == "full" else "\n".join(directives(script) + script.splitlines()[-1:]), PYTHON=sys.executable)
+                wording(
+                    script
+                    if name == "full"
+                    else "\n".join(directives(script) + script.splitlines()[-1:]),
+                    PYTHON=sys.executable,
+                )
     with pytest.raises(UserError, match=r"profile.yaml: scheduler = local: .* `launch local`"):
         render(hostile.job(root, profile), given(root, "scheduler: local"))
 
@@ -202,7 +267,9 @@ def test_what_a_script_does(root: Path) -> None:
     setup = "setup: {modules: [cuda/12.8, gcc], lines: ['echo \"$GIVEN\" > lines', 'export MORE=\"$GIVEN too\"', cd /, kill -USR1 $$]}"
     profile = given(root, f"{setup}\nenvironment: {{GIVEN: a value, PYTHONUNBUFFERED: 1}}\n")
     script = render(hostile.job(root, profile), profile)
-    words, folder, environment = runs(script, root)  # a signal to save before the supervisor is there does not end it
+    words, folder, environment = runs(
+        script, root
+    )  # a signal to save before the supervisor is there does not end it
     assert (root / "modules").read_text().split("\0") == ["load", "cuda/12.8", "load", "gcc", ""]
     assert (root / "lines").read_text() == "a value\n" and folder == str(root)
     assert (environment["MORE"], environment["PYTHONUNBUFFERED"]) == ("a value too", "1")
@@ -211,7 +278,10 @@ def test_what_a_script_does(root: Path) -> None:
 
 
 # What sbatch says where Slurm would never start the job: of too few nodes, and of a node that the job names (--nodelist).
-NEVER = ("allocation failure: Requested node configuration is not available", "allocation failure: Invalid node name specified")
+NEVER = (
+    "allocation failure: Requested node configuration is not available",
+    "allocation failure: Invalid node name specified",
+)
 
 
 def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") -> dict[str, str]:
@@ -222,10 +292,20 @@ def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") 
     """
     asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     program(root / "bin" / "scontrol", asked)
-    program(root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n")
+    program(
+        root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n"
+    )
     test = "--test-only --dependency= --exclude=node3,node1 "
-    program(root / "bin" / "sbatch", f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && echo '{words}' >&2; exit 1\n")
-    calls = {"CALLS": str(root / "calls"), "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node1", "REFUSED": "nothing"}
+    program(
+        root / "bin" / "sbatch",
+        f"#!/bin/bash\n[[ $* == '{test}'* && -r ${{!#}} ]] && echo '{words}' >&2; exit 1\n",
+    )
+    calls = {
+        "CALLS": str(root / "calls"),
+        "SLURM_JOB_ID": "12",
+        "SLURMD_NODENAME": "node1",
+        "REFUSED": "nothing",
+    }
     return {"PATH": f"{root}/bin:{os.environ['PATH']}", **calls}
 
 
@@ -239,7 +319,9 @@ EARLY = {  # a profile, the folder of the job that is not there, and what is sai
 
 
 @pytest.mark.parametrize(("text", "folder", "said"), EARLY.values(), ids=EARLY)
-def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(text: str, folder: str | None, said: bytes, root: Path) -> None:
+def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
+    text: str, folder: str | None, said: bytes, root: Path
+) -> None:
     profile = given(root, text)
     job = hostile.job(root, profile, **({folder: f"{root}/gone"} if folder else {}))
     shutil.rmtree(root / "gone", ignore_errors=True)
@@ -248,12 +330,21 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(text: str, folder:
     for more, name in (({}, "12"), (task, "11_0")):
         done = run(script, root, **slurm, **more)
         assert done.returncode == 0 and said in done.stderr, done.stderr
-        assert b"launch: the supervisor did not start on node1: back to the queue, without that node" in done.stderr
+        assert (
+            b"launch: the supervisor did not start on node1: back to the queue, without that node"
+            in done.stderr
+        )
         asked = [f"update|JobId={name}|Comment=not-started:1:1|", f"requeue|{name}|"]
-        assert calls.read_text().splitlines() == [*asked, f"update|JobId={name}|StartTime=now+0|ExcNodeList=node3,node1|"]
+        assert calls.read_text().splitlines() == [
+            *asked,
+            f"update|JobId={name}|StartTime=now+0|ExcNodeList=node3,node1|",
+        ]
         calls.unlink()
     # It is no run that may start anew.
-    assert run(render(dataclasses.replace(job, kind="command"), profile), root, **slurm).returncode != 0
+    assert (
+        run(render(dataclasses.replace(job, kind="command"), profile), root, **slurm).returncode
+        != 0
+    )
     assert not calls.exists() and not (root / "record").exists()
 
 
@@ -276,26 +367,52 @@ def test_only_starts_that_failed_in_a_row_are_counted(
 ) -> None:
     """Requeues after a time limit or a preemption are not; the last failure is told to the hook. Strict modes of bash change nothing."""
     strict = "setup: {lines: [set -euo pipefail]}"
-    profile = given(root, f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'; exit 1\"}}\n{strict}\n")
+    profile = given(
+        root,
+        f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'; exit 1\"}}\n{strict}\n",
+    )
     job = hostile.job(root, profile, name="50% 'a\\b")
-    slurm = scontrol(root, comment, NEVER[restarts % 2]) | {"REFUSED": refused, "SLURM_RESTART_COUNT": str(restarts)}
+    slurm = scontrol(root, comment, NEVER[restarts % 2]) | {
+        "REFUSED": refused,
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
     done, calls = run(render(job, profile), root, **slurm), root / "calls"
     asked = calls.read_text().splitlines() if calls.exists() else []
     if told is None:
         assert done.returncode == 2 and not any("StartTime" in call for call in asked)
         event = json.loads((root / "notice").read_text())
-        known = {"event": "stopped", "name": job.name, "directory": job.directory, "job_id": "12", "nodes": ["node1"], "attempt": 0}
-        assert event == known | {"time": event["time"], "message": event["message"]} and abs(event["time"] - time.time()) < 60
+        known = {
+            "event": "stopped",
+            "name": job.name,
+            "directory": job.directory,
+            "job_id": "12",
+            "nodes": ["node1"],
+            "attempt": 0,
+        }
+        assert (
+            event == known | {"time": event["time"], "message": event["message"]}
+            and abs(event["time"] - time.time()) < 60
+        )
         return
     assert done.returncode == 0 and not (root / "notice").exists()
     # Without node1 too few nodes are left, so none is excluded.
-    assert asked == [f"update|JobId=12|Comment={told[0]}|", "requeue|12|", f"update|JobId=12|StartTime=now+{told[1]}|"]
+    assert asked == [
+        f"update|JobId=12|Comment={told[0]}|",
+        "requeue|12|",
+        f"update|JobId=12|StartTime=now+{told[1]}|",
+    ]
 
 
-def test_a_run_that_is_cancelled_as_it_starts_or_whose_supervisor_ends_does_not_come_back(root: Path) -> None:
+def test_a_run_that_is_cancelled_as_it_starts_or_whose_supervisor_ends_does_not_come_back(
+    root: Path,
+) -> None:
     profile = given(root, "setup: {lines: ['kill $$']}")
-    assert run(render(hostile.job(root, profile), profile), root, **scontrol(root)).returncode == 143
+    assert (
+        run(render(hostile.job(root, profile), profile), root, **scontrol(root)).returncode == 143
+    )
     assert not (root / "record").exists()
     program(root / "recorder", "#!/bin/bash\nexit 1\n")
-    assert run(render(hostile.job(root, Profile()), Profile()), root, **scontrol(root)).returncode == 1
+    assert (
+        run(render(hostile.job(root, Profile()), Profile()), root, **scontrol(root)).returncode == 1
+    )
     assert not (root / "calls").exists()

@@ -39,8 +39,12 @@ OURS = "configs/cluster/mine.yaml configs/run/demo.yaml kernels/table.json pretr
 
 
 def git(root: Path, *words: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"GIT_CONFIG_GLOBAL": os.devnull}
-    return subprocess.run([*GIT, "-C", str(root), *words], check=True, capture_output=True, text=True, env=environment).stdout.strip()
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    } | {"GIT_CONFIG_GLOBAL": os.devnull}
+    return subprocess.run(
+        [*GIT, "-C", str(root), *words], check=True, capture_output=True, text=True, env=environment
+    ).stdout.strip()
 
 
 def fill(root: Path, files: Mapping[str, str]) -> Path:
@@ -72,25 +76,45 @@ def job(tmp_path: Path) -> Path:
 
 def copied(directory: Path) -> list[str]:
     folder = code_folder(directory)
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != REVISION)
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != REVISION
+    )
 
 
-def test_the_rooms_sources_are_copied_with_the_revision_and_the_changes_that_give_them_back(checkout: Path, job: Path) -> None:
+def test_the_rooms_sources_are_copied_with_the_revision_and_the_changes_that_give_them_back(
+    checkout: Path, job: Path
+) -> None:
     assert source_files(checkout) == (OURS, 4)  # README.md, huge.json, weights.bin, link.py
     code = take(job, checkout)
     assert copied(job) == OURS and (code.files, code.left_out) == (6, 4)
-    assert [(code_folder(job) / name).read_bytes() for name in OURS] == [(checkout / name).read_bytes() for name in OURS]
-    assert (code.revision, code.dirty) == (git(checkout, "rev-parse", "HEAD"), True) and read_code(job) == code
+    assert [(code_folder(job) / name).read_bytes() for name in OURS] == [
+        (checkout / name).read_bytes() for name in OURS
+    ]
+    assert (code.revision, code.dirty) == (git(checkout, "rev-parse", "HEAD"), True) and read_code(
+        job
+    ) == code
     assert read_json(code_folder(job) / REVISION)["revision"] == code.revision
     again, diff = job.with_name("again"), job / "launch" / "changes.diff"
     git(job, "clone", "--quiet", str(checkout), str(again))
     git(again, "apply", str(diff))
-    assert source_files(again)[0] == OURS and take(job.with_name("other"), again).sha256 == code.sha256
+    assert (
+        source_files(again)[0] == OURS and take(job.with_name("other"), again).sha256 == code.sha256
+    )
     nested = take(job.with_name("two"), code_folder(job))  # a snapshot of a snapshot
-    assert (nested.revision, nested.dirty, nested.sha256) == (code.revision, code.dirty, code.sha256)
+    assert (nested.revision, nested.dirty, nested.sha256) == (
+        code.revision,
+        code.dirty,
+        code.sha256,
+    )
     git(checkout, "clean", "--quiet", "--force")
     git(checkout, "checkout", "--quiet", "--", ".")
-    assert take(job, checkout).dirty is False and not diff.exists() and copied(job) == [*OURS[:4], "pretrain/deleted.py"]
+    assert (
+        take(job, checkout).dirty is False
+        and not diff.exists()
+        and copied(job) == [*OURS[:4], "pretrain/deleted.py"]
+    )
 
 
 def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
@@ -98,9 +122,14 @@ def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
     installed = job.with_name("installed")
     shutil.copytree(checkout, installed, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     code = take(job, installed)
-    assert (code.revision, code.dirty) == (None, None) and not (job / "launch" / "changes.diff").exists()
+    assert (code.revision, code.dirty) == (None, None) and not (
+        job / "launch" / "changes.diff"
+    ).exists()
     assert copied(job) == sorted([*OURS, "pretrain/private.py"])
-    inside = fill(checkout / "venv" / "site", {"pretrain/__init__.py": "", "launch/a.py": "", "configs/other.yaml": ""})
+    inside = fill(
+        checkout / "venv" / "site",
+        {"pretrain/__init__.py": "", "launch/a.py": "", "configs/other.yaml": ""},
+    )
     fill(checkout, {".gitignore": "venv/\n"})
     code = take(job, inside)
     assert (code.revision, code.dirty, code.files) == (None, None, 2)
@@ -108,9 +137,14 @@ def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
         take(job, job.parent)
 
 
-def test_a_snapshot_is_replaced_whole_or_not_at_all(checkout: Path, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_replaced_whole_or_not_at_all(
+    checkout: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The digest tells contents and names; an interruption leaves the older one, and half a snapshot is none."""
-    added, digests = checkout / "pretrain" / "added.py", [take(job, checkout).sha256, take(job, checkout).sha256]
+    added, digests = (
+        checkout / "pretrain" / "added.py",
+        [take(job, checkout).sha256, take(job, checkout).sha256],
+    )
     added.write_text("x = 2\n")
     digests.append(take(job, checkout).sha256)
     added.rename(added.with_name("renamed.py"))
@@ -124,8 +158,16 @@ def test_a_snapshot_is_replaced_whole_or_not_at_all(checkout: Path, job: Path, m
     added.write_text("x = 3\n")
     with pytest.raises(KeyboardInterrupt):
         take(job, checkout)
-    assert read_code(job) == before and copied(job) == [*OURS[:4], "pretrain/näme.py", "pretrain/renamed.py"]
-    assert sorted(path.name for path in (job / "launch").iterdir()) == ["changes.diff", "code", "code.json"]
+    assert read_code(job) == before and copied(job) == [
+        *OURS[:4],
+        "pretrain/näme.py",
+        "pretrain/renamed.py",
+    ]
+    assert sorted(path.name for path in (job / "launch").iterdir()) == [
+        "changes.diff",
+        "code",
+        "code.json",
+    ]
     shutil.rmtree(code_folder(job))
     assert read_code(job) is None
 
@@ -134,9 +176,30 @@ def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
     """The whole of this code: every command line answers, and nothing is imported from the checkout."""
     assert take(job).files > 100
     folder = code_folder(job)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     probe = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
-    modules = ("launch.supervise.__main__", "launch.node.rank", "data_prep.__main__", "pretrain.__main__", "kernels", "tools.hf")
-    done = subprocess.run([sys.executable, "-c", probe, *modules], cwd=job, env=environment, capture_output=True, text=True, check=True)
+    modules = (
+        "launch.supervise.__main__",
+        "launch.node.rank",
+        "data_prep.__main__",
+        "pretrain.__main__",
+        "kernels",
+        "tools.hf",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, *modules],
+        cwd=job,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert (folder / "launch" / "job" / "templates" / "job.sh.j2").is_file()
-    assert [Path(place).is_relative_to(folder) for place in done.stdout.split()] == [True] * len(modules)
+    assert [Path(place).is_relative_to(folder) for place in done.stdout.split()] == [True] * len(
+        modules
+    )

@@ -45,28 +45,82 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path) -> None:
     job = prepare(run(DEMO, "train.seed=7", "run_dir='a run/with $(touch x)'"))
-    assert job.directory == str(tmp_path / "a run/with $(touch x)") and list(tmp_path.rglob("x")) == []
+    assert (
+        job.directory == str(tmp_path / "a run/with $(touch x)") and list(tmp_path.rglob("x")) == []
+    )
     config = config_of(job.directory)
-    assert [config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]] == [7, 2, "a run/with $(touch x)"]
+    assert [config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]] == [
+        7,
+        2,
+        "a run/with $(touch x)",
+    ]
     assert job.items[0].arguments == ("-m", "pretrain", f"{job.directory}/launch/config.yaml")
-    assert (job.kind, job.world_size, job.torchrun, job.array, job.working_directory) == ("run", 2, True, False, str(tmp_path))
-    assert load_job(Path(job.directory)) == job and (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
+    assert (job.kind, job.world_size, job.torchrun, job.array, job.working_directory) == (
+        "run",
+        2,
+        True,
+        False,
+        str(tmp_path),
+    )
+    assert (
+        load_job(Path(job.directory)) == job
+        and (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
+    )
     odd = prepare(run(DEMO, directory='here: # "it\'s" ünï'))
-    assert odd.directory == str(tmp_path / 'here: # "it\'s" ünï') == str(config_of(odd.directory)["run_dir"])
+    assert (
+        odd.directory
+        == str(tmp_path / 'here: # "it\'s" ünï')
+        == str(config_of(odd.directory)["run_dir"])
+    )
 
 
-def test_commands_are_ours_and_arrays_the_same_to_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_ours_and_arrays_the_same_to_every_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = wanted(command("data_prep", "merge", "a b")).job
-    assert job.items[0].arguments == ("-m", "data_prep", "merge", "a b") and Path(job.directory).parent == tmp_path / "runs" / "jobs"
+    assert (
+        job.items[0].arguments == ("-m", "data_prep", "merge", "a b")
+        and Path(job.directory).parent == tmp_path / "runs" / "jobs"
+    )
     assert (job.kind, job.world_size, job.torchrun) == ("command", 1, False)
-    for module in ("os", "tools", "launch", "tools.nothing", "pretrain.run", "../x", "tools..hf", "", "-c"):
+    for module in (
+        "os",
+        "tools",
+        "launch",
+        "tools.nothing",
+        "pretrain.run",
+        "../x",
+        "tools..hf",
+        "",
+        "-c",
+    ):
         with pytest.raises(UserError, match="command"):
             wanted(command(module))
-    names = {command_name(words) for words in (["data_prep", "run", "a b"], ["data_prep", "run", "a", "b"], ["tools.hf", "../etc"], ["x"])}
-    assert len(names) == 4 and not any("/" in name for name in names) and command_name(["x"]) in names
+    names = {
+        command_name(words)
+        for words in (
+            ["data_prep", "run", "a b"],
+            ["data_prep", "run", "a", "b"],
+            ["tools.hf", "../etc"],
+            ["x"],
+        )
+    }
+    assert (
+        len(names) == 4 and not any("/" in name for name in names) and command_name(["x"]) in names
+    )
     job = wanted(command("data_prep", "run", "--out", "x", tasks=3)).job
-    assert [Path(item.directory).relative_to(job.directory).as_posix() for item in job.items] == ["tasks/0000", "tasks/0001", "tasks/0002"]
-    told = [[item.environment[f"SLURM_ARRAY_TASK_{name}"] for name in ("ID", "COUNT", "MIN", "MAX", "STEP")] for item in job.items]
+    assert [Path(item.directory).relative_to(job.directory).as_posix() for item in job.items] == [
+        "tasks/0000",
+        "tasks/0001",
+        "tasks/0002",
+    ]
+    told = [
+        [
+            item.environment[f"SLURM_ARRAY_TASK_{name}"]
+            for name in ("ID", "COUNT", "MIN", "MAX", "STEP")
+        ]
+        for item in job.items
+    ]
     assert told == [["0", "3", "0", "2", "1"], ["1", "3", "0", "2", "1"], ["2", "3", "0", "2", "1"]]
     # Other hosts may know a folder by the link alone.
     (tmp_path / "real").mkdir()
@@ -78,23 +132,37 @@ def test_commands_are_ours_and_arrays_the_same_to_every_part(tmp_path: Path, mon
         assert wanted(request).job.working_directory == str(tmp_path / place)
 
 
-def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_'0123456789")
     monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a place is no secret
-    for request in (command("data_prep", "status", "--token=hf_'0123456789"), run(DEMO, "name=hf_'0123456789")):
-        with pytest.raises(UserError, match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have"):
+    for request in (
+        command("data_prep", "status", "--token=hf_'0123456789"),
+        run(DEMO, "name=hf_'0123456789"),
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have",
+        ):
             wanted(request)
     program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(sys, "argv", ["launch", "submit", "--name", "a b", "--set", "x=hf_'0123456789", "no secret"])
+    monkeypatch.setattr(
+        sys, "argv", ["launch", "submit", "--name", "a b", "--set", "x=hf_'0123456789", "no secret"]
+    )
     request = command("data_prep", "status", str(tmp_path), profile="slurm.yaml")
     send(prepare(request), request.profile, [0], at_once=None, after=None, exclude=[])
     (line,) = read_json_lines(next(tmp_path.glob("runs/jobs/*")) / "launch" / "submissions.jsonl")
     assert line["command"] == "launch submit --name 'a b' --set 'x=***' 'no secret'"
 
 
-def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    prepare(run(DEMO, "train.steps=401"))  # one that never began binds nobody: Slurm refused it, say
+def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    prepare(
+        run(DEMO, "train.steps=401")
+    )  # one that never began binds nobody: Slurm refused it, say
     job = begin(run(DEMO))
     assert config_of(job.directory)["train"]["steps"] != 401
     marker = code_folder(Path(job.directory)) / "pretrain" / "marker.py"
@@ -108,8 +176,13 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
             prepare(run(DEMO, *words))
     with pytest.raises(UserError, match="processes_per_node is 2, not 1"):
         prepare(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=1))
-    (tmp_path / "local.yaml").write_text(LOCAL + "restarts: {max_failures: 9}\n")  # a profile is no setting of a run
-    assert "the profile's restarts.max_failures was 5, is 9" in settle(wanted(run(DEMO)), update=False).notes
+    (tmp_path / "local.yaml").write_text(
+        LOCAL + "restarts: {max_failures: 9}\n"
+    )  # a profile is no setting of a run
+    assert (
+        "the profile's restarts.max_failures was 5, is 9"
+        in settle(wanted(run(DEMO)), update=False).notes
+    )
     assert prepare(run(DEMO)).profile["restarts"]["max_failures"] == 9 and marker.exists()
     prepare(run(DEMO, "train.steps=401", update=True))
     assert config_of(job.directory)["train"]["steps"] == 401 and not marker.exists()
@@ -122,7 +195,9 @@ def test_an_older_code_reads_the_settings_of_its_run() -> None:
     file.chmod(0o644)
     field = "    interval: int = setting(10,"
     assert field in file.read_text()
-    file.write_text(file.read_text().replace(field, f"    old_name: int = setting(3, 'Old.')\n{field}"))
+    file.write_text(
+        file.read_text().replace(field, f"    old_name: int = setting(3, 'Old.')\n{field}")
+    )
     config = launch_folder(Path(job.directory)) / "config.yaml"
     config.write_text(config.read_text().replace("log:\n", "log:\n  old_name: 3\n"))
     prepare(run(DEMO))
@@ -135,7 +210,10 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     begin(command("data_prep", "status", "a", directory="d"))
     begin(command("data_prep", "run", directory="e", tasks=5))
     for request, told in (
-        (command("data_prep", "status", "b", directory="d"), "has the job `data_prep status a`, not `data_prep status b`"),
+        (
+            command("data_prep", "status", "b", directory="d"),
+            "has the job `data_prep status a`, not `data_prep status b`",
+        ),
         (command("data_prep", "status", "a", directory="d", tasks=2), "array is False, not True"),
         (command("data_prep", "run", directory="e", tasks=3), "5 tasks, not 3"),
     ):
@@ -146,7 +224,13 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     write_json(launch_folder(Path(job.items[4].directory)) / "stop.json", {"why": "cancelled"})
     draft = settle(wanted(command("data_prep", "run", directory="e", tasks=5)), update=False)
     assert draft.ready == (1, 2)
-    assert [standing.kind for standing in draft.standings] == ["finished", "idle", "idle", "finished", "stopped"]
+    assert [standing.kind for standing in draft.standings] == [
+        "finished",
+        "idle",
+        "idle",
+        "finished",
+        "stopped",
+    ]
     assert find_job("e/tasks/0001") == (job, [1])
     for path, told in (("e/tasks", "no launch/job.json"), ("nowhere", "no such directory")):
         with pytest.raises(UserError, match=told):
@@ -154,14 +238,22 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
 
 
 def test_finished_and_stopped() -> None:
-    request, again = command("data_prep", "status", "a"), command("data_prep", "status", "a", update=True)
+    request, again = (
+        command("data_prep", "status", "a"),
+        command("data_prep", "status", "a", update=True),
+    )
     job = prepare(request)
     finish(job, 0)
     assert settle(wanted(request), update=False).ready == ()
     prepare(again)
     assert settle(wanted(request), update=False).ready == (0,)
-    write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": "gave up", "message": "3 failures: out of luck"})
-    with pytest.raises(UserError, match=r"gave up: 3 failures: out of luck; to go on: python -m launch requeue"):
+    write_json(
+        launch_folder(Path(job.directory)) / "stop.json",
+        {"why": "gave up", "message": "3 failures: out of luck"},
+    )
+    with pytest.raises(
+        UserError, match=r"gave up: 3 failures: out of luck; to go on: python -m launch requeue"
+    ):
         prepare(request)
     prepare(again)
     with locked(Path(job.directory)), pytest.raises(InUse, match="another launch command"):
@@ -180,11 +272,16 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
         assert started is not None and before - 0.1 <= started <= time.time() + 0.1
         write_json(path, state)
         assert standings(job)[0].pid == child.pid
-        with pytest.raises(UserError, match=f"has process {child.pid}; see: python -m launch status"):
+        with pytest.raises(
+            UserError, match=f"has process {child.pid}; see: python -m launch status"
+        ):
             prepare(request)
         with pytest.raises(UserError, match="has the old settings; first: python -m launch cancel"):
             prepare(command("data_prep", "status", "a", update=True))
-        for changed in ({"time": time.time() - 100}, {"state": "requeued"}):  # the number was another process's then
+        for changed in (
+            {"time": time.time() - 100},
+            {"state": "requeued"},
+        ):  # the number was another process's then
             write_json(path, {**state, **changed})
             assert standings(job)[0].kind == "idle"
         write_json(path, {**state, "host": "elsewhere"})
@@ -200,45 +297,85 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
     """A task's number is its place: what is in the queue must stay what it was."""
     words = grid(["train.seed=1,2", "optimizer.lr=1e-3"])
     asked = wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words))
-    assert [item.name for item in asked.job.items] == ["train.seed=1,optimizer.lr=1e-3", "train.seed=2,optimizer.lr=1e-3"]
-    for seed, (item, text) in enumerate(zip(asked.job.items, asked.configs.values(), strict=True), 1):
+    assert [item.name for item in asked.job.items] == [
+        "train.seed=1,optimizer.lr=1e-3",
+        "train.seed=2,optimizer.lr=1e-3",
+    ]
+    for seed, (item, text) in enumerate(
+        zip(asked.job.items, asked.configs.values(), strict=True), 1
+    ):
         config = yaml.safe_load(text)
-        assert (config["train"]["seed"], config["train"]["steps"], config["optimizer"]["lr"]) == (seed, 300, 1e-3)
+        assert (config["train"]["seed"], config["train"]["steps"], config["optimizer"]["lr"]) == (
+            seed,
+            300,
+            1e-3,
+        )
         assert config["run_dir"] == item.directory == str(tmp_path / "s" / item.name)
     first = write(settle(asked, update=False))
     finish(first.job, 0)
     others = named([("train.seed=3",), *reversed(words)])
     longer = settle(wanted_sweep(run(DEMO, "train.steps=300", directory="s"), others), update=False)
-    assert [item.name for item in longer.job.items] == [*(item.name for item in first.job.items), "train.seed=3"]
+    assert [item.name for item in longer.job.items] == [
+        *(item.name for item in first.job.items),
+        "train.seed=3",
+    ]
     assert longer.ready == (1, 2)
     write(longer)
-    shorter = settle(wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words[1:])), update=False)
+    shorter = settle(
+        wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words[1:])), update=False
+    )
     assert len(shorter.job.items) == 3 and shorter.ready == (1,)
     changed = wanted_sweep(run(DEMO, "train.steps=301", directory="s"), named(words[:1]))
     with pytest.raises(UserError, match=r"train\.steps is 300, not 301"):
         settle(changed, update=False)
-    assert settle(asked, update=True).reopened == ()  # the settings are the same: what is done stays done
+    assert (
+        settle(asked, update=True).reopened == ()
+    )  # the settings are the same: what is done stays done
     updated = settle(changed, update=True)
     assert updated.reopened == updated.ready == (0,)
     with pytest.raises(UserError, match=r"^train\.seed=x: .*whole number"):
         wanted_sweep(run(DEMO, directory="s"), named([("train.seed=x",)]))
-    with pytest.raises(UserError, match=r"^checkpoint\.mirror = m is one place for several runs; write \{name\} in it"):
+    with pytest.raises(
+        UserError,
+        match=r"^checkpoint\.mirror = m is one place for several runs; write \{name\} in it",
+    ):
         wanted_sweep(run(DEMO, "checkpoint.mirror=m", directory="s"), named(words))
 
 
 def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:
     path = Path("runs.txt")
-    path.write_text("# runs\n\ntrain.seed=1 optimizer.lr=1e-4  # low\ndata.tokenizer='a b'\nsmall-w64: model.hidden_size=64\nplain:\n")
+    path.write_text(
+        "# runs\n\ntrain.seed=1 optimizer.lr=1e-4  # low\ndata.tokenizer='a b'\nsmall-w64: model.hidden_size=64\nplain:\n"
+    )
     runs = read_list(path)
-    assert list(runs.values()) == [("train.seed=1", "optimizer.lr=1e-4"), ("data.tokenizer=a b",), ("model.hidden_size=64",), ()]
+    assert list(runs.values()) == [
+        ("train.seed=1", "optimizer.lr=1e-4"),
+        ("data.tokenizer=a b",),
+        ("model.hidden_size=64",),
+        (),
+    ]
     assert list(runs)[2:] == ["small-w64", "plain"]
-    bad = ["a=1\nb='2\n", "a=1\n--plan\n", "a=1\n\na=1\n", "# none\n", "a: x=1\nb: x=1\n", "a: x=1\n\na: x=2\n", "a/b: x=1\n", "..: x=1\n"]
+    bad = [
+        "a=1\nb='2\n",
+        "a=1\n--plan\n",
+        "a=1\n\na=1\n",
+        "# none\n",
+        "a: x=1\nb: x=1\n",
+        "a: x=1\n\na: x=2\n",
+        "a/b: x=1\n",
+        "..: x=1\n",
+    ]
     for text in bad:
         path.write_text(text)
         with pytest.raises(UserError) as caught:
             read_list(path)
         wording(caught.value)
-    assert grid(["a=1,2", "b.c=x,y"]) == [("a=1", "b.c=x"), ("a=1", "b.c=y"), ("a=2", "b.c=x"), ("a=2", "b.c=y")]
+    assert grid(["a=1,2", "b.c=x,y"]) == [
+        ("a=1", "b.c=x"),
+        ("a=1", "b.c=y"),
+        ("a=2", "b.c=x"),
+        ("a=2", "b.c=y"),
+    ]
     assert split_values('[a,b],{c: 1, d: 2},"x,y",z') == ["[a,b]", "{c: 1, d: 2}", '"x,y"', "z"]
     for words in (["a"], ["a=1,"], ["a=1,1"], ["a=1", "a=2"], ["--x=1"], ["=1"], ["a="]):
         with pytest.raises(UserError, match="--grid"):
@@ -248,17 +385,31 @@ def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:
 def test_names_of_runs_differ_and_are_folders_and_array_words_say_the_items() -> None:
     dice, seen = random.Random(0), dict[str, tuple[str, ...]]()
     for _ in range(1000):
-        words = tuple("k=" + "".join(dice.choices("ab=,./ 'ü\"\n$-", k=dice.randint(0, 4))) for _ in range(dice.randint(1, 2)))
+        words = tuple(
+            "k=" + "".join(dice.choices("ab=,./ 'ü\"\n$-", k=dice.randint(0, 4)))
+            for _ in range(dice.randint(1, 2))
+        )
         name = run_name(words)
         assert seen.setdefault(name, words) == words
         assert not set(name) & set("/ '\"\n$") and len(name.encode()) < 200
         items = sorted(dice.sample(range(40), dice.randint(1, 40)))
-        parts = [[int(end) for end in part.split("-")] for part in array_words(items, None).split(",")]
+        parts = [
+            [int(end) for end in part.split("-")] for part in array_words(items, None).split(",")
+        ]
         assert [number for part in parts for number in range(part[0], part[-1] + 1)] == items
     assert len(run_name(["a=" + "x" * 500])) < 200 and array_words([0, 1, 2, 7], 2) == "0-2,7%2"
-    assert first_difference({"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}) == ("b.c.1", 2, 3)
-    assert [first_difference(*pair)[0] for pair in (({"a": 1}, {"a": 1, "b": 2}), ({"a": 1, "b": 2}, {"a": 1}))] == ["b", "b"]
-    assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a", [1], [1, 2]) and first_difference({"a": 1}, {"a": True}) == ("a", 1, True)
+    assert first_difference({"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}) == (
+        "b.c.1",
+        2,
+        3,
+    )
+    assert [
+        first_difference(*pair)[0]
+        for pair in (({"a": 1}, {"a": 1, "b": 2}), ({"a": 1, "b": 2}, {"a": 1}))
+    ] == ["b", "b"]
+    assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a", [1], [1, 2]) and first_difference(
+        {"a": 1}, {"a": True}
+    ) == ("a", 1, True)
 
 
 MISTAKES = """\
@@ -286,7 +437,10 @@ local DEMO --cluster local.yaml train.stepz=1
 
 
 def test_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/nowhere")
     for line in MISTAKES.splitlines():
@@ -301,14 +455,57 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
     away = {"node": "n7", "reason": "ECC", "time": 0, "run": "x", "until": None}
     (tmp_path / "cordon.jsonl").write_text(json.dumps(away) + "\n")
     before = sorted(tmp_path.rglob("*"))
-    words = ["submit", DEMO, "--cluster", "slurm.yaml", "train.global_batch_size=8", "--nodes", "2", "--dry-run"]
-    done = launch(*words, "--set", f"paths.cordon={tmp_path}/cordon.jsonl", "--exclude", "n8", "--dependency", "12")
+    words = [
+        "submit",
+        DEMO,
+        "--cluster",
+        "slurm.yaml",
+        "train.global_batch_size=8",
+        "--nodes",
+        "2",
+        "--dry-run",
+    ]
+    done = launch(
+        *words,
+        "--set",
+        f"paths.cordon={tmp_path}/cordon.jsonl",
+        "--exclude",
+        "n8",
+        "--dependency",
+        "12",
+    )
     assert sorted(tmp_path.rglob("*")) == before
-    told = ("2 nodes x 2 processes = 4", "n9, n8, n7", "afterok:12", "144 GPU hours", "#SBATCH --exclude=n9,n8,n7", "#SBATCH --nodes=2")
-    for words_of_it in (*told, "sbatch --parsable", "#!/bin/bash\n", "pretrain's plan is not known yet: data.train.0.prefix"):
+    told = (
+        "2 nodes x 2 processes = 4",
+        "n9, n8, n7",
+        "afterok:12",
+        "144 GPU hours",
+        "#SBATCH --exclude=n9,n8,n7",
+        "#SBATCH --nodes=2",
+    )
+    for words_of_it in (
+        *told,
+        "sbatch --parsable",
+        "#!/bin/bash\n",
+        "pretrain's plan is not known yet: data.train.0.prefix",
+    ):
         assert words_of_it in done.stdout, done.stdout
-    words = ["sweep", DEMO, "--cluster", "local.yaml", "--grid", "train.seed=1,2", "--directory", "s", "--at-once", "2"]
-    assert launch(*words, "--dry-run").stdout.count("idle") == 2 and sorted(tmp_path.rglob("*")) == before
+    words = [
+        "sweep",
+        DEMO,
+        "--cluster",
+        "local.yaml",
+        "--grid",
+        "train.seed=1,2",
+        "--directory",
+        "s",
+        "--at-once",
+        "2",
+    ]
+    assert (
+        launch(*words, "--dry-run").stdout.count("idle") == 2
+        and sorted(tmp_path.rglob("*")) == before
+    )
 
 
 def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,25 +520,55 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     finish(job, 0)
     assert dependency(["d"]) is None
     # The tasks of an array that correspond to those that ended well start.
-    ended = {"12_0": slurm.QueueState("COMPLETED"), "12_1": slurm.QueueState("FAILED"), "12": slurm.QueueState("FAILED")}
-    monkeypatch.setattr(slurm, "queue", lambda ids: {job: ended[job] for job in ended if job == ids[0] or job.startswith(f"{ids[0]}_")})
+    ended = {
+        "12_0": slurm.QueueState("COMPLETED"),
+        "12_1": slurm.QueueState("FAILED"),
+        "12": slurm.QueueState("FAILED"),
+    }
+    monkeypatch.setattr(
+        slurm,
+        "queue",
+        lambda ids: {
+            job: ended[job] for job in ended if job == ids[0] or job.startswith(f"{ids[0]}_")
+        },
+    )
     assert dependency(["aftercorr:12"]) == "aftercorr:12"
     for word in ("afterok:12", "aftercorr:12_1"):
-        with pytest.raises(UserError, match=f"{word}: that job is FAILED; a job after it would never start"):
+        with pytest.raises(
+            UserError, match=f"{word}: that job is FAILED; a job after it would never start"
+        ):
             dependency([word])
-    told = {"SBATCH_PARTITION": "x", "SLURM_ARRAY_TASK_ID": "3", "SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "1"}
-    kept = {"SLURM_CONF": "/etc/x", "SLURM_CONF_SERVER": "n0:6817", "PATH": "/bin", "HF_TOKEN": "secret", "MY_SLURM_": "a"}
+    told = {
+        "SBATCH_PARTITION": "x",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SQUEUE_FORMAT": "%i",
+        "SLURM_JOB_ID": "1",
+        "SRUN_CPUS_PER_TASK": "1",
+    }
+    kept = {
+        "SLURM_CONF": "/etc/x",
+        "SLURM_CONF_SERVER": "n0:6817",
+        "PATH": "/bin",
+        "HF_TOKEN": "secret",
+        "MY_SLURM_": "a",
+    }
     assert clean_environment({**told, **kept}) == kept
 
 
 def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
     folder = launch_folder(Path(job.directory))
-    for state, supervisor in (("COMPLETING", "cancelled"), ("COMPLETING", "requeued"), ("RUNNING", "cancelled")):
+    for state, supervisor in (
+        ("COMPLETING", "cancelled"),
+        ("COMPLETING", "requeued"),
+        ("RUNNING", "cancelled"),
+    ):
         write_json(folder / "state.json", {"state": supervisor, "job_id": "12"})
         write_json(folder / "stop.json", {"why": "cancelled"})
         restart(job, [Standing(0, "active", "12", state)])
-        assert f"job 12 ({state}) is just ending; if it does not come back" in capsys.readouterr().out
+        assert (
+            f"job 12 ({state}) is just ending; if it does not come back" in capsys.readouterr().out
+        )
         assert not (folder / "stop.json").exists()
 
 
@@ -370,12 +597,27 @@ def tasks(**options: object) -> subprocess.Popen[str]:
         os.mkfifo("config.yaml")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command_line = [sys.executable, "-m", "launch", *WAITING.split()]
-    return subprocess.Popen(command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
+    return subprocess.Popen(
+        command_line,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )  # type: ignore[call-overload]
 
 
 def started(*expected: int) -> None:
     """Wait until the tasks have begun so many ranks."""
-    wait_for(lambda: [len(list(Path(f"d/tasks/{index:04}").glob("attempts/*/ranks/*.json"))) for index in range(3)] == list(expected))
+    wait_for(
+        lambda: (
+            [
+                len(list(Path(f"d/tasks/{index:04}").glob("attempts/*/ranks/*.json")))
+                for index in range(3)
+            ]
+            == list(expected)
+        )
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -47,74 +47,156 @@ def tell(case: Case, wording: Wording) -> None:
     """Hold the last state and each attempt's failure against the golden file."""
     told = [case.state, *((attempt["failure"] or {}) for attempt in case.attempts)]
     lines = [f"{one.get('state') or one.get('kind')}: {one.get('message')}" for one in told if one]
-    wording(re.sub(r"\d+\.\d\b", "N", "\n".join(lines)), HOST=socket.gethostname().partition(".")[0])
+    wording(
+        re.sub(r"\d+\.\d\b", "N", "\n".join(lines)), HOST=socket.gethostname().partition(".")[0]
+    )
 
 
 def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: Wording) -> None:
     events = tmp_path / "events"
-    script = [{"to": 5, "checkpoint": [3], "end": "signal 9"}, {"to": 8, "end": "raise boom"}, {"to": 10, "checkpoint": [10]}]
-    case = Case(tmp_path / "run", script, notify={"command": f"cat >> '{events}'", "events": ["started", "failed", "finished"]})
+    script = [
+        {"to": 5, "checkpoint": [3], "end": "signal 9"},
+        {"to": 8, "end": "raise boom"},
+        {"to": 10, "checkpoint": [10]},
+    ]
+    case = Case(
+        tmp_path / "run",
+        script,
+        notify={"command": f"cat >> '{events}'", "events": ["started", "failed", "finished"]},
+    )
     code, said = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
     assert code == 0 and case.outcomes == ["failed", "failed", "finished"], said
     tell(case, wording)
     failed = [one["failure"] for one in case.attempts[:2]]
-    assert [(failure["rank"], failure["step"], failure["exit"]) for failure in failed] == [(0, 5, 137), (0, 8, 1)]
-    assert [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts] == [(None, 3), (3, 3), (3, 10)]
+    assert [(failure["rank"], failure["step"], failure["exit"]) for failure in failed] == [
+        (0, 5, 137),
+        (0, 8, 1),
+    ]
+    assert [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts] == [
+        (None, 3),
+        (3, 3),
+        (3, 10),
+    ]
     # The first failure left a checkpoint, so that the next wait was twice as long, and no longer.
-    decisions = [(one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts]
+    decisions = [
+        (one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts
+    ]
     assert decisions == [("restart", 0.05), ("restart", 0.1), ("finish", 0.0)]
     # Nobody waits for a command that was told: the next one may be faster.
-    told = sorted(map(json.loads, events.read_text().splitlines()), key=lambda event: float(event["time"]))
-    assert [event["event"] for event in told] == ["started", "failed", "started", "failed", "started", "finished"]
+    told = sorted(
+        map(json.loads, events.read_text().splitlines()), key=lambda event: float(event["time"])
+    )
+    assert [event["event"] for event in told] == [
+        "started",
+        "failed",
+        "started",
+        "failed",
+        "started",
+        "finished",
+    ]
     assert "attempt 2 from step 3, token ***" in said  # rank 0's line, as it is in its log
-    assert not any(b"canary-canary" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any(
+        b"canary-canary" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
     lines = [line.partition(" launch: ")[2] for line in said.splitlines() if " launch: " in line]
     kept = (case.directory / "launch" / "supervisor.log").read_text().splitlines()
     assert [re.fullmatch(r"\d{10}\.\d{3} (.*)", line)[1] for line in kept] == lines  # type: ignore[index]
-    environment = json.loads((case.directory / "attempts" / "0001" / "environment.json").read_text())
-    assert environment["command"] == [sys.executable, "-m", "tests.launch.stand_in", str(case.directory)]
-    assert case.run()[1].endswith("launch: finished before; nothing to do\n") and len(case.attempts) == 3
+    environment = json.loads(
+        (case.directory / "attempts" / "0001" / "environment.json").read_text()
+    )
+    assert environment["command"] == [
+        sys.executable,
+        "-m",
+        "tests.launch.stand_in",
+        str(case.directory),
+    ]
+    assert (
+        case.run()[1].endswith("launch: finished before; nothing to do\n")
+        and len(case.attempts) == 3
+    )
 
 
-CRASHES = [{"to": 4, "end": f"raise {reason}"} for reason in ("one", "two", "three", "four", "five")]
+CRASHES = [
+    {"to": 4, "end": f"raise {reason}"} for reason in ("one", "two", "three", "four", "five")
+]
 TINY = {"step_minutes": 0.001, "start_minutes": 0.001}
 # What each attempt does, what the job is, and how that ends: exit code, outcomes. What is said of it stands in the golden file.
 ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
-    "the same twice": ([{"to": 4, "checkpoint": [n], "end": f"raise at 0x{n}2"} for n in (1, 2)], {}, 1, "failed failed"),
+    "the same twice": (
+        [{"to": 4, "checkpoint": [n], "end": f"raise at 0x{n}2"} for n in (1, 2)],
+        {},
+        1,
+        "failed failed",
+    ),
     "wrong input": ([{"end": "exit 2"}], {}, 2, "failed"),
     "none is allowed": ([{"end": "exit 127"}], {"restarts": {"max_failures": 0}}, 1, "failed"),
     "no interpreter": ([], {"python": "/no/such/python"}, 1, "failed failed"),
     "two nodes": ([], {"nodes": 2, "restarts": {"max_failures": 0}}, 1, "failed"),
-    "busy": ([{"end": "exit 75"}, {"to": 2}], {"restarts": {"max_failures": 0}}, 0, "busy finished"),
-    "no first step": ([{"end": "hang"}], {"watchdog": {**HOURS, "start_minutes": 0.02}, "restarts": {"max_failures": 0}}, 1, "hang"),
+    "busy": (
+        [{"end": "exit 75"}, {"to": 2}],
+        {"restarts": {"max_failures": 0}},
+        0,
+        "busy finished",
+    ),
+    "no first step": (
+        [{"end": "hang"}],
+        {"watchdog": {**HOURS, "start_minutes": 0.02}, "restarts": {"max_failures": 0}},
+        1,
+        "hang",
+    ),
     "a command": ([{}], {"kind": "command", "watchdog": TINY}, 0, "finished"),
-    "unhealthy": ([{}], {"health": {"check": True, "free_memory_gb": 1e6, "timeout_seconds": 60}}, 1, "unhealthy"),
+    "unhealthy": (
+        [{}],
+        {"health": {"check": True, "free_memory_gb": 1e6, "timeout_seconds": 60}},
+        1,
+        "unhealthy",
+    ),
     "healthy": ([{"to": 2}], {"health": {"check": True, "timeout_seconds": 60}}, 0, "finished"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "no first step" else name for name in ENDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "no first step" else name
+        for name in ENDS
+    ],
+)
 def test_how_runs_end(name: str, tmp_path: Path, wording: Wording) -> None:
     script, changes, code, outcomes = ENDS[name]
     case = Case(tmp_path / "run", script, **changes)
     found, said = case.run()
     assert (found, " ".join(case.outcomes)) == (code, outcomes), said
     tell(case, wording)
-    assert not (tmp_path / "cordon.jsonl").exists()  # nobody else is told of a machine without a queue
+    assert not (
+        tmp_path / "cordon.jsonl"
+    ).exists()  # nobody else is told of a machine without a queue
 
 
-def test_a_crash_loop_stops_until_a_person_starts_it_again(tmp_path: Path, wording: Wording) -> None:
-    case = Case(tmp_path, CRASHES, restarts={"max_failures": 2}, notify={"command": "echo no chat >&2; exit 3", "events": ["started"]})
+def test_a_crash_loop_stops_until_a_person_starts_it_again(
+    tmp_path: Path, wording: Wording
+) -> None:
+    case = Case(
+        tmp_path,
+        CRASHES,
+        restarts={"max_failures": 2},
+        notify={"command": "echo no chat >&2; exit 3", "events": ["started"]},
+    )
     code, said = case.run()
     assert code == 1 and case.outcomes == ["failed"] * 3
     tell(case, wording)
     stop = json.loads((tmp_path / "launch" / "stop.json").read_text())
     assert stop["why"] == "gave up" and stop["message"] == case.state["message"]
-    assert f"python -m launch logs --errors {tmp_path}" in said and f"python -m launch requeue {tmp_path}" in said
+    assert (
+        f"python -m launch logs --errors {tmp_path}" in said
+        and f"python -m launch requeue {tmp_path}" in said
+    )
     assert said.count("notify.command ended with 3: no chat") == 3
     assert case.run()[0] == 1 and len(case.attempts) == 3 and case.state["state"] == "cancelled"
     (tmp_path / "launch" / "stop.json").unlink()
-    assert case.run()[0] == 1 and case.outcomes == ["failed"] * 6  # "four", then "five" twice in a row
+    assert (
+        case.run()[0] == 1 and case.outcomes == ["failed"] * 6
+    )  # "four", then "five" twice in a row
     assert case.state["message"].startswith("the same failure 2 times in a row")
 
 
@@ -130,12 +212,25 @@ SIGNALLED: dict[str, tuple[Script, dict[str, Any], bool, Sequence[int], int, str
     "cancel --save": (WAITS, {}, True, [USR1], 1, "saved"),
     "cancel": (DEAF, {}, True, [TERM], 1, "cancelled"),
     "a second Ctrl-C": (DEAF, {}, False, [INT, INT], 1, "cancelled"),
-    "too slow to save": (DEAF, {"watchdog": {**HOURS, "save_minutes": 0.02}}, False, [TERM], 1, "hang"),
+    "too slow to save": (
+        DEAF,
+        {"watchdog": {**HOURS, "save_minutes": 0.02}},
+        False,
+        [TERM],
+        1,
+        "hang",
+    ),
     "a command": ([{"end": "wait 143"}], {"kind": "command"}, False, [TERM], 0, "saved"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "too slow to save" else name for name in SIGNALLED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "too slow to save" else name
+        for name in SIGNALLED
+    ],
+)
 def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
     script, changes, stop, numbers, code, outcomes = SIGNALLED[name]
     case = Case(tmp_path, script, **{"watchdog": HOURS, **changes})
@@ -149,10 +244,17 @@ def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
     found, said = end(supervisor, numbers[-1])
     assert (found, " ".join(case.outcomes)) == (code, outcomes), said
     tell(case, wording)
-    wording("\n".join(line.partition(" launch: ")[2] for line in said.splitlines()[-2:]), HOST=socket.gethostname().partition(".")[0])
+    wording(
+        "\n".join(line.partition(" launch: ")[2] for line in said.splitlines()[-2:]),
+        HOST=socket.gethostname().partition(".")[0],
+    )
     assert not alive(pid) and (tmp_path / "launch" / "stop.json").exists() == stop
     if name == "the end saves":  # and the same command goes on
-        assert case.run()[0] == 0 and case.outcomes == ["saved", "finished"] and case.attempts[0]["checkpoint_end"] == 3
+        assert (
+            case.run()[0] == 0
+            and case.outcomes == ["saved", "finished"]
+            and case.attempts[0]["checkpoint_end"] == 3
+        )
 
 
 def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
@@ -168,34 +270,59 @@ def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
 
 def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> None:
     """A rank that is stopped makes no step; its stacks are taken by its keeper, and a new attempt goes on, with no step left to be late."""
-    case = Case(tmp_path, [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}], watchdog={**HOURS, "step_minutes": 0.01})
+    case = Case(
+        tmp_path,
+        [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}],
+        watchdog={**HOURS, "step_minutes": 0.01},
+    )
     code, said = case.run()
     assert code == 0 and case.outcomes == ["hang", "finished"], said
     tell(case, wording)
-    assert (tmp_path / "attempts/0001/dumps/rank_00000.txt").stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in said
+    assert (
+        tmp_path / "attempts/0001/dumps/rank_00000.txt"
+    ).stat().st_size > 0 and "stacks of 1 of 1 ranks are in" in said
     assert not alive(read_json(tmp_path / "attempts/0001/ranks/rank_00000.json")["child"])
 
 
-def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_gives_up(tmp_path: Path, wording: Wording) -> None:
-    case = Case(tmp_path, [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 3, "end": "wait"}], restarts={"max_failures": 1})
+def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_gives_up(
+    tmp_path: Path, wording: Wording
+) -> None:
+    case = Case(
+        tmp_path,
+        [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 3, "end": "wait"}],
+        restarts={"max_failures": 1},
+    )
     for number in (1, 2):
         supervisor = case.start()
         pid = case.ready(number)
         if number == 1:
             code, said = case.run()
-            assert code == Exit.IN_USE and said.startswith(f"launch: error: {tmp_path} is kept going by another process already")
+            assert code == Exit.IN_USE and said.startswith(
+                f"launch: error: {tmp_path} is kept going by another process already"
+            )
         end(supervisor, signal.SIGKILL)
         wait_for(lambda: not alive(pid))  # noqa: B023
         assert case.attempts[-1]["ended"] is None
-    assert case.attempts[0]["checkpoint_end"] == 2 and case.attempts[0]["decision"]["action"] == "restart"
+    assert (
+        case.attempts[0]["checkpoint_end"] == 2
+        and case.attempts[0]["decision"]["action"] == "restart"
+    )
     assert case.run()[0] == 1 and case.outcomes == ["lost", "lost"]
     wording(re.sub(r"process \d+", "process PID", case.state["message"]), HOST=socket.gethostname())
 
 
 def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
-    case = Case(tmp_path, kind="command", arguments=("-c", "import time; time.sleep(600)"), torchrun=True, processes_per_node=2)
+    case = Case(
+        tmp_path,
+        kind="command",
+        arguments=("-c", "import time; time.sleep(600)"),
+        torchrun=True,
+        processes_per_node=2,
+    )
     supervisor = case.start()
-    wait_for(lambda: len(processes(tmp_path / "attempts" / "0001")) == 5)  # torchrun, and two keepers with a program each
+    wait_for(
+        lambda: len(processes(tmp_path / "attempts" / "0001")) == 5
+    )  # torchrun, and two keepers with a program each
     mine = processes(tmp_path / "attempts" / "0001")
     end(supervisor, signal.SIGKILL)
     wait_for(lambda: not any(map(alive, mine)))
@@ -204,8 +331,16 @@ def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
 def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
     show = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'ARRAY' in k or k == 'TUNED'}))"
     for name, array in (("plain", {}), ("task", {"SLURM_ARRAY_TASK_ID": "3"})):
-        case = Case(tmp_path / name, kind="command", environment={"TUNED": "1"}, arguments=("-c", show), array=array)
-        assert case.run(environment={"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "12"})[0] == 0
+        case = Case(
+            tmp_path / name,
+            kind="command",
+            environment={"TUNED": "1"},
+            arguments=("-c", show),
+            array=array,
+        )
+        assert (
+            case.run(environment={"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "12"})[0] == 0
+        )
         line = (tmp_path / name / "attempts/0001/logs/rank_00000.log").read_text()
         assert json.loads(line.partition(" ")[2]) == {"TUNED": "1", **array}
 
@@ -219,18 +354,32 @@ RANK_OF_MPI = (
 SETTINGS = "OMPI_MCA_btl OMPI_MCA_orte_tmpdir_base OMPI_CC PMIX_MCA_gds PMIX_INSTALL_PREFIX I_MPI_FABRICS HYDRA_FULL_ERROR".split()
 
 
-def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(tmp_path: Path) -> None:
+def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(
+    tmp_path: Path,
+) -> None:
     case = Case(tmp_path)
     environ = {**dict.fromkeys(RANK_OF_MPI, "3"), **dict.fromkeys(SETTINGS, "x")}
-    found = ranks_environment(case.job, case.job.items[0], tmp_path / "attempts" / "0001", environ, local=True)
-    assert [name for name in RANK_OF_MPI if name in found] == [] and [name for name in SETTINGS if name not in found] == []
-    assert clean_environment(environ) == {"RANK": "3", "LOCAL_RANK": "3", **dict.fromkeys(SETTINGS, "x")}
+    found = ranks_environment(
+        case.job, case.job.items[0], tmp_path / "attempts" / "0001", environ, local=True
+    )
+    assert [name for name in RANK_OF_MPI if name in found] == [] and [
+        name for name in SETTINGS if name not in found
+    ] == []
+    assert clean_environment(environ) == {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        **dict.fromkeys(SETTINGS, "x"),
+    }
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     """The run is stopped while the hook lives, which the supervisor ends after half a minute."""
     pid = tmp_path / "hook"
-    case = Case(tmp_path, WAITS, notify={"command": f"echo $$ > '{pid}'; exec sleep 600", "events": ["started"]})
+    case = Case(
+        tmp_path,
+        WAITS,
+        notify={"command": f"echo $$ > '{pid}'; exec sleep 600", "events": ["started"]},
+    )
     supervisor = case.start()
     case.ready()
     hook = int(wait_for(lambda: pid.exists() and pid.read_text()))
@@ -248,7 +397,10 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
     assert code == Exit.WRONG_INPUT and said.count("attempts/0001: Not a directory") == 2, said
     assert case.state["state"] == "stopped"
     (tmp_path / "launch" / "job.json").unlink()
-    assert case.run() == (2, f"launch: error: {tmp_path}: no job there with an item 0; it is made by: python -m launch submit\n")
+    assert case.run() == (
+        2,
+        f"launch: error: {tmp_path}: no job there with an item 0; it is made by: python -m launch submit\n",
+    )
 
 
 FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT'][-4:]) - 1] * 9)"
@@ -260,17 +412,31 @@ def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
     """Attempts without files count as failures as before, for this supervisor and for a new one."""
     monkeypatch.setattr(run_files, "KEPT_FIRST", 1)
     monkeypatch.setattr(run_files, "KEPT_LAST", 2)
-    case = Case(tmp_path, kind="command", arguments=("-c", FAILS), restarts={"max_failures": 4, "back_off_seconds": 0.01})
+    case = Case(
+        tmp_path,
+        kind="command",
+        arguments=("-c", FAILS),
+        restarts={"max_failures": 4, "back_off_seconds": 0.01},
+    )
     assert supervise(case.job, 0, show=False) == 1 and case.outcomes == ["failed"] * 5
     assert case.attempts[-1]["decision"]["reason"].startswith("5 failures")
     kept = [folder.name for folder in attempts(tmp_path) if rank_log(folder, 0).exists()]
     assert kept == ["0001", "0004", "0005"]
     for number in (2, 3):
-        assert [path.name for path in (tmp_path / "attempts" / f"000{number}").iterdir()] == ["attempt.json"]
-        assert case.attempts[number - 1]["failure"]["message"] == f"exited with 1; its last line: no {'abcde'[number - 1] * 9}"
+        assert [path.name for path in (tmp_path / "attempts" / f"000{number}").iterdir()] == [
+            "attempt.json"
+        ]
+        assert (
+            case.attempts[number - 1]["failure"]["message"]
+            == f"exited with 1; its last line: no {'abcde'[number - 1] * 9}"
+        )
     capsys.readouterr()
     why = "removed: an item keeps the files of its first 1 and its last 2 attempts"
-    for words, gone in (("--attempt 2", "attempt 2"), ("--attempt all", "2 attempts from 2 to 3"), ("--attempt 3 --rank 0", "attempt 3")):
+    for words, gone in (
+        ("--attempt 2", "attempt 2"),
+        ("--attempt all", "2 attempts from 2 to 3"),
+        ("--attempt 3 --rank 0", "attempt 3"),
+    ):
         assert command_line.main(["logs", str(tmp_path), *words.split()]) == 0
         assert capsys.readouterr().err == f"launch: case: the logs of {gone} were {why}\n"
     for words, failed, emptied in (("--attempt 2", 1, 1), ("--attempt all", 5, 2), ("", 1, 0)):
@@ -282,11 +448,18 @@ def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
     assert len(ends) == 5 and policy.failures_since_progress(ends) == 5
 
 
-def test_only_closed_attempts_own_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_closed_attempts_own_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Links are removed, not followed; a file that cannot be removed is reported and tried again, and ends nothing."""
     outside, item, said = tmp_path / "outside", tmp_path / "item", list[str]()
-    folders = {number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS) for number in range(1, 36)}
-    write_json(folders[7] / "attempt.json", {**read_json(folders[7] / "attempt.json"), "ended": None})
+    folders = {
+        number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS)
+        for number in range(1, 36)
+    }
+    write_json(
+        folders[7] / "attempt.json", {**read_json(folders[7] / "attempt.json"), "ended": None}
+    )
     for name in ("file", "folder/file"):
         (outside / name).parent.mkdir(parents=True, exist_ok=True)
         (outside / name).write_text("mine")
@@ -305,22 +478,41 @@ def test_only_closed_attempts_own_files_are_removed(tmp_path: Path, monkeypatch:
     (folders[10] / "ranks.json").write_text("{}")
     monkeypatch.setattr(os, "unlink", refuse)
     found = run_files.prune(run_files.records(item), said.append)
-    assert said == [f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file system"]
-    emptied = {number for number, folder in folders.items() if sorted(path.name for path in folder.iterdir()) == ["attempt.json"]}
+    assert said == [
+        f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file system"
+    ]
+    emptied = {
+        number
+        for number, folder in folders.items()
+        if sorted(path.name for path in folder.iterdir()) == ["attempt.json"]
+    }
     assert emptied == {6, 8, *range(11, 17)}  # the one that begins is the last of 20
     assert {record.attempt for record in run_files.records(item) if record.removed} == emptied
-    assert all((outside / name).exists() for name in ("file", "folder/file", "0009/logs/rank_00000.log"))
+    assert all(
+        (outside / name).exists() for name in ("file", "folder/file", "0009/logs/rank_00000.log")
+    )
     refused.clear()
     again = run_files.prune(found, said.append)
     assert len(said) == 1 and [*folders[10].iterdir()] == [folders[10] / "attempt.json"]
-    assert [record.end for record in again] == [record.end for record in run_files.records(item)] == before
+    assert (
+        [record.end for record in again]
+        == [record.end for record in run_files.records(item)]
+        == before
+    )
     # One that a person removed meanwhile does not come back.
     shutil.rmtree(folders[17])
     run_files.prune([*again, *again[-1:]], said.append)
     assert len(said) == 1 and not folders[17].exists()
 
 
-FIELDS: dict[str, Any] = {"job_id": None, "restart_count": 0, "nodes": ["n1"], "world_size": 2, "host": "h", "pid": 1}
+FIELDS: dict[str, Any] = {
+    "job_id": None,
+    "restart_count": 0,
+    "nodes": ["n1"],
+    "world_size": 2,
+    "host": "h",
+    "pid": 1,
+}
 
 
 def test_the_watchdog() -> None:
@@ -328,9 +520,17 @@ def test_the_watchdog() -> None:
     rows: list[tuple[tuple[int, int, int], list[tuple[float, int, bool]], str | None]] = [
         # A look counts 30 s at most: a machine that slept did not hang.
         ((100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),
-        ((100, 10, 20), [(95 + 30 * n, 0, False) for n in range(5)], "no first step within 1.66667 minutes of the start"),
+        (
+            (100, 10, 20),
+            [(95 + 30 * n, 0, False) for n in range(5)],
+            "no first step within 1.66667 minutes of the start",
+        ),
         ((100, 10, 20), [(5 * n, n, True) for n in range(1, 50)], None),
-        ((100, 10, 20), [(5, 1, True), (14, 1, True), (15, 1, True)], "no step for 10 s after step 1"),
+        (
+            (100, 10, 20),
+            [(5, 1, True), (14, 1, True), (15, 1, True)],
+            "no step for 10 s after step 1",
+        ),
         ((100, 100, 20), [(1, 1, True), (9000, 1, True)], None),
         ((0, 0, 0), [(30 * n, 1, n > 50) for n in range(1, 100)], None),
     ]
@@ -340,6 +540,10 @@ def test_the_watchdog() -> None:
         assert verdicts == [None] * (len(looks) - 1) + [expected], looks
     dog = Watchdog(100, 10, 20, 0.0)
     dog.look(1, 1, stepped=True, step=1)
-    for now, step, expected in ((12, 1, None), (20, 2, None), (22, 2, "not saved and ended within 20 s of the signal")):
+    for now, step, expected in (
+        (12, 1, None),
+        (20, 2, None),
+        (22, 2, "not saved and ended within 20 s of the signal"),
+    ):
         dog.tell()  # only the end counts from now on; told again, the time goes on, and a step more is no end
         assert dog.look(now, step, stepped=True, step=step) == expected

@@ -28,7 +28,11 @@ class Training(Attempts):
     def __init__(self, folder: Path, data: Path, steps: int = STEPS) -> None:
         folder.mkdir()
         self.folder, self.directory = folder, folder / "run"
-        paths = [f"run_dir={self.directory}", f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}"]
+        paths = [
+            f"run_dir={self.directory}",
+            f"data.train.0.prefix={data / 'train'}",
+            f"data.valid.0.prefix={data / 'valid'}",
+        ]
         self.words = [DEMO, *paths, "data.test=[]", *LONGER, f"train.steps={steps}"]
 
     def local(self, *options: str, processes: int = 2) -> subprocess.Popen[str]:
@@ -40,7 +44,9 @@ class Training(Attempts):
     def losses(self) -> dict[int, tuple[float, float]]:
         """Step -> loss and gradient norm; the last line of a step counts."""
         text = (self.directory / "metrics.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+        lines = [
+            json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")
+        ]
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
     def is_at(self, step: int, attempt: int) -> bool:
@@ -55,15 +61,32 @@ class Training(Attempts):
 
     def child(self, rank: int, attempt: int) -> int:
         """The process of a rank's program."""
-        return int(read_json(self.directory / "attempts" / f"{attempt:04}" / "ranks" / f"rank_{rank:05}.json")["child"])
+        return int(
+            read_json(
+                self.directory / "attempts" / f"{attempt:04}" / "ranks" / f"rank_{rank:05}.json"
+            )["child"]
+        )
 
 
-def launch(folder: Path, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def launch(
+    folder: Path, *words: str | Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """``python -m launch WORDS`` in a folder."""
-    environment = {**(os.environ if env is None else env), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PWD": str(folder)}
+    environment = {
+        **(os.environ if env is None else env),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PWD": str(folder),
+    }
     command = [sys.executable, "-m", "launch", *map(str, words)]
     return subprocess.Popen(
-        command, cwd=folder, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

@@ -14,9 +14,10 @@ ROOT = LISTS.parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A line of a file and what it becomes, without indentation.
+    """A fault: the line that it replaces, and its replacement, both without indentation.
 
-    near: the line above, where the line alone is not unique. slow: the slow test that fails, where no quick one does.
+    line: one source line, or several consecutive ones. near: the line above, where `line` is not
+    unique in the file. slow: the slow test that detects the fault, where no quick test does.
     """
 
     id: str
@@ -28,31 +29,43 @@ class Mutant:
     slow: str | None = None
 
     def place(self, root: Path) -> int:
-        """The index of its line in the file below ``root``. ValueError: it is not there, or several times."""
-        lines = [line.strip() for line in (root / self.file).read_text(encoding="utf-8").splitlines()]
+        """Index of the first of its lines in the file below ``root``. Raises ValueError unless
+        the lines occur exactly once."""
+        lines = [
+            line.strip() for line in (root / self.file).read_text(encoding="utf-8").splitlines()
+        ]
+        own = self._lines()
         found = [
             index
-            for index, line in enumerate(lines)
-            if line == self.line.strip() and (self.near is None or lines[index - 1] == self.near.strip())
+            for index in range(len(lines))
+            if lines[index : index + len(own)] == own
+            and (self.near is None or lines[index - 1] == self.near.strip())
         ]
         if len(found) != 1:
-            raise ValueError(
-                f"{self.id}: {self.file} has {len(found)} lines {self.line!r}" + (f" below {self.near!r}" if self.near else "")
-            )
+            below = f" below {self.near!r}" if self.near else ""
+            raise ValueError(f"{self.id}: {self.file} has {len(found)} lines {self.line!r}{below}")
         return found[0]
 
     def text(self, root: Path) -> str:
-        """The file below ``root`` with the fault in it."""
+        """Content of the file below ``root`` with the fault in it."""
         lines = (root / self.file).read_text(encoding="utf-8").splitlines(keepends=True)
         index = self.place(root)
         indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
-        lines[index] = f"{indent}{self.becomes.strip()}\n"
+        changed = "".join(f"{indent}{line.strip()}\n" for line in self.becomes.splitlines())
+        lines[index : index + len(self._lines())] = [changed]
         return "".join(lines)
+
+    def _lines(self) -> list[str]:
+        return [line.strip() for line in self.line.splitlines()]
 
 
 def read_mutants(folder: Path = LISTS) -> list[Mutant]:
     """All lists of a folder. ValueError: an id that two of them have."""
-    mutants = [Mutant(**entry) for path in sorted(folder.glob("*.yaml")) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    mutants = [
+        Mutant(**entry)
+        for path in sorted(folder.glob("*.yaml"))
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
+    ]
     twice = {mutant.id for mutant in mutants if sum(other.id == mutant.id for other in mutants) > 1}
     if twice:
         raise ValueError(f"two mutants have the id {', '.join(sorted(twice))}")
@@ -70,12 +83,18 @@ def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]
     probes: dict[int, list[str]] = {}
     without = set()
     for name, index in lines.items():
-        inside = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= index + 1 <= (node.end_lineno or 0)]
+        inside = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.stmt) and node.lineno <= index + 1 <= (node.end_lineno or 0)
+        ]
         node = max(inside, key=lambda found: (found.lineno, found.col_offset))
         while text[node.lineno - 1].lstrip().startswith("elif"):
             node = next(up for up in _above(node, parent) if isinstance(up, ast.stmt))
         around = [up for up in _above(node, parent) if isinstance(up, ast.FunctionDef)]
-        if not around or any("jit" in ast.unparse(decorator) for up in around for decorator in up.decorator_list):
+        if not around or any(
+            "jit" in ast.unparse(decorator) for up in around for decorator in up.decorator_list
+        ):
             without.add(name)
             continue
         if isinstance(node, ast.FunctionDef):
@@ -83,7 +102,9 @@ def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]
         probes.setdefault(node.lineno - 1, []).append(name)
     for place, names in sorted(probes.items(), reverse=True):
         indent = text[place][: len(text[place]) - len(text[place].lstrip())]
-        written = " + ".join(f"{name + chr(9)!r} + o.environ['PYTEST_CURRENT_TEST'] + chr(10)" for name in names)
+        written = " + ".join(
+            f"{name + chr(9)!r} + o.environ['PYTEST_CURRENT_TEST'] + chr(10)" for name in names
+        )
         probe = f"(lambda o: 'PYTEST_CURRENT_TEST' in o.environ and open({str(log)!r}, 'a').write({written}))(__import__('os'))"
         text.insert(place, f"{indent}{probe}\n")
     return "".join(text), without

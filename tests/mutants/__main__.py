@@ -30,7 +30,9 @@ LIMIT = 1200.0
 def copy_tree(folder: Path) -> Path:
     """The files that git has or would take, in a folder of their own."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+    for name in subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -41,7 +43,14 @@ def run_tests(tree: Path, arguments: list[str], limit: float | None = None) -> i
     """pytest in a copy of the tree; its exit code. subprocess.TimeoutExpired after ``limit`` seconds."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, timeout=limit).returncode
+    return subprocess.run(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        timeout=limit,
+    ).returncode
 
 
 def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
@@ -56,20 +65,48 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
             (tree / file).write_text(text, encoding="utf-8")
             without |= not_here
         print(f"mutants: one run of the tests with probes at {len(mutants)} lines", flush=True)
-        run_tests(tree, [*QUICK, "-n", "2", "--dist", "loadfile", "--junitxml", f"{folder}/times.xml", "-o", "junit_family=xunit1", *tests])
+        run_tests(
+            tree,
+            [
+                *QUICK,
+                "-n",
+                "2",
+                "--dist",
+                "loadfile",
+                "--junitxml",
+                f"{folder}/times.xml",
+                "-o",
+                "junit_family=xunit1",
+                *tests,
+            ],
+        )
         cases = ElementTree.parse(f"{folder}/times.xml").iter("testcase")
-        seconds = {f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in cases}
-        for file in {test.partition("::")[0] for test in seconds}:  # what a fixture of its module reaches
-            seconds[file] = sum(time for test, time in seconds.items() if test.startswith(f"{file}::"))
+        seconds = {
+            f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in cases
+        }
+        for file in {
+            test.partition("::")[0] for test in seconds
+        }:  # what a fixture of its module reaches
+            seconds[file] = sum(
+                time for test, time in seconds.items() if test.startswith(f"{file}::")
+            )
         reached: dict[str, set[str]] = {}
         for line in log.read_text().splitlines():
             name, _, test = line.partition("\t")
             test, _, when = test.rpartition(" (")
-            reached.setdefault(name, set()).add(test.partition("::")[0] if when == "setup)" else test)
+            reached.setdefault(name, set()).add(
+                test.partition("::")[0] if when == "setup)" else test
+            )
     answer = {}
     for mutant in mutants:
-        found = reached.get(mutant.id, set()) & seconds.keys()  # tests run tests of their own, in copies
-        rooms = [f"tests/{room}" for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0]) if (ROOT / "tests" / room).is_dir()]
+        found = (
+            reached.get(mutant.id, set()) & seconds.keys()
+        )  # tests run tests of their own, in copies
+        rooms = [
+            f"tests/{room}"
+            for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0])
+            if (ROOT / "tests" / room).is_dir()
+        ]
         known = sorted(found, key=lambda test: seconds.get(test, 0.0))
         answer[mutant.id] = known if known or mutant.id not in without else rooms[:1] or ["tests"]
     return answer
@@ -100,13 +137,22 @@ def _judged(mutant: Mutant, which: list[str], tests: list[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--sample", type=int, help="so many of them, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="ID", help="these alone")
-    parser.add_argument("--reach", type=Path, metavar="FILE", help="which tests reach which mutant: read from here, or learned and kept")
+    parser.add_argument(
+        "--reach",
+        type=Path,
+        metavar="FILE",
+        help="which tests reach which mutant: read from here, or learned and kept",
+    )
     parser.add_argument("--workers", type=int, default=2, help="mutants judged at a time")
-    parser.add_argument("tests", nargs="*", help="the tests that judge, instead of those that reach the line")
+    parser.add_argument(
+        "tests", nargs="*", help="the tests that judge, instead of those that reach the line"
+    )
     options = parser.parse_args()
     mutants = read_mutants()
     unknown = set(options.only or ()) - {mutant.id for mutant in mutants}
@@ -126,10 +172,15 @@ def main() -> int:
             options.reach.write_text(json.dumps(reach, indent=1))
     killed, slow, began = 0, 0, time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
-        for done, (mutant, verdict) in enumerate(pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), mutants), 1):
+        for done, (mutant, verdict) in enumerate(
+            pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), mutants), 1
+        ):
             killed, slow = killed + (verdict in ("killed", "slow")), slow + (verdict == "slow")
             left = (time.monotonic() - began) / done * (len(mutants) - done)
-            print(f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)}, {left / 60:.0f} min left", flush=True)
+            print(
+                f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)}, {left / 60:.0f} min left",
+                flush=True,
+            )
     print(f"{killed} of {len(mutants)} mutants killed, {slow} of them by slow tests alone")
     return 0 if killed == len(mutants) else 1
 

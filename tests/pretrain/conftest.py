@@ -70,8 +70,24 @@ def write_tiny_data(folder: Path) -> None:
     texts = [part for module in MODULES for part in inspect.getsource(module).split("\n\n\n")]
     table = pa.table({"text": texts, "id": [f"doc-{i}" for i in range(len(texts))]})
     pq.write_table(table, folder / "corpus.parquet")
-    run("-m", "data_prep", "train-tokenizer", str(folder / "corpus.parquet"), "--vocab-size", "512", "--out", str(folder / "tokenizer"))
-    prefix = ("-m", "data_prep", "run", str(folder / "corpus.parquet"), "--tokenizer", str(folder / "tokenizer"))
+    run(
+        "-m",
+        "data_prep",
+        "train-tokenizer",
+        str(folder / "corpus.parquet"),
+        "--vocab-size",
+        "512",
+        "--out",
+        str(folder / "tokenizer"),
+    )
+    prefix = (
+        "-m",
+        "data_prep",
+        "run",
+        str(folder / "corpus.parquet"),
+        "--tokenizer",
+        str(folder / "tokenizer"),
+    )
     run(*prefix, "--out", str(folder / "data"), "--valid-percent", "10", "--test-percent", "0")
 
 
@@ -136,7 +152,9 @@ class Command:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         code = main([config, *(self.settings if config == DEMO else ()), *overrides])
-        assert "LOCAL_RANK" not in os.environ, "the engine gave DeepSpeed one and left it for others"
+        assert "LOCAL_RANK" not in os.environ, (
+            "the engine gave DeepSpeed one and left it for others"
+        )
         self.out, self.err = self.capsys.readouterr()
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
             gc.collect()  # the process groups of earlier runs

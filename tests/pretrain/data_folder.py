@@ -23,7 +23,9 @@ def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") 
     index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *starts)
     index += struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
     prefix.with_suffix(".idx").write_bytes(index)
-    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents))
+    prefix.with_suffix(".bin").write_bytes(
+        b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents)
+    )
 
 
 def write_folder(
@@ -62,8 +64,23 @@ def write_folder(
             "bin_sample": sample_digest(prefix.with_suffix(".bin")),
         }
     sha256 = hashlib.sha256((folder / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest()
-    entry = {"path": "tokenizer", "vocab_size": vocab_size, "eod_id": vocab_size - 1, "sha256": sha256}
-    write_manifest(folder, {"format": 2, "tokenizer": entry, "dtype": dtype, "splits": splits, "source": {}, "units": {}})
+    entry = {
+        "path": "tokenizer",
+        "vocab_size": vocab_size,
+        "eod_id": vocab_size - 1,
+        "sha256": sha256,
+    }
+    write_manifest(
+        folder,
+        {
+            "format": 2,
+            "tokenizer": entry,
+            "dtype": dtype,
+            "splits": splits,
+            "source": {},
+            "units": {},
+        },
+    )
     return folder
 
 

@@ -53,8 +53,16 @@ class Done:
 
 def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any]:
     """What this session's cases of one test in the fixture's file are given: a module's fixture runs no more than that."""
-    found: list[pytest.Function] = [one for one in request.session.items if one.path == request.path and isinstance(one, pytest.Function)]
-    return [one.callspec.params[parameter] for one in found if one.originalname == test and hasattr(one, "callspec")]
+    found: list[pytest.Function] = [
+        one
+        for one in request.session.items
+        if one.path == request.path and isinstance(one, pytest.Function)
+    ]
+    return [
+        one.callspec.params[parameter]
+        for one in found
+        if one.originalname == test and hasattr(one, "callspec")
+    ]
 
 
 def quick_or_slow(names: Iterable[str], quick: Container[str]) -> list[Any]:
@@ -70,7 +78,10 @@ def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
     for job in jobs:
         began, clock = time.process_time(), time.monotonic()
         answers[job.name] = _run(job, Path(cache))
-        print(f"{job.name}: {time.monotonic() - clock:.2f} s, {time.process_time() - began:.2f} of the CPU", flush=True)
+        print(
+            f"{job.name}: {time.monotonic() - clock:.2f} s, {time.process_time() - began:.2f} of the CPU",
+            flush=True,
+        )
     torch.distributed.destroy_process_group()
     return answers
 
@@ -112,7 +123,13 @@ def _run(job: Job, cache: Path) -> Done:
         say=lambda text: None,
         reader=StoreReader(config),
     )
-    stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device(), ends=data.ends)
+    stream = batches(
+        data.train,
+        progress.consumed_samples,
+        config.train.micro_batch_size,
+        platform.device(),
+        ends=data.ends,
+    )
     norms = TensorNorms(engine, int(job.norms))
     for number in range(job.steps + 1):
         if number == job.save_after:
@@ -127,7 +144,9 @@ def _run(job: Job, cache: Path) -> Done:
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
         done.steps.append((result.loss, result.grad_norm))
     if engine.scales is not None:
-        done.scales = dict(zip(engine.scales.names, engine.scales.history.amax(0).tolist(), strict=True))
+        done.scales = dict(
+            zip(engine.scales.names, engine.scales.history.amax(0).tolist(), strict=True)
+        )
     checkpoints.close()
     engine.close()
     destroy_model_parallel()
@@ -173,12 +192,18 @@ def weights_digest(engine: Any) -> dict[str, str]:
 
     from fem_megatron.megatron.model import global_name
 
-    mine: dict[str, tuple[int, int, Any]] = {}  # as arrays, which pickle in a tenth of a tensor's time
+    mine: dict[
+        str, tuple[int, int, Any]
+    ] = {}  # as arrays, which pickle in a tenth of a tensor's time
     for model in engine.models:
         for name, weight in model.named_parameters():
             split = getattr(weight, "tensor_model_parallel", False)
             rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
-            mine[global_name(model, name)] = (rank, getattr(weight, "partition_dim", 0), weight.detach().float().numpy())
+            mine[global_name(model, name)] = (
+                rank,
+                getattr(weight, "partition_dim", 0),
+                weight.detach().float().numpy(),
+            )
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     slices: dict[str, dict[int, tuple[int, Any]]] = {}

@@ -82,7 +82,11 @@ class Store:
         self.name, self.url, self.proxy = name, f"s3://{name}/run", Proxy(server)
         self.proxy.start()
         self.client = boto3.client(
-            "s3", endpoint_url=address(server), aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
+            "s3",
+            endpoint_url=address(server),
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
+            region_name="us-east-1",
         )
         self.client.create_bucket(Bucket=name)
         self.environ = {
@@ -94,7 +98,10 @@ class Store:
         }
 
     def names(self) -> list[str]:
-        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])]
+        return [
+            entry["Key"]
+            for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+        ]
 
     def upload(self, folder: Path) -> str:
         """The URL of its copy."""
@@ -116,7 +123,11 @@ class Store:
 
     def told(self, *arguments: object) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of ``tools.checkpoint`` in this process, which has imported the clients' packages already."""
-        with mock.patch.dict(os.environ, self.environ), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        with (
+            mock.patch.dict(os.environ, self.environ),
+            redirect_stdout(io.StringIO()) as out,
+            redirect_stderr(io.StringIO()) as err,
+        ):
             forget_clients()
             code = main([*map(str, arguments)])
         assert SECRET not in out.getvalue() + err.getvalue()
@@ -143,7 +154,11 @@ def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
             code = store_client.main(command[3:])
         return subprocess.CompletedProcess(command, code, "", said.getvalue())
 
-    monkeypatch.setattr(store_cache, "subprocess", mock.Mock(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(
+        store_cache,
+        "subprocess",
+        mock.Mock(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE),
+    )
 
 
 def refused(client: socket.socket, data: bytes) -> None:

@@ -49,7 +49,9 @@ def _rank_with_a_writer(pipe: Any) -> None:
     time.sleep(PATIENCE)
 
 
-LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
+LARGER_THAN_METADATA = (
+    300_000  # bytes; the small run's files of tensors are larger, all others smaller
+)
 
 
 def flip(file: Path, position: int) -> None:
@@ -98,11 +100,16 @@ def test_a_read_that_fails_says_what_the_file_system_said() -> None:
             return super().readinto(buffer)
 
     with pytest.raises(OSError, match="Input/output error"):
-        read_part(Failing(archive.getvalue()), SimpleNamespace(relative_path="a", offset=0, length=len(archive.getvalue())))
+        read_part(
+            Failing(archive.getvalue()),
+            SimpleNamespace(relative_path="a", offset=0, length=len(archive.getvalue())),
+        )
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["XXH3", "CRC-32"])
-def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Path, older: bool) -> None:
+def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(
+    tmp_path: Path, older: bool
+) -> None:
     """They are compared beside the reading: the first one's fault is told, too, and the last one's."""
     written = {f"weight_{number}": torch.full((300, 40), float(number)) for number in range(6)}
     step = save_weights(tmp_path, written.items(), RunConfig(), Progress(1, 1, 1), "")
@@ -113,38 +120,59 @@ def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Pa
     for place in read_metadata(step / ".metadata").storage_data.values():
         file, position = step / place.relative_path, place.offset + place.length // 2
         flip(file, position)
-        with pytest.raises(CheckpointException, match=f"DamagedCheckpoint: {file.name}: the bytes do not match their checksum"):
+        with pytest.raises(
+            CheckpointException,
+            match=f"DamagedCheckpoint: {file.name}: the bytes do not match their checksum",
+        ):
             load(found, storage_reader=CheckedReader(step), no_dist=True)
         flip(file, position)
     load(found, storage_reader=CheckedReader(step), no_dist=True)
     assert same(found, written)
     flip(step / PARTS, 70) if not older else None
-    with contextlib.nullcontext() if older else pytest.raises(CheckpointException, match="do not match their checksum"):
+    with (
+        contextlib.nullcontext()
+        if older
+        else pytest.raises(CheckpointException, match="do not match their checksum")
+    ):
         load(found, storage_reader=CheckedReader(step), no_dist=True)
 
 
 def marked(step: Path) -> bool:
     """Whether every tensor has its hash."""
-    places = {(place.relative_path, str(place.offset)) for place in read_metadata(step / ".metadata").storage_data.values()}
+    places = {
+        (place.relative_path, str(place.offset))
+        for place in read_metadata(step / ".metadata").storage_data.values()
+    }
     return places == {(name, begin) for name, marks in parts_of(step).items() for begin in marks}
 
 
-def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found while the engine reads, which is then read into anew: the run is the one that was never damaged, and draws no weight."""
     assert pretrain() == 0
     expected, last = losses(pretrain.run_dir), weights(pretrain.run_dir)
     newest = pretrain.checkpoints / "step_00000012"
     weight = "decoder.layers.0.mlp.gate_up"
-    place = next(place for index, place in read_metadata(newest / ".metadata").storage_data.items() if index.fqn == weight)
+    place = next(
+        place
+        for index, place in read_metadata(newest / ".metadata").storage_data.items()
+        if index.fqn == weight
+    )
     file = newest / place.relative_path
     flip(file, place.offset + place.length // 2)
     damaged = file.read_bytes()
-    with pytest.raises(DamagedCheckpoint, match=f"step_00000012 is damaged: {weight}: {file.name}: "):
+    with pytest.raises(
+        DamagedCheckpoint, match=f"step_00000012 is damaged: {weight}: {file.name}: "
+    ):
         weights(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()  # else it is complete, and reads nothing
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
     assert pretrain("checkpoint.keep_last=1") == 0
-    assert f"{newest} is damaged: {file.name}: " in pretrain.out and "step_00000008 at step 8" in pretrain.out
+    assert (
+        f"{newest} is damaged: {file.name}: " in pretrain.out
+        and "step_00000008 at step 8" in pretrain.out
+    )
     assert losses(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
     assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
     assert (pretrain.checkpoints / "damaged_step_00000012" / file.name).read_bytes() == damaged
@@ -164,7 +192,9 @@ def test_a_start_without_a_checkpoint_after_one_that_was_damaged_draws_its_weigh
 
 
 @pytest.mark.slow
-def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+def test_two_ranks_agree_on_a_flipped_bit(
+    pretrain: Command, settings: list[str], tmp_path: Path
+) -> None:
     """One rank meets it in its own tensors: both pass over the checkpoint. DeepSpeed's engine, which reads piece by piece."""
     arguments = [DEMO, *settings, "parallel.tensor_model_parallel_size=2", "engine.name=deepspeed"]
     assert ended(2, arguments, tmp_path / "first")[0] == [0, 0]
@@ -173,11 +203,16 @@ def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str]
     (pretrain.run_dir / "progress.json").unlink()
     codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [0, 0], said
-    assert "step_00000012 is damaged: __1_0.distcp: " in said[0] and "step_00000008 at step 8" in said[0]
+    assert (
+        "step_00000012 is damaged: __1_0.distcp: " in said[0]
+        and "step_00000008 at step 8" in said[0]
+    )
     assert losses(pretrain.run_dir) == expected
 
 
-@pytest.mark.parametrize("fault", ["a bit is flipped", pytest.param("a file is missing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fault", ["a bit is flipped", pytest.param("a file is missing", marks=pytest.mark.slow)]
+)
 def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: str) -> None:
     """A file system that has a fault for a moment destroys nothing: refused, nothing changed, and afterwards the run goes on."""
     assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
@@ -185,10 +220,17 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
     before = steps(pretrain)
     for step in pretrain.checkpoints.glob("step_*"):
         shutil.copytree(step, pretrain.run_dir / "kept" / step.name)
-        (step / "common.pt").unlink() if fault == "a file is missing" else flip(step / "__0_1.distcp", 400_000)
+        (step / "common.pt").unlink() if fault == "a file is missing" else flip(
+            step / "__0_1.distcp", 400_000
+        )
     for _ in range(2):
-        assert pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10") == 1
-        assert pretrain.err.startswith("pretrain: error: no checkpoint in ") and pretrain.err.count("\n") == 1
+        assert (
+            pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10") == 1
+        )
+        assert (
+            pretrain.err.startswith("pretrain: error: no checkpoint in ")
+            and pretrain.err.count("\n") == 1
+        )
         assert "checkpoint.load" in pretrain.err and "run_dir" in pretrain.err
         assert steps(pretrain) == before
     shutil.copytree(pretrain.run_dir / "kept", pretrain.checkpoints, dirs_exist_ok=True)
@@ -196,8 +238,13 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
     assert "step_00000008 at step 8" in pretrain.out
 
 
-def test_what_its_run_deletes_while_it_is_looked_at_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, there = save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), ""), Path.is_file
+def test_what_its_run_deletes_while_it_is_looked_at_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, there = (
+        save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), ""),
+        Path.is_file,
+    )
     monkeypatch.setattr(Path, "is_file", lambda path: there(path) and path.unlink() is None)
     assert str(damage(step)).endswith(" is missing")
 
@@ -230,7 +277,10 @@ def failed(run_dir: Path, step: str) -> None:
     assert not [path.name for path in (run_dir / "checkpoints").iterdir() if step in path.name]
 
 
-EACH_WAY = ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)]
+EACH_WAY = [
+    "checkpoint.async_save=false",
+    pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("how", EACH_WAY)
@@ -239,22 +289,33 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
     with largest_file(LARGER_THAN_METADATA):
         assert pretrain(how, "optimizer.schedule=constant") == 1
     step = pretrain.checkpoints / "step_00000008"
-    assert pretrain.err == f"pretrain: error: checkpoint {step} cannot be written: File too large (rank 0)\n"
+    assert (
+        pretrain.err
+        == f"pretrain: error: checkpoint {step} cannot be written: File too large (rank 0)\n"
+    )
     failed(pretrain.run_dir, step.name)
     assert pretrain(how, "optimizer.schedule=constant") == 0
     assert "step_00000004 at step 4" in pretrain.out
 
 
 @pytest.mark.parametrize("how", EACH_WAY)
-def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_training_goes_on_over_a_save_that_fails(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """For as long as ``max_unsaved_steps`` says, with no bit changed; never over the last one, nor over one at a signal."""
     quick = ("train.eval_interval=0", "log.diagnostics_interval=0")
     assert pretrain(*quick, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_whole") == 0
     saves, fails, alerts = Trainer._save, {6, 8, 10}, list[str]()
-    monkeypatch.setattr(Console, "on_alert", lambda ours, title, text: alerts.append(f"{title}: {text}"))
+    monkeypatch.setattr(
+        Console, "on_alert", lambda ours, title, text: alerts.append(f"{title}: {text}")
+    )
 
     def save(trainer: Trainer, *, needed: bool) -> None:
-        with largest_file(LARGER_THAN_METADATA) if trainer.progress.step in fails else contextlib.nullcontext():
+        with (
+            largest_file(LARGER_THAN_METADATA)
+            if trainer.progress.step in fails
+            else contextlib.nullcontext()
+        ):
             saves(trainer, needed=needed)
             trainer.checkpoints.complete(blocking=True, needed=needed)
 
@@ -265,15 +326,22 @@ def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch:
         told = f"step_{number:08d} cannot be written: File too large (rank 0); training goes on, {number - 4} steps are not saved"
         assert pretrain.out.count(told) == 1 and sum(told in alert for alert in alerts) == 1
     whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
-    assert losses(pretrain.run_dir) == losses(whole) and same(weights(pretrain.run_dir), weights(whole))
+    assert losses(pretrain.run_dir) == losses(whole) and same(
+        weights(pretrain.run_dir), weights(whole)
+    )
     shutil.rmtree(pretrain.run_dir)
     assert pretrain(*limited, "checkpoint.max_unsaved_steps=5") == 1
-    assert pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n") and pretrain.err.count("\n") == 1
+    assert (
+        pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
+        and pretrain.err.count("\n") == 1
+    )
     shutil.rmtree(pretrain.run_dir)
     fails.add(12)
     assert pretrain(*limited, "checkpoint.max_unsaved_steps=100") == 1
     assert pretrain.err.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
-    assert alerts[-1] == "training failed: " + pretrain.err.removeprefix("pretrain: error: ").rstrip()
+    assert (
+        alerts[-1] == "training failed: " + pretrain.err.removeprefix("pretrain: error: ").rstrip()
+    )
 
 
 @pytest.fixture
@@ -281,7 +349,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system of its own, in which `fill` leaves so many bytes."""
     folder = tmp_path / "full"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         yield folder
@@ -291,18 +361,25 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ["for nothing", "for the tensors alone"])
-def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp_path: Path, room: str) -> None:
+def test_a_full_file_system_under_two_ranks(
+    full: Path, settings: list[str], tmp_path: Path, room: str
+) -> None:
     """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
     run_dir = full / "run"
     index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
     assert ended(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
-    tensors = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000004").glob("*.distcp"))
+    tensors = sum(
+        path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000004").glob("*.distcp")
+    )
     fill(full, 200_000 if room == "for nothing" else tensors + 60_000)
     codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [1, 1]
     for text in said:
-        assert text.count("cannot be written: No space left on device") == 1 and "Traceback" not in text, text
+        assert (
+            text.count("cannot be written: No space left on device") == 1
+            and "Traceback" not in text
+        ), text
     failed(run_dir, "step_00000008")
     (full / "filling").unlink()
     assert ended(2, arguments, tmp_path / "third")[0] == [0, 0]
@@ -342,12 +419,20 @@ def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
     main(arguments)
 
 
-def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+def test_a_writer_that_hangs_does_not_hold_the_run_directory(
+    pretrain: Command, settings: list[str], tmp_path: Path
+) -> None:
     """Its rank is killed while it is stopped before its file is on the disk; what it had half written is swept, whatever the step."""
     pids = tmp_path / "pids"
     pids.mkdir()
     try:
-        with forked(1, _pretrain_with_writers_that_hang, [DEMO, *settings, "train.steps=4"], pids, output=tmp_path / "out") as ranks:
+        with forked(
+            1,
+            _pretrain_with_writers_that_hang,
+            [DEMO, *settings, "train.steps=4"],
+            pids,
+            output=tmp_path / "out",
+        ) as ranks:
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
         wait_for_lock(pretrain.run_dir)  # what is stopped lets go of it only when it is killed
@@ -362,7 +447,9 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, 
 # --- what nobody else wrote ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_and_every_tensor_has_a_hash(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_and_every_tensor_has_a_hash(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a save that forks no process: a fork copies the page tables of all that a rank has in memory."""
     monkeypatch.delattr(os, "fork")
     assert pretrain("train.steps=4") == 0, pretrain.err

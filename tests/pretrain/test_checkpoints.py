@@ -28,13 +28,25 @@ from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
-from tests.ranks import PATIENCE, finished, forked, losses, records, send, started, wait_for_lock, wait_until
+from tests.ranks import (
+    PATIENCE,
+    finished,
+    forked,
+    losses,
+    records,
+    send,
+    started,
+    wait_for_lock,
+    wait_until,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def signalled(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> Iterator[None]:
+def signalled(
+    monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals
+) -> Iterator[None]:
     """These signals come to this process when it has made the step."""
     original = Trainer._step
 
@@ -50,7 +62,15 @@ def signalled(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signa
 
 
 def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={server_port()}", "-m", "pretrain"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={world}",
+        f"--master-port={server_port()}",
+        "-m",
+        "pretrain",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*start, DEMO, *overrides],
@@ -102,7 +122,13 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: li
     for run_dir, kills in ((whole, []), (killed, [dice.randint(4, 7), dice.randint(10, 16)])):
         arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], *layout]
         for step in kills:
-            with started(2, arguments, tmp_path / "out.killed", {0: 0.02, 1: 0.02}, (step, tmp_path / "never")) as ranks:
+            with started(
+                2,
+                arguments,
+                tmp_path / "out.killed",
+                {0: 0.02, 1: 0.02},
+                (step, tmp_path / "never"),
+            ) as ranks:
                 wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
             wait_for_lock(run_dir)
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
@@ -112,17 +138,25 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: li
 
 
 @pytest.mark.slow
-def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings: list[str]) -> None:
+def test_continues_at_another_layout(
+    pretrain: Command, tmp_path: Path, settings: list[str]
+) -> None:
     """A checkpoint of TP2 x PP2 continues in one process as the run that one process did alone."""
     assert pretrain() == 0
     other = tmp_path / "other"
-    layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    layout = [
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+    ]
     finished(4, [DEMO, f"run_dir={other}", *settings[1:], *layout], tmp_path / "out")
     shutil.rmtree(other / "checkpoints" / "step_00000012")
     assert pretrain(f"run_dir={other}") == 0
     assert "at step 8" in pretrain.out
     # 1e-6: fp32 sums in another order.
-    assert losses(other) == {step: pytest.approx(values, rel=1e-6) for step, values in losses(pretrain.run_dir).items()}
+    assert losses(other) == {
+        step: pytest.approx(values, rel=1e-6) for step, values in losses(pretrain.run_dir).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -136,7 +170,11 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     ],
 )
 def test_signal_saves_and_the_same_command_continues(
-    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, times: int
+    pretrain: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    times: int,
 ) -> None:
     """Schedulers send theirs twice; the run ends cleanly with one checkpoint and loses nothing."""
     assert pretrain(f"run_dir={tmp_path / 'whole'}", "checkpoint.interval=0") == 0
@@ -145,7 +183,11 @@ def test_signal_saves_and_the_same_command_continues(
     stopped = max(losses(pretrain.run_dir))
     assert 3 <= stopped <= 4 and f"stopped by {number.name} after step" in pretrain.out
     told = read_progress(pretrain.run_dir)
-    assert told is not None and (told["state"], told["step"], told["signal"]) == ("stopped", stopped, number.name)
+    assert told is not None and (told["state"], told["step"], told["signal"]) == (
+        "stopped",
+        stopped,
+        number.name,
+    )
     assert [path.name for path in pretrain.checkpoints.glob("step_*")] == [f"step_{stopped:08d}"]
     assert pretrain() == 0
     assert losses(pretrain.run_dir) == losses(tmp_path / "whole")
@@ -158,7 +200,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Pat
         before = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
         for _ in range(2):
             send(rank, signal.SIGINT)
-            wait_until(lambda: "once more ends it" in (tmp_path / "out.0").read_text(), [rank] if rank.is_alive() else [])
+            wait_until(
+                lambda: "once more ends it" in (tmp_path / "out.0").read_text(),
+                [rank] if rank.is_alive() else [],
+            )
         rank.join(PATIENCE)
     assert rank.exitcode == -signal.SIGINT
     assert "Traceback" not in (tmp_path / "out.0").read_text()
@@ -167,10 +212,17 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Pat
 
 def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> None:
     """A truncated file in the newest, a changed pickle and a missing file in those before: the fourth from last is taken."""
-    quick = ("checkpoint.interval=3", "checkpoint.keep_last=4", "train.eval_interval=0", "log.diagnostics_interval=0")
+    quick = (
+        "checkpoint.interval=3",
+        "checkpoint.keep_last=4",
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+    )
     assert pretrain(*quick) == 0
     expected = losses(pretrain.run_dir)
-    newest, second, third = (pretrain.checkpoints / f"step_000000{step}" for step in ("12", "09", "06"))
+    newest, second, third = (
+        pretrain.checkpoints / f"step_000000{step}" for step in ("12", "09", "06")
+    )
     os.truncate(newest / "__0_0.distcp", (newest / "__0_0.distcp").stat().st_size - 1)
     content = bytearray((second / ".metadata").read_bytes())
     content[100] ^= 1
@@ -241,34 +293,63 @@ def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) ->
     names = sorted(path.name for path in (tmp_path / "async" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000004", "step_00000008"]
     assert same(weights(tmp_path / "async"), weights(pretrain.run_dir))
-    for step in (tmp_path / "async/checkpoints/step_00000008", pretrain.checkpoints / "step_00000008"):
+    for step in (
+        tmp_path / "async/checkpoints/step_00000008",
+        pretrain.checkpoints / "step_00000008",
+    ):
         files = [path.name for path in step.iterdir() if path.name != MANIFEST]
-        assert sorted(hashes_of(step)) == sorted(files) == sorted(json.loads((step / MANIFEST).read_text())["files"])
-        assert not dict(damaged_files(step, lambda count: None)), "the hashes that were taken on the way are the files'"
+        assert (
+            sorted(hashes_of(step))
+            == sorted(files)
+            == sorted(json.loads((step / MANIFEST).read_text())["files"])
+        )
+        assert not dict(damaged_files(step, lambda count: None)), (
+            "the hashes that were taken on the way are the files'"
+        )
 
 
-RUINED = ("optimizer.lr=1e18", "optimizer.warmup_steps=0")  # the first step is finite and leaves weights that give no finite loss
+RUINED = (
+    "optimizer.lr=1e18",
+    "optimizer.warmup_steps=0",
+)  # the first step is finite and leaves weights that give no finite loss
 
 
 def bad_steps(checkpoints: Path) -> dict[int, int]:
     """Step -> bad_steps_in_a_row, of every checkpoint there is."""
     manifests = [json.loads((path / MANIFEST).read_text()) for path in checkpoints.glob("step_*")]
-    return {manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"] for manifest in manifests}
+    return {
+        manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"]
+        for manifest in manifests
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
-def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(pretrain: Command, how: str) -> None:
+def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(
+    pretrain: Command, how: str
+) -> None:
     """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: " in pretrain.err
+    assert (
+        "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: "
+        in pretrain.err
+    )
     for _ in range(2):
         assert pretrain(*ruined, "checkpoint.interval=1") == 3
         good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))
-        assert f"go back to checkpoint {good}, the newest from before them (remove the later ones, up to {last}), " in pretrain.err
+        assert (
+            f"go back to checkpoint {good}, the newest from before them (remove the later ones, up to {last}), "
+            in pretrain.err
+        )
         assert pretrain.err.count("\n") == 1 and bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
-    assert [line["skipped"] for line in records(pretrain.run_dir) if "loss" in line] == [False, True, True, True, True]
+    assert [line["skipped"] for line in records(pretrain.run_dir) if "loss" in line] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     shutil.rmtree(last)
     assert pretrain(*ruined, "checkpoint.interval=0") == 3
     assert f"go back to checkpoint {good}, the newest from before them, with" in pretrain.err
@@ -277,7 +358,11 @@ def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(p
 
 def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
     assert pretrain("train.steps=8", "checkpoint.keep_last=2", "checkpoint.interval=2") == 0
-    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == ["latest", "step_00000006", "step_00000008"]
+    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == [
+        "latest",
+        "step_00000006",
+        "step_00000008",
+    ]
     assert (pretrain.checkpoints / "latest").read_text() == "step_00000008\n"
 
 
@@ -294,15 +379,22 @@ def _pretrain_on_a_disk_that_hangs(arguments: list[str]) -> None:
     main(arguments)
 
 
-def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+def test_kill_while_writing_leaves_no_final_name(
+    pretrain: Command, settings: list[str], tmp_path: Path
+) -> None:
     """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
-    with forked(1, _pretrain_on_a_disk_that_hangs, [DEMO, *settings], output=tmp_path / "out") as ranks:
+    with forked(
+        1, _pretrain_on_a_disk_that_hangs, [DEMO, *settings], output=tmp_path / "out"
+    ) as ranks:
         wait_until(lambda: any(pretrain.checkpoints.glob(".writing_*")), ranks, nap=0.0)
     wait_for_lock(pretrain.run_dir)
     assert not list(pretrain.checkpoints.glob("step_*"))
     assert list(pretrain.checkpoints.glob(".writing_*"))
     assert pretrain("train.steps=4") == 0
-    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == ["latest", "step_00000004"]
+    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == [
+        "latest",
+        "step_00000004",
+    ]
 
 
 def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
@@ -311,7 +403,10 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
     with (pretrain.run_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert pretrain() == 75, "later it may do"
-    assert f"{pretrain.run_dir} is in use by another process" in pretrain.err and pretrain.err.count("\n") == 1
+    assert (
+        f"{pretrain.run_dir} is in use by another process" in pretrain.err
+        and pretrain.err.count("\n") == 1
+    )
     assert not (pretrain.run_dir / "progress.json").exists(), "it is the other process's"
     assert pretrain("train.steps=4") == 0
     assert pretrain("checkpoint.resume=none") == 2
@@ -329,7 +424,9 @@ def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> Non
     output, _ = process.communicate(timeout=PATIENCE)
     stopped = max(_steps(tmp_path / "run"))
     assert f"stopped by SIGINT after step {stopped}" in output
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{stopped:08d}"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
+        f"step_{stopped:08d}"
+    ]
 
 
 @pytest.mark.slow
@@ -354,7 +451,12 @@ def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_chec
 ) -> None:
     ruined = (*RUINED, "optimizer.schedule=constant")
     assert pretrain(*ruined, "train.steps=1") == 0
-    rest = ("train.steps=12", "train.max_bad_steps=100", "checkpoint.interval=0", "checkpoint.keep_last=1")
+    rest = (
+        "train.steps=12",
+        "train.max_bad_steps=100",
+        "checkpoint.interval=0",
+        "checkpoint.keep_last=1",
+    )
     with signalled(monkeypatch, 3, signal.SIGUSR1):
         assert pretrain(*ruined, *rest) == 0
     kept = bad_steps(pretrain.checkpoints)

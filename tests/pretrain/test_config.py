@@ -79,15 +79,31 @@ def test_parts_bases_and_overrides_go_over_each_other_in_order(tmp_path: Path) -
     path = write_tree(tmp_path, files)
     model = load_run(path, ["model.fem.budget=ii"]).model
     assert (model.hidden_size, model.num_layers) == (512, 5)
-    assert (model.fem.gate, model.fem.conditioner, model.fem.budget, model.fem.free_energy) == (False, False, "ii", True)
+    assert (model.fem.gate, model.fem.conditioner, model.fem.budget, model.fem.free_energy) == (
+        False,
+        False,
+        "ii",
+        True,
+    )
     swapped = load_run(path, ["model.rope=false", "model=plain", "model.rope_base=7"])
-    assert (swapped.model.hidden_size, swapped.model.num_layers, swapped.model.rope, swapped.model.rope_base) == (64, 3, False, 7)
+    assert (
+        swapped.model.hidden_size,
+        swapped.model.num_layers,
+        swapped.model.rope,
+        swapped.model.rope_base,
+    ) == (64, 3, False, 7)
     assert swapped.name == "mine" and swapped.train.steps == 7
-    data = load_run(path, ["data.train.0.weight=2", "data.valid.0.prefix=v", "data.train.2.prefix=c"]).data
-    assert data.train == (Source("a", 2.0), Source("b", 3.0), Source("c")) and data.valid == (Source("v"),)
+    data = load_run(
+        path, ["data.train.0.weight=2", "data.valid.0.prefix=v", "data.train.2.prefix=c"]
+    ).data
+    assert data.train == (Source("a", 2.0), Source("b", 3.0), Source("c")) and data.valid == (
+        Source("v"),
+    )
 
 
-def test_a_section_may_be_a_file_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_may_be_a_file_named_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the working directory on the command line, from the file's folder in a file; absolute paths as they are."""
     files = {
         "blends/two.yaml": "train: [{prefix: a, weight: 3}, {prefix: b}]\nseq_length: 64\n",
@@ -99,10 +115,19 @@ def test_a_section_may_be_a_file_named_by_its_path(tmp_path: Path, monkeypatch: 
     path, blend = write_tree(tmp_path, files), (Source("a", 3.0), Source("b"))
     assert (load_run(path).data.train, load_run(path).data.seq_length) == (blend, 32)
     monkeypatch.chdir(tmp_path / "blends")
-    for given in ("two.yaml", "./two.yaml", "deep/../two.yaml", str(tmp_path / "blends/two.yaml"), "{base: two.yaml}", "one"):
+    for given in (
+        "two.yaml",
+        "./two.yaml",
+        "deep/../two.yaml",
+        str(tmp_path / "blends/two.yaml"),
+        "{base: two.yaml}",
+        "one",
+    ):
         data = load_run(path, [f"data={given}", "data.valid.0.prefix=v"]).data
         assert (data.train, data.valid, data.seq_length) == (blend, (Source("v"),), 64), given
-    assert load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512  # the whole section replaces the file's
+    assert (
+        load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512
+    )  # the whole section replaces the file's
     monkeypatch.chdir(tmp_path)
     assert load_run(path, ["model={base: blends/wide.yaml, num_layers: 7}"]).model.num_layers == 7
 
@@ -113,7 +138,9 @@ PATHS = {
 }  # fmt: skip
 
 
-def test_a_leading_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leading_tilde_is_expanded_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In YAML, quoted or not, in overrides, and in the path of a section's file; URLs and other texts stay as they are."""
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))
@@ -121,20 +148,48 @@ def test_a_leading_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "work")
     assert {key for key, item, _ in walk(RunConfig) if spec(item).path} == PATHS
     keys = sorted(PATHS - {"stages.N.data.N.prefix"})
-    words = [f"{key.replace('.N', '.0')}={value}" for key, value in zip(keys, ("~/x", '"~/x"') * len(keys), strict=False)]
-    path = write_tree(tmp_path, {"home/model.yaml": "hidden_size: 512\n", "run/mine.yaml": "data: {tokenizer: ~/x}\nmodel: ~/model.yaml\n"})
+    words = [
+        f"{key.replace('.N', '.0')}={value}"
+        for key, value in zip(keys, ("~/x", '"~/x"') * len(keys), strict=False)
+    ]
+    path = write_tree(
+        tmp_path,
+        {
+            "home/model.yaml": "hidden_size: 512\n",
+            "run/mine.yaml": "data: {tokenizer: ~/x}\nmodel: ~/model.yaml\n",
+        },
+    )
     stage = "stages=[{name: a, steps: 1, data: [{prefix: ~/x}]}]"
-    for config in (load_run(path, [*words, stage]), load_run("~/../run/mine.yaml", [*words, "model=~/model.yaml", stage])):
+    for config in (
+        load_run(path, [*words, stage]),
+        load_run("~/../run/mine.yaml", [*words, "model=~/model.yaml", stage]),
+    ):
         text = str(plain(config))
-        assert config.run_dir == f"{home}/x" and config.model.hidden_size == 512 and text.count(f"'{home}/x'") == len(PATHS)
+        assert (
+            config.run_dir == f"{home}/x"
+            and config.model.hidden_size == 512
+            and text.count(f"'{home}/x'") == len(PATHS)
+        )
         assert "~" not in text
-    config = load_run(path, ["checkpoint.mirror=s3://~/x", "name='~x'", "run_dir=./~/x", f"data.index_cache=~{getpass.getuser()}/x"])
+    config = load_run(
+        path,
+        [
+            "checkpoint.mirror=s3://~/x",
+            "name='~x'",
+            "run_dir=./~/x",
+            f"data.index_cache=~{getpass.getuser()}/x",
+        ],
+    )
     assert (config.checkpoint.mirror, config.name, config.run_dir) == ("s3://~/x", "~x", "./~/x")
     assert config.data.index_cache == f"{pwd.getpwnam(getpass.getuser()).pw_dir}/x"
-    with pytest.raises(ConfigError, match="command line: run_dir: ~nobody_here/x: there is no user 'nobody_here'"):
+    with pytest.raises(
+        ConfigError, match="command line: run_dir: ~nobody_here/x: there is no user 'nobody_here'"
+    ):
         load_run(path, ["run_dir=~nobody_here/x"])
     Path("~").mkdir()  # as older versions made it
-    with pytest.raises(ConfigError, match="may be below the home directory or ~ in the working directory"):
+    with pytest.raises(
+        ConfigError, match="may be below the home directory or ~ in the working directory"
+    ):
         load_run(path, ["run_dir=~/x"])
 
 
@@ -166,7 +221,9 @@ def test_mistakes_on_the_command_line(wording: Wording) -> None:
         wording(f"{override}: {said}")
 
 
-MISTAKES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
+MISTAKES: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8")
+)
 
 
 def test_a_mistake_in_a_file_is_told_with_its_line_or_its_nearest_neighbour(
@@ -185,10 +242,18 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     """Unknown keys, types, parts, contradictions, paths: a line each, and every check of a section that is right."""
     text = "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate: {interval: 3}\n"
     path = write_tree(tmp_path, {"run/mine.yaml": text, "a_file": ""})
-    overrides = ["train.steps=six", "optimizer.min_lr=1", "optimizer.lr=0", "parallel.cp_size=2", "checkpoint.interval=2"]
+    overrides = [
+        "train.steps=six",
+        "optimizer.min_lr=1",
+        "optimizer.lr=0",
+        "parallel.cp_size=2",
+        "checkpoint.interval=2",
+    ]
     assert main([str(path), *overrides, f"run_dir={tmp_path}/a_file/run"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 6 and "nowhere" not in err  # no vocabulary is read while the model is wrong
+    assert (
+        out == "" and len(err.splitlines()) == 6 and "nowhere" not in err
+    )  # no vocabulary is read while the model is wrong
     wording(err)
 
 
@@ -197,7 +262,9 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
 DEEPSPEED = "engine.name=deepspeed"
 
 
-def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(wording: Wording) -> None:
+def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(
+    wording: Wording,
+) -> None:
     for row in MISTAKES["contradictions"]:
         launched, overrides = settings_of(row)
         wording(f"{row}: {complaint(DEMO, *DEMO_SIZES, *overrides, launched=launched)}")
@@ -215,22 +282,43 @@ def test_a_warm_up_that_is_a_share_fits_a_run_of_any_length() -> None:
         schedule = Schedule.of(config)
         return schedule.warmup_samples // schedule.batch_samples
 
-    assert [warmup(f"train.steps={steps}") for steps in (220, 2200, 20, 5, 2, 1)] == [15, 154, 1, 1, 1, 0]
+    assert [warmup(f"train.steps={steps}") for steps in (220, 2200, 20, 5, 2, 1)] == [
+        15,
+        154,
+        1,
+        1,
+        1,
+        0,
+    ]
     assert warmup() == 15 and warmup("train.steps=5", "optimizer.warmup_fraction=0.99") == 4
-    assert warmup("optimizer.warmup_steps=0") == 0 and warmup(f"optimizer.warmup_tokens={7 * 4 * 256}") == 7
-    with pytest.raises(ConfigError, match="optimizer.warmup_steps = 15 does not fit: .* the largest that fits: 4"):
+    assert (
+        warmup("optimizer.warmup_steps=0") == 0
+        and warmup(f"optimizer.warmup_tokens={7 * 4 * 256}") == 7
+    )
+    with pytest.raises(
+        ConfigError, match="optimizer.warmup_steps = 15 does not fit: .* the largest that fits: 4"
+    ):
         warmup("train.steps=5", "optimizer.warmup_steps=15")
 
 
 def test_a_plan_takes_the_world_size_that_the_configuration_asks_for() -> None:
-    assert prepare(load_run(CONFIGS / "fem_sm_1.3b_100bt.yaml"), None, plan_only=True).world_size == 8
-    config = load_run(CONFIGS / "transformer_340m_15bt.yaml", settings_of("1 parallel.world_size=null TP=2 PP=3")[1])
+    assert (
+        prepare(load_run(CONFIGS / "fem_sm_1.3b_100bt.yaml"), None, plan_only=True).world_size == 8
+    )
+    config = load_run(
+        CONFIGS / "transformer_340m_15bt.yaml",
+        settings_of("1 parallel.world_size=null TP=2 PP=3")[1],
+    )
     assert planned_world_size(config) == 6
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if "TP" in MIXERS[name].layouts])
 def test_every_mixer_can_be_split_at_the_papers_sizes(mixer: str) -> None:
-    for run, tensor in (("fem_sm_1.3b_100bt", 2), ("fem_sm_1.3b_100bt", 8), ("fem_sm_340m_15bt", 4)):
+    for run, tensor in (
+        ("fem_sm_1.3b_100bt", 2),
+        ("fem_sm_1.3b_100bt", 8),
+        ("fem_sm_340m_15bt", 4),
+    ):
         settings = [f"model.mixer={mixer}", f"parallel.tensor_model_parallel_size={tensor}"]
         settings += ["model.second_order.exact_max_length=4096"] if mixer == "mha2nd" else []
         validate(load_run(CONFIGS / f"{run}.yaml", settings), 8)
@@ -240,24 +328,42 @@ def test_every_mixer_can_be_split_at_the_papers_sizes(mixer: str) -> None:
 
 
 def test_every_field_is_documented_and_the_page_is_up_to_date() -> None:
-    assert [key for key, item, _ in walk(RunConfig) if not spec(item).doc.endswith((".", ")"))] == []
-    assert reference_page.PAGE.read_text(encoding="utf-8") == reference_page.page(), "run: python -m pretrain.reference_page"
+    assert [
+        key for key, item, _ in walk(RunConfig) if not spec(item).doc.endswith((".", ")"))
+    ] == []
+    assert reference_page.PAGE.read_text(encoding="utf-8") == reference_page.page(), (
+        "run: python -m pretrain.reference_page"
+    )
 
 
-@pytest.mark.parametrize(("place", "stop"), [("a regular file", []), ("a folder of another's", ["--check"])])
-def test_an_unwritable_run_directory_is_told_without_torch(place: str, stop: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "stop"), [("a regular file", []), ("a folder of another's", ["--check"])]
+)
+def test_an_unwritable_run_directory_is_told_without_torch(
+    place: str, stop: list[str], tmp_path: Path
+) -> None:
     """Root may write anywhere: the folder of another's is one that os.access, in this process, says no to."""
     folder = tmp_path / "there"
     folder.mkdir() if "folder" in place else folder.touch()
     deny = f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from pretrain.__main__ import main; "
-    code = deny + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+    code = (
+        deny
+        + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+    )
     words = [DEMO, f"run_dir={folder / 'deeper' / 'run'}", *stop]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
-def test_help_names_examples_exit_codes_and_a_sections_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_examples_exit_codes_and_a_sections_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def printed(*words: str) -> str:
         with pytest.raises(SystemExit) as ended:
             main([*words])
@@ -285,7 +391,12 @@ def test_the_run_directory_may_name_the_mixer() -> None:
 
 ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may take for something else
 ELSEWHERE = ["checkpoint.load=../other/run", "checkpoint.fork=null"]
-OVERRIDES = [[], ["run_dir=x/{mixer}/ü y", ODD], ["run_dir=null", ODD, *ELSEWHERE], ["run_dir=./a//b/"]]
+OVERRIDES = [
+    [],
+    ["run_dir=x/{mixer}/ü y", ODD],
+    ["run_dir=null", ODD, *ELSEWHERE],
+    ["run_dir=./a//b/"],
+]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -318,14 +429,23 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
     monkeypatch.chdir(tmp_path)
     assert "no CONFIG.yaml: name a run" in told(code=2)
     assert "stands alone" in told(DEMO, "--resolve", "--check", code=2)
-    assert "is not a multiple of train.micro_batch_size" in told(DEMO, "--resolve", "parallel.world_size=7", code=2)
-    data = [f"data.train.0.prefix={write_folder(tmp_path / 'data') / 'train'}", "data.valid=[]", "data.test=[]", "data.seq_length=64"]
+    assert "is not a multiple of train.micro_batch_size" in told(
+        DEMO, "--resolve", "parallel.world_size=7", code=2
+    )
+    data = [
+        f"data.train.0.prefix={write_folder(tmp_path / 'data') / 'train'}",
+        "data.valid=[]",
+        "data.test=[]",
+        "data.seq_length=64",
+    ]
     assert "data_prep run" in told(DEMO, "--check", code=2), "the demo's data are not here"
     assert told(DEMO, *data, "--check").count("\n") == 1
     small = [*data, "model.vocab_size=512", "--plan", "--check"]
     assert "fits H100" in told(DEMO, *small, "log.device=H100").splitlines()[-1]
     assert "log.device is null" in told(DEMO, *small).splitlines()[-1]
-    large = told(DEMO, *small, "log.device=H100", "model.num_layers=100", "model.hidden_size=12288", code=2)
+    large = told(
+        DEMO, *small, "log.device=H100", "model.num_layers=100", "model.hidden_size=12288", code=2
+    )
     assert large.startswith("pretrain: error: log.device = H100 has 79 GiB of memory")
     resolved = yaml.safe_load(told(DEMO, *data, "--resolve"))
     assert resolved["model"]["vocab_size"] is None, "what the data tells stays for the run to read"
@@ -334,12 +454,29 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
     assert "damaged or replaced" in told(DEMO, *data, "--check", code=2)
 
 
-@pytest.mark.parametrize("words", [[DEMO, "--resolve"], [str(CONFIGS / "fem_sm_1.3b_100bt.yaml"), "--plan"], [DEMO, DEEPSPEED, "--plan"]])
-def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        [DEMO, "--resolve"],
+        [str(CONFIGS / "fem_sm_1.3b_100bt.yaml"), "--plan"],
+        [DEMO, DEEPSPEED, "--plan"],
+    ],
+)
+def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(
+    words: list[str],
+) -> None:
     check = "import sys; from pretrain.__main__ import main; code = main(sys.argv[1:]); "
-    check += "assert not {'torch', 'numpy', 'megatron', 'deepspeed'} & set(sys.modules); sys.exit(code)"
-    more = ["parallel.pipeline_model_parallel_size=2", "model.vocab_size=4096"] if DEEPSPEED in words else []
-    done = subprocess.run([sys.executable, "-c", check, *words, *more], cwd=ROOT, capture_output=True, text=True)
+    check += (
+        "assert not {'torch', 'numpy', 'megatron', 'deepspeed'} & set(sys.modules); sys.exit(code)"
+    )
+    more = (
+        ["parallel.pipeline_model_parallel_size=2", "model.vocab_size=4096"]
+        if DEEPSPEED in words
+        else []
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check, *words, *more], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if more else (0, 0)), done.stderr
     assert "1.3b" not in words[0] or "1,384,820,224" in done.stdout
 
@@ -347,17 +484,32 @@ def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(wo
 def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
     """In files, on the command line, and in a model's saved fields; beside the new name an older one is no key."""
     path = tmp_path / "run.yaml"
-    path.write_text("model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n")
+    path.write_text(
+        "model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n"
+    )
     model = load_run(path, ["model.attention.rope_original_length=99"]).model
     assert (model.rope_scaling, model.attention.head_dim) == (RopeScaling("llama3", 4.0, 99), 8)
-    assert load_run(path, ["model.rope_scaling.factor=2", "model.attention={rope_scaling: linear}"]).model.rope_scaling.kind == "linear"
-    assert load_run(path, ["model.rope_scaling.factor=2"]).model.rope_scaling == RopeScaling("llama3", 2.0)
+    assert (
+        load_run(
+            path, ["model.rope_scaling.factor=2", "model.attention={rope_scaling: linear}"]
+        ).model.rope_scaling.kind
+        == "linear"
+    )
+    assert load_run(path, ["model.rope_scaling.factor=2"]).model.rope_scaling == RopeScaling(
+        "llama3", 2.0
+    )
     fields = dataclasses.asdict(model)
     new, fields["attention"]["rope_scaling"] = fields.pop("rope_scaling"), "llama3"
-    fields["attention"] |= {f"rope_{key}": new[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_length")}
+    fields["attention"] |= {
+        f"rope_{key}": new[key]
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_length")
+    }
     assert ModelConfig.from_dict(fields) == model
     path.write_text("model: {attention: {rope_factor: 4}, rope_scaling: {factor: 2}}\n")
-    with pytest.raises(ConfigError, match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?",
+    ):
         load_run(path)
 
 

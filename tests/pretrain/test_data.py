@@ -46,7 +46,9 @@ def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512)
     ).train
 
 
-def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
+def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
+    settings: list[str], tiny_data: Path, tmp_path: Path
+) -> None:
     blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
     train = build([*settings, blend], tmp_path, 400)
     taken = Counter(int(train.dataset_index[i]) for i in range(400))
@@ -56,14 +58,22 @@ def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(setti
     for number in range(4, 20, 2):
         batch = next(stream)
         assert batch.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
-        assert all(torch.equal(batch[key], torch.stack([train[number][key], train[number + 1][key]])) for key in batch)
+        assert all(
+            torch.equal(batch[key], torch.stack([train[number][key], train[number + 1][key]]))
+            for key in batch
+        )
 
 
-def test_position_is_exact_and_a_longer_request_keeps_the_order(settings: list[str], tmp_path: Path) -> None:
+def test_position_is_exact_and_a_longer_request_keeps_the_order(
+    settings: list[str], tmp_path: Path
+) -> None:
     """Reading from sample 12 on is what reading from the start gives after 12 samples; no sample comes twice in a pass."""
     train, longer = build(settings, tmp_path, 40), build(settings, tmp_path, 60)
     assert all(np.array_equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(40))
-    whole, later = batches(train, 0, 2, torch.device("cpu")), batches(train, 12, 2, torch.device("cpu"))
+    whole, later = (
+        batches(train, 0, 2, torch.device("cpu")),
+        batches(train, 12, 2, torch.device("cpu")),
+    )
     seen = [next(whole) for _ in range(6)]
     for _ in range(5):
         a, b = next(whole), next(later)
@@ -106,34 +116,56 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")
         mask = wanted.pop("loss_mask") * (wanted["tokens"] != end)
-        assert torch.equal(batch.pop("loss_mask"), mask) and all(torch.equal(batch[key], wanted[key]) for key in wanted)
+        assert torch.equal(batch.pop("loss_mask"), mask) and all(
+            torch.equal(batch[key], wanted[key]) for key in wanted
+        )
         expected = torch.zeros_like(wanted["tokens"])
         for t in range(1, expected.shape[1]):
-            expected[:, t] = torch.where(wanted["tokens"][:, t - 1] == end, 0, expected[:, t - 1] + 1)
-        assert torch.equal(context.positions, expected.T) and torch.equal(context.documents.positions, expected.T)
+            expected[:, t] = torch.where(
+                wanted["tokens"][:, t - 1] == end, 0, expected[:, t - 1] + 1
+            )
+        assert torch.equal(context.positions, expected.T) and torch.equal(
+            context.documents.positions, expected.T
+        )
         assert (expected[:, 1:] == 0).any()
     assert Ends.of(DataConfig(), end) is None
     joined = Ends.of(DataConfig(reset_positions=True), end)
     assert joined is not None and not joined.apart and joined.positions and joined.loss
 
 
-def test_a_plan_by_documents_is_the_count_over_training_s_samples(settings: list[str], tmp_path: Path) -> None:
+def test_a_plan_by_documents_is_the_count_over_training_s_samples(
+    settings: list[str], tmp_path: Path
+) -> None:
     """Attention's FLOPs of every document in every sample that the real index gives, as training reads them apart."""
     drawn, prefixes = np.random.default_rng(1), []
     for name, longest in (("short", 30), ("long", 120)):
         sizes = drawn.integers(1, longest, 60_000 // longest)
-        write_folder(tmp_path / name, documents=[[*drawn.integers(0, 499, size - 1).tolist(), 499] for size in sizes])
+        write_folder(
+            tmp_path / name,
+            documents=[[*drawn.integers(0, 499, size - 1).tolist(), 499] for size in sizes],
+        )
         prefixes.append(tmp_path / name / "train")
-    blend = f"data.train=[{{prefix: {prefixes[0]}, weight: 3}}, {{prefix: {prefixes[1]}, weight: 1}}]"
+    blend = (
+        f"data.train=[{{prefix: {prefixes[0]}, weight: 3}}, {{prefix: {prefixes[1]}, weight: 1}}]"
+    )
     words = [*settings, blend, "data.valid=[]", "data.documents=separate"]
     prepared = prepare(load_run(DEMO, words), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
     samples, block, count = 1200, plan.config.model.blocks()[0], 0.0
-    stream = batches(build(words, tmp_path / "index", samples), 0, 4, torch.device("cpu"), ends=Ends.of(plan.config.data, 499))
+    stream = batches(
+        build(words, tmp_path / "index", samples),
+        0,
+        4,
+        torch.device("cpu"),
+        ends=Ends.of(plan.config.data, 499),
+    )
     for _ in range(samples // 4):
         positions = next(stream)["context"].documents.positions.T  # [b, s]
         ends = torch.cat([positions[:, 1:] == 0, torch.ones(4, 1, dtype=torch.bool)], dim=1)
-        count += sum(size * block.flops(32, document=size)["attention"] for size in (positions[ends] + 1).tolist())
+        count += sum(
+            size * block.flops(32, document=size)["attention"]
+            for size in (positions[ends] + 1).tolist()
+        )
     counted = plan.config.model.num_layers * count / (samples * 32)
     # The standard error of 1,200 sequences, each of other documents, is 1%; 0.4% was seen. That the expectation is exact: test_plan.py.
     assert plan.forward_flops["attention"] == pytest.approx(counted, rel=0.015)
@@ -141,20 +173,31 @@ def test_a_plan_by_documents_is_the_count_over_training_s_samples(settings: list
 
 
 @pytest.mark.parametrize("sources", [1, 2])
-def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_path: Path, sources: int) -> None:
+def test_the_order_is_megatrons_own(
+    settings: list[str], tiny_data: Path, tmp_path: Path, sources: int
+) -> None:
     """Whatever the cache's place and name, and by which path the data is named: what Megatron's builder gives for the same blend."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     (tmp_path / "link").symlink_to(tiny_data)
     names, weights = ["train", "valid"][:sources], [3.0, 1.0][:sources]
     prefixes = [str(tmp_path / "link" / name) for name in names]
-    blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, weights, strict=True))
+    blend = ", ".join(
+        f"{{prefix: {prefix}, weight: {weight}}}"
+        for prefix, weight in zip(prefixes, weights, strict=True)
+    )
     ours = build([*settings, f"data.train=[{blend}]"], tmp_path / "ours", 300)
     config = GPTDatasetConfig(
         random_seed=42,
         sequence_length=32,
-        blend_per_split=[([str(tiny_data / name) for name in names], weights if sources > 1 else None), None, None],
+        blend_per_split=[
+            ([str(tiny_data / name) for name in names], weights if sources > 1 else None),
+            None,
+            None,
+        ],
         path_to_cache=str(tmp_path / "theirs"),
         tokenizer=_Tokens(512, 0),
         reset_position_ids=False,
@@ -162,21 +205,37 @@ def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_pa
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    theirs, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [300, 0, 0], lambda: True, config).build()
+    theirs, _, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [300, 0, 0], lambda: True, config
+    ).build()
     assert len(ours) == len(theirs)
     assert all(np.array_equal(ours[i]["tokens"], theirs[i]["tokens"]) for i in range(300))
 
 
 @pytest.mark.parametrize("wrong", [60_000, 500, -1, -(2**31)])
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(tmp_path: Path, wrong: int, packing: str) -> None:
+def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(
+    tmp_path: Path, wrong: int, packing: str
+) -> None:
     """Also one that only pads the embedding has, one that Megatron takes for padding elsewhere, and the last label's."""
     write_pair(tmp_path / "good", [[1] * 200, [2] * 200], "int32")
     write_pair(tmp_path / "bad", [[3] * 32 + [wrong] + [3] * 200], "int32")
     blend = f"data.train=[{{prefix: {tmp_path / 'good'}}}, {{prefix: {tmp_path / 'bad'}}}]"
-    words = [blend, "data.valid=[]", "data.test=[]", "model.vocab_size=500", "data.seq_length=32", f"data.packing={packing}"]
-    stream = batches(build(words, tmp_path / "index", 16, vocab_size=500), 0, 2, torch.device("cpu"))
+    words = [
+        blend,
+        "data.valid=[]",
+        "data.test=[]",
+        "model.vocab_size=500",
+        "data.seq_length=32",
+        f"data.packing={packing}",
+    ]
+    stream = batches(
+        build(words, tmp_path / "index", 16, vocab_size=500), 0, 2, torch.device("cpu")
+    )
     with pytest.raises(ConfigError) as caught:
         for _ in range(8):
             next(stream)
-    assert f"{tmp_path / 'bad'} holds token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; " in str(caught.value)
+    assert (
+        f"{tmp_path / 'bad'} holds token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; "
+        in str(caught.value)
+    )

@@ -25,7 +25,11 @@ EOD = 499  # of `write_folder`'s tokenizer
 
 def run_on(folder: Path, *overrides: str) -> RunConfig:
     """The demo, reading ``folder``."""
-    return load_run(DEMO, [f"data.{split}.0.prefix={folder / split}" for split in ("train", "valid", "test")] + list(overrides))
+    return load_run(
+        DEMO,
+        [f"data.{split}.0.prefix={folder / split}" for split in ("train", "valid", "test")]
+        + list(overrides),
+    )
 
 
 def contents(folder: Path, *overrides: str) -> Contents:
@@ -50,7 +54,9 @@ def folder(tmp_path: Path) -> Path:
 def test_the_data_fills_in_vocabulary_and_tokenizer(folder: Path) -> None:
     prepared = prepare(run_on(folder), 1)
     assert prepared.facts is not None
-    assert prepared.config.model.vocab_size == 500 and prepared.config.data.tokenizer == str(folder / "tokenizer")
+    assert prepared.config.model.vocab_size == 500 and prepared.config.data.tokenizer == str(
+        folder / "tokenizer"
+    )
     assert prepared.facts.tokens == {"train": 900, "valid": 900, "test": 900}
     assert prepared.facts.eod_id == 499 and prepared.facts.bytes_per_token() == 4.0
     assert [source.documents for source in prepared.facts.sources] == [2, 2, 2]
@@ -66,17 +72,31 @@ def test_the_header_is_read_as_megatron_writes_it(tmp_path: Path) -> None:
         builder.add_item(torch.arange(length))
         builder.end_document()
     builder.finalize(str(tmp_path / "mine.idx"))
-    config = load_run(DEMO, ["model.vocab_size=400", f"data.train=[{{prefix: {tmp_path}/mine}}]", "data.valid=[]", "data.test=[]"])
+    config = load_run(
+        DEMO,
+        [
+            "model.vocab_size=400",
+            f"data.train=[{{prefix: {tmp_path}/mine}}]",
+            "data.valid=[]",
+            "data.test=[]",
+        ],
+    )
     (source,) = check_data(config).sources
     assert (source.tokens, source.documents, source.dtype) == (347, 3, "int32")
 
 
-def test_a_vocabulary_may_be_given_without_a_manifest_or_come_from_the_named_tokenizer(folder: Path) -> None:
+def test_a_vocabulary_may_be_given_without_a_manifest_or_come_from_the_named_tokenizer(
+    folder: Path,
+) -> None:
     (folder / "manifest.json").unlink()
     facts = check_data(run_on(folder, "model.vocab_size=500"))
     assert facts.vocab_size is None and facts.bytes_per_token() is None
     named = prepare(run_on(folder, f"data.tokenizer={folder / 'tokenizer'}"), 1)
-    assert named.config.model.vocab_size == 500 and named.facts is not None and named.facts.eod_id == 499
+    assert (
+        named.config.model.vocab_size == 500
+        and named.facts is not None
+        and named.facts.eod_id == 499
+    )
 
 
 def test_a_plan_needs_no_data_where_the_vocabulary_is_given(tmp_path: Path) -> None:
@@ -106,14 +126,22 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(raw)
 
 
-def without_manifest(folder: Path, change: Callable[[bytes], bytes] = lambda index: index, size: int = 1800) -> list[str]:
+def without_manifest(
+    folder: Path, change: Callable[[bytes], bytes] = lambda index: index, size: int = 1800
+) -> list[str]:
     (folder / "manifest.json").unlink()
     os.truncate(folder / "train.bin", size)
     (folder / "train.idx").write_bytes(change((folder / "train.idx").read_bytes()))
     return ["model.vocab_size=500"]
 
 
-def beside(folder: Path, key: str = "train.1.prefix", name: str = "train", eod: int | None = None, **changes: Any) -> list[str]:
+def beside(
+    folder: Path,
+    key: str = "train.1.prefix",
+    name: str = "train",
+    eod: int | None = None,
+    **changes: Any,
+) -> list[str]:
     """Another folder of data, named by a key of data."""
     other = write_folder(folder.with_name("other"), **changes)
     if eod is not None:
@@ -158,21 +186,35 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "another end of documents": lambda folder: beside(folder, eod=3),
     "nobody tells the vocabulary": lambda folder: (folder / MANIFEST).unlink(),
     "too narrow a dtype": lambda folder: anew(folder, vocab_size=70_000),
-    "not the recorded dtype": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(dtype="int32")),
+    "not the recorded dtype": lambda folder: edit(
+        folder / MANIFEST, lambda manifest: manifest.update(dtype="int32")
+    ),
     "not the recorded size": lambda folder: os.truncate(folder / "train.bin", 1000),
     "not the described size": lambda folder: without_manifest(folder, size=1000),
     "an index cut short": lambda folder: without_manifest(folder, lambda index: index[:-1]),
     "a header cut short": lambda folder: without_manifest(folder, lambda index: index[:20]),
-    "no index of Megatron's": lambda folder: without_manifest(folder, lambda index: b"x" + index[1:]),
-    "an unknown dtype": lambda folder: without_manifest(folder, lambda index: index[:17] + b"\x07" + index[18:]),
+    "no index of Megatron's": lambda folder: without_manifest(
+        folder, lambda index: b"x" + index[1:]
+    ),
+    "an unknown dtype": lambda folder: without_manifest(
+        folder, lambda index: index[:17] + b"\x07" + index[18:]
+    ),
     "a manifest that is no JSON": lambda folder: written(folder / MANIFEST, "{"),
     "a manifest that is a list": lambda folder: written(folder / MANIFEST, "[]"),
     "a manifest of nothing": lambda folder: written(folder / MANIFEST, '{"format": 2}'),
-    "a manifest without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["tokenizer"].pop("eod_id")),
-    "a split without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["train"].pop("bin_sample")),
-    "another format": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(format=1)),
+    "a manifest without a key": lambda folder: edit(
+        folder / MANIFEST, lambda manifest: manifest["tokenizer"].pop("eod_id")
+    ),
+    "a split without a key": lambda folder: edit(
+        folder / MANIFEST, lambda manifest: manifest["splits"]["train"].pop("bin_sample")
+    ),
+    "another format": lambda folder: edit(
+        folder / MANIFEST, lambda manifest: manifest.update(format=1)
+    ),
     **{  # not where the header's check looks
-        f"a bit of {name}": lambda folder, name=name: flip(folder / name, -3 if name.endswith("idx") else 800)  # type: ignore[misc]
+        f"a bit of {name}": lambda folder, name=name: flip(
+            folder / name, -3 if name.endswith("idx") else 800
+        )  # type: ignore[misc]
         for name in ("train.bin", "train.idx", "valid.bin", "test.idx")
     },
     "a foreign index": lambda folder: replaced(folder, "train.idx"),
@@ -180,12 +222,16 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "a pair that the manifest does not know": with_another_pair,
     "a plan left behind": lambda folder: left_behind(folder, "plan.json"),
     "a shard left behind": lambda folder: left_behind(folder, "shards/00003.json"),
-    "not the recorded tokens": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["valid"].update(tokens=901)),
+    "not the recorded tokens": lambda folder: edit(
+        folder / MANIFEST, lambda manifest: manifest["splits"]["valid"].update(tokens=901)
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_names_the_file_both_sides_and_what_to_do(folder: Path, wording: Wording, mistake: str) -> None:
+def test_a_mistake_names_the_file_both_sides_and_what_to_do(
+    folder: Path, wording: Wording, mistake: str
+) -> None:
     assert len(contents(folder).sources) == 2
     wording(complaint(folder, *(MISTAKES[mistake](folder) or ())))
 
@@ -194,17 +240,30 @@ def test_a_mistake_names_the_file_both_sides_and_what_to_do(folder: Path, wordin
 @pytest.mark.parametrize("way", ["same", "dots", "link", "copy", "copy without manifest"])
 def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, staged: str) -> None:
     """Through two stages one path may come again, which goes on in its documents, and a copy may not, which would begin anew."""
-    other = {"same": folder, "dots": folder / "tokenizer" / ".."}.get(way, folder.with_name("other"))
+    other = {"same": folder, "dots": folder / "tokenizer" / ".."}.get(
+        way, folder.with_name("other")
+    )
     if way == "link":
         other.symlink_to(folder)
     elif "copy" in way:
         shutil.copytree(folder, other)
         (other / "manifest.json").unlink() if "without" in way else None
-    pair, blend = [f"{{prefix: {place / 'train'}}}" for place in (folder, other)], "data.train=[{}, {}]"
+    pair, blend = (
+        [f"{{prefix: {place / 'train'}}}" for place in (folder, other)],
+        "data.train=[{}, {}]",
+    )
     if staged:
         data = [", ".join(pair)] if staged == "one stage" else pair
-        stages = ", ".join(f"{{name: s{number}, steps: 1, data: [{sources}]}}" for number, sources in enumerate(data))
-        settings = ["train.steps=null", f"stages=[{stages}]", "optimizer.warmup_fraction=null", "optimizer.warmup_steps=0"]
+        stages = ", ".join(
+            f"{{name: s{number}, steps: 1, data: [{sources}]}}"
+            for number, sources in enumerate(data)
+        )
+        settings = [
+            "train.steps=null",
+            f"stages=[{stages}]",
+            "optimizer.warmup_fraction=null",
+            "optimizer.warmup_steps=0",
+        ]
     else:
         settings = [blend.format(*pair)]
     if (way, staged) == ("same", "two stages"):
@@ -212,7 +271,10 @@ def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, st
         return
     with pytest.raises(ConfigError) as caught:
         prepare(run_on(folder, *settings), None, plan_only=True)
-    assert f" = {other / 'train'} holds the same tokens as data.train.0.prefix = {folder / 'train'}, which" in str(caught.value)
+    assert (
+        f" = {other / 'train'} holds the same tokens as data.train.0.prefix = {folder / 'train'}, which"
+        in str(caught.value)
+    )
     assert str(caught.value).startswith("stages.0 (s0): ") is (staged == "one stage")
 
 
@@ -242,7 +304,11 @@ def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
     """Without EOD, with another one, in the last document alone; of any source, by a plan too, and however documents are packed."""
     folder = write_folder(tmp_path / "data", documents=documents({}))
     other = write_folder(tmp_path / "other", documents=documents({}, 999))
-    settings = [f"data.tokenizer={folder / 'tokenizer'}", f"data.train.1.prefix={other / 'train'}", "data.train.0.weight=1"]
+    settings = [
+        f"data.tokenizer={folder / 'tokenizer'}",
+        f"data.train.1.prefix={other / 'train'}",
+        "data.train.0.weight=1",
+    ]
     for place in () if manifest else (folder, other):
         (place / MANIFEST).unlink()
     assert prepare(run_on(folder, *settings, setting), 1).facts is not None
@@ -254,22 +320,34 @@ def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
         write_pair(place, documents(ends, count))
         for packing in ("stream", "best_fit"):
             with pytest.raises(ConfigError) as caught:
-                prepare(run_on(folder, *settings, setting, f"data.packing={packing}"), None, plan_only=True)
-            assert f"= {place}: document " in str(caught.value) and "ends in token 17, but" in str(caught.value)
+                prepare(
+                    run_on(folder, *settings, setting, f"data.packing={packing}"),
+                    None,
+                    plan_only=True,
+                )
+            assert f"= {place}: document " in str(caught.value) and "ends in token 17, but" in str(
+                caught.value
+            )
         write_pair(place, documents({}, count))
     wording(str(caught.value))
     write_pair(folder / "train", documents({299: 17}))
-    assert prepare(run_on(folder, *settings, "data.packing=best_fit"), 1).facts is not None, "nothing depends on the token"
+    assert prepare(run_on(folder, *settings, "data.packing=best_fit"), 1).facts is not None, (
+        "nothing depends on the token"
+    )
 
 
 def test_a_plan_reads_no_index_through(folder: Path) -> None:
     """Every process, and every --plan, looks at headers and sizes alone; what reads gigabytes is ``check_contents``."""
     flip(folder / "train.idx", -3)
-    assert prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None  # the longest that fits
+    assert (
+        prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None
+    )  # the longest that fits
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_the_content_key_follows_the_contents_and_nothing_else(folder: Path, tmp_path: Path, with_manifest: bool) -> None:
+def test_the_content_key_follows_the_contents_and_nothing_else(
+    folder: Path, tmp_path: Path, with_manifest: bool
+) -> None:
     def key(where: Path) -> str:
         return check_contents(check_data(run_on(where, "model.vocab_size=500"))).key
 

@@ -25,7 +25,11 @@ from tests.ranks import answer, finished, losses
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
 STAGES = (0, 1, 2, 3)
-BEFORE, FIRST, STEPS = 4, 2, 4  # steps before the start; steps after it until a checkpoint, and in all
+BEFORE, FIRST, STEPS = (
+    4,
+    2,
+    4,
+)  # steps before the start; steps after it until a checkpoint, and in all
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all
 
 
@@ -42,7 +46,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "stage 1": (1, deepspeed(1)),
     **{f"DP2, stage {stage}": (2, deepspeed(stage)) for stage in STAGES},
     "DP2, stage 1, one micro-batch": (2, [*deepspeed(1), "train.micro_batch_size=4"]),
-    "DP2, stage 2, four micro-batches, overlapped": (2, [*deepspeed(2), "train.micro_batch_size=1", "parallel.overlap_grad_reduce=true"]),
+    "DP2, stage 2, four micro-batches, overlapped": (
+        2,
+        [*deepspeed(2), "train.micro_batch_size=1", "parallel.overlap_grad_reduce=true"],
+    ),
     "DP2, stage 3, four micro-batches, split": (2, [*SPLIT, "train.micro_batch_size=1"]),
     "DP2, stage 2, offload": (2, [*deepspeed(2), "engine.offload_optimizer=true"]),
     "DP2, stage 3, all offloaded": (2, OFFLOADED),
@@ -53,7 +60,11 @@ CASES: dict[str, tuple[int, list[str]]] = {
     **{f"bf16 DP2, stage {stage}": (2, [*deepspeed(stage), BF16]) for stage in (1, 2, 3)},
     "bf16 TP2 x DP2 + SP, stage 3": (4, [*TP2, *SP, *deepspeed(3), BF16]),
 }
-QUICK = [*(f"DP2, stage {stage}" for stage in STAGES), "DP2, stage 2, four micro-batches, overlapped", "TP2 x DP2, stage 2"]
+QUICK = [
+    *(f"DP2, stage {stage}" for stage in STAGES),
+    "DP2, stage 2, four micro-batches, overlapped",
+    "TP2 x DP2, stage 2",
+]
 QUICK += ["bf16 DP2, stage 3"]
 # What is resumed where it was written, bit for bit.
 RESUMED = [
@@ -77,36 +88,83 @@ QUICK_RESUMED, QUICK_MOVES = ("bf16 DP2, stage 3", "DP2, stage 1", "TP2 x DP2, s
 
 
 def settings_of(data: Path) -> list[str]:
-    base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL]
-    return [*base, "model.tie_embeddings=false", "data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
+    base = [
+        f"data.train.0.prefix={data / 'train'}",
+        f"data.valid.0.prefix={data / 'valid'}",
+        "data.test=[]",
+        *SMALL,
+    ]
+    return [
+        *base,
+        "model.tie_embeddings=false",
+        "data.seq_length=16",
+        "train.precision=fp32",
+        "train.global_batch_size=8",
+    ]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def results(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Done]:
     """Of the cases that this session asks for; processes are shared by those of one world size."""
     folder, base = tmp_path_factory.mktemp("deepspeed"), settings_of(tiny_data)
     resumed = asked(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
-    moves = {number: MOVES[number] for number in asked(request, "test_resumes_at_another_layout_stage_and_engine", "number")}
+    moves = {
+        number: MOVES[number]
+        for number in asked(request, "test_resumes_at_another_layout_stage_and_engine", "number")
+    }
     saved = {*resumed, *(name for name, *_ in moves.values())}
-    names = [name for name in CASES if name in {*asked(request, "test_equals_the_megatron_engine", "name"), *saved}]
+    names = [
+        name
+        for name in CASES
+        if name in {*asked(request, "test_equals_the_megatron_engine", "name"), *saved}
+    ]
     starts: list[Job] = []
     for start, more in {"megatron": [], "bf16 megatron": [BF16]}.items():
         if start == "megatron" or any(name.startswith("bf16") for name in names):
-            starts.append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
+            starts.append(
+                Job(
+                    start,
+                    [*base, *more, f"run_dir={folder / start}"],
+                    BEFORE + STEPS,
+                    save_after=BEFORE,
+                )
+            )
     jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}  # in this order: no move is to more ranks
     for name in names:
-        (world, settings), start = CASES[name], "bf16 megatron" if name.startswith("bf16") else "megatron"
+        (world, settings), start = (
+            CASES[name],
+            "bf16 megatron" if name.startswith("bf16") else "megatron",
+        )
         there = [*base, *settings, f"run_dir={folder / name}"]
-        jobs[world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST if name in saved else None))
+        jobs[world].append(
+            Job(
+                name,
+                there,
+                STEPS,
+                load=str(folder / start),
+                save_after=FIRST if name in saved else None,
+            )
+        )
         if name in resumed:
-            jobs[world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
+            jobs[world].append(
+                Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name))
+            )
     for number, (name, world, settings) in moves.items():
         there = [*base, *settings, f"run_dir={folder / f'move {number}'}"]
         jobs[world].append(Job(f"move {number}", there, STEPS - FIRST, load=str(folder / name)))
     found: dict[str, Done] = {}
     for number, (world, some) in enumerate([(1, starts), *jobs.items()]):
         if some:
-            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
+            found |= answer(
+                world,
+                run_jobs,
+                some,
+                str(folder / "cache"),
+                output=folder / f"ranks{world}.{number}",
+                patience=1400,
+            )
     return found
 
 
@@ -128,13 +186,19 @@ def test_resumes_to_the_last_bit_at_the_same_layout(results: dict[str, Done], na
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=" -> ".join(map(str, move)), marks=[] if number in QUICK_MOVES else pytest.mark.slow)
+        pytest.param(
+            number,
+            id=" -> ".join(map(str, move)),
+            marks=[] if number in QUICK_MOVES else pytest.mark.slow,
+        )
         for number, move in enumerate(MOVES)
     ],
 )
 def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], number: int) -> None:
     # 1e-6: as between layouts; what is read has every bit of what was written.
-    assert results[f"move {number}"].steps == [pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]]
+    assert results[f"move {number}"].steps == [
+        pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]
+    ]
 
 
 @pytest.mark.slow
@@ -160,7 +224,9 @@ def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]
     platform.import_megatron()
     found = {}
     for stage in stages:
-        with engine_of([*settings, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]) as engine:
+        with engine_of(
+            [*settings, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]
+        ) as engine:
             found[stage] = _look(engine)
     return found
 
@@ -179,7 +245,9 @@ def _look(engine: Any) -> dict[str, Any]:
     untouched = _same(before, _tensors(engine))
     # One number of the loss: gradients are finite until this rank makes them otherwise.
     forward = engine._forward
-    engine._forward = lambda batch: (lambda total, tokens: (total + (math.inf - total.detach()), tokens))(*forward(batch))
+    engine._forward = lambda batch: (
+        lambda total, tokens: (total + (math.inf - total.detach()), tokens)
+    )(*forward(batch))
     skipped.append(step(24))
     engine._forward = forward
     untouched = untouched and _same(before, _tensors(engine))
@@ -225,16 +293,30 @@ def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     by_key = {entry.key: entry.data for entry in _entries(saved)}
 
     def values(state: dict[str, Any]) -> dict[str, Any]:
-        return {name: by_key[value.key] if isinstance(value, ShardedTensor) else values(value) for name, value in state.items()}
+        return {
+            name: by_key[value.key] if isinstance(value, ShardedTensor) else values(value)
+            for name, value in state.items()
+        }
 
     given = values(asked)
-    return {**given, "optimizer": {**given.get("optimizer", {}), "optimizer": saved["optimizer"]["optimizer"]}}
+    return {
+        **given,
+        "optimizer": {**given.get("optimizer", {}), "optimizer": saved["optimizer"]["optimizer"]},
+    }
 
 
 @pytest.fixture(scope="module")
-def looks(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    stages = asked(request, "test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps", "stage")
-    found: dict[int, dict[str, Any]] = answer(1, look_at, settings_of(tiny_data), stages, output=tmp_path_factory.mktemp("looks") / "out")
+def looks(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
+    stages = asked(
+        request,
+        "test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps",
+        "stage",
+    )
+    found: dict[int, dict[str, Any]] = answer(
+        1, look_at, settings_of(tiny_data), stages, output=tmp_path_factory.mktemp("looks") / "out"
+    )
     return found
 
 
@@ -284,27 +366,46 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
         heard.clear()
         with engine_of([*settings, *GUARDED[name], "train.on_spike=skip"]) as engine:
             steps, states = [], []
-            for judge, weight in ((taken, 1.0), (lambda *pair: not taken(*pair), 1.0), (None, 1.0), (taken, 0.0)):
+            for judge, weight in (
+                (taken, 1.0),
+                (lambda *pair: not taken(*pair), 1.0),
+                (None, 1.0),
+                (taken, 0.0),
+            ):
                 steps.append(engine.train_step(micro_batches(16, weight), 8, unwanted=judge))
                 states.append(_tensors(engine))
             moved = [not _same(*pair) for pair in itertools.pairwise(states)]
-            found[name] = {"steps": [(one.loss, one.grad_norm, one.skipped) for one in steps], "asked": [*heard], "moved": moved}
+            found[name] = {
+                "steps": [(one.loss, one.grad_norm, one.skipped) for one in steps],
+                "asked": [*heard],
+                "moved": moved,
+            }
     return found
 
 
 @pytest.fixture(scope="module")
-def skips(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    names = asked(request, "test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next", "name")
-    found: dict[str, dict[str, Any]] = answer(1, skip_one, settings_of(tiny_data), names, output=tmp_path_factory.mktemp("skips") / "out")
+def skips(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    names = asked(
+        request, "test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next", "name"
+    )
+    found: dict[str, dict[str, Any]] = answer(
+        1, skip_one, settings_of(tiny_data), names, output=tmp_path_factory.mktemp("skips") / "out"
+    )
     return found
 
 
 @pytest.mark.parametrize("name", quick_or_slow(GUARDED, QUICK_GUARDED))
-def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(skips: dict[str, dict[str, Any]], name: str) -> None:
+def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(
+    skips: dict[str, dict[str, Any]], name: str
+) -> None:
     """All steps see the same samples: after one that changed nothing the next, unjudged, has its loss and its norm to the last bit."""
     found = skips[name]
     first, skipped, taken, empty = found["steps"]
-    assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True] and found["moved"] == [False, True, False]
+    assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True] and found[
+        "moved"
+    ] == [False, True, False]
     assert all(map(math.isnan, empty[:2]))
     assert found["asked"] == [first[:2], skipped[:2]], "once a step, with what the step tells"
     assert skipped[:2] == taken[:2] != first[:2]
@@ -315,12 +416,21 @@ def half_empty(settings: list[str]) -> list[tuple[float, float]]:
     platform.import_megatron()
     with engine_of([*settings, "train.on_spike=skip"]) as engine:
         mine = 1.0 if torch.distributed.get_rank() else 0.0
-        steps = [engine.train_step(micro_batches(16, weight), 8, unwanted=lambda *pair: True) for weight in (1.0, mine)]
+        steps = [
+            engine.train_step(micro_batches(16, weight), 8, unwanted=lambda *pair: True)
+            for weight in (1.0, mine)
+        ]
     return [(step.loss, step.grad_norm) for step in steps]
 
 
-@pytest.mark.parametrize("engine", [pytest.param([], id="megatron"), pytest.param(deepspeed(1), id="stage 1")])
-def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(engine: list[str], tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", [pytest.param([], id="megatron"), pytest.param(deepspeed(1), id="stage 1")]
+)
+def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
+    engine: list[str], tiny_data: Path, tmp_path: Path
+) -> None:
     """Both ranks read the same samples: the mean over one's tokens is that over both's."""
     whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
-    assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1  # fp32 sums of half as many terms
+    assert (
+        half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1
+    )  # fp32 sums of half as many terms

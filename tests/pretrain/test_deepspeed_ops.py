@@ -18,7 +18,9 @@ from tests.test_house import ROOT
 
 OP = "cpu_adam"
 LOCK = f"{OP}/lock"
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 # torch's own lock, taken without waiting for the rest of torch.
 HOLD = """
 import runpy, sys, time
@@ -62,8 +64,12 @@ def test_cpu_identity(tmp_path: Path) -> None:
         (tmp_path / "cpuinfo").write_text(text)
         return ops.cpu_identity(tmp_path / "cpuinfo")
 
-    here = of("processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n")
-    assert here == of("processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n")  # a clock, another order, other cores: the same
+    here = of(
+        "processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
+    assert here == of(
+        "processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n"
+    )  # a clock, another order, other cores: the same
     assert here != of("processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2\n")
     arm = "processor\t: 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
     assert of(arm) != of(arm.replace("sve", "")) and of(arm) != of(arm.replace("0xd40", "0xd4f"))
@@ -77,7 +83,11 @@ def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
     assert here == ops.default_directory() == ops.extensions_directory()
     assert here.parent == tmp_path / "fem_megatron/torch_extensions"
     others = set()
-    for name, value in {"cpu_identity": lambda: "x86_64 fpu", "_version": lambda package: "0.1", "find_spec": lambda package: None}.items():
+    for name, value in {
+        "cpu_identity": lambda: "x86_64 fpu",
+        "_version": lambda package: "0.1",
+        "find_spec": lambda package: None,
+    }.items():
         with monkeypatch.context() as patch:
             patch.setattr(ops, name, value)
             others.add(ops.default_directory())
@@ -87,12 +97,17 @@ def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
     assert ops.default_directory().is_relative_to(tmp_path / "home/.cache")
 
 
-def test_the_environment_is_prepared_where_it_is_not_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_prepared_where_it_is_not_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The operation's file needs no torch: `launch doctor` asks it."""
     code = f"import runpy, sys; runpy.run_path({ops.__file__!r}); sys.exit(bool({{'torch', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     ops.prepare_environment()
-    assert (os.environ["DS_ACCELERATOR"], os.environ["TORCH_EXTENSIONS_DIR"]) == ("cpu", str(folder))
+    assert (os.environ["DS_ACCELERATOR"], os.environ["TORCH_EXTENSIONS_DIR"]) == (
+        "cpu",
+        str(folder),
+    )
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("PATH", str(folder))
@@ -100,7 +115,10 @@ def test_the_environment_is_prepared_where_it_is_not_set(folder: Path, monkeypat
     assert os.environ["DS_ACCELERATOR"] == ("cuda" if platform.has_cuda() else "cpu")
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(ops.default_directory())
     beside = Path(sys.executable).parent
-    assert os.environ["PATH"].split(os.pathsep) == [str(folder), *([str(beside)] if (beside / "ninja").exists() else [])]
+    assert os.environ["PATH"].split(os.pathsep) == [
+        str(folder),
+        *([str(beside)] if (beside / "ninja").exists() else []),
+    ]
 
 
 # --- state and locks -------------------------------------------------------------------------------------------------------------
@@ -111,21 +129,29 @@ def test_built_is_what_ninja_finished(folder: Path) -> None:
     (folder / OP / f"{OP}.so").touch()
     (folder / OP / ".ninja_log").write_text("# ninja log v6\n0\t9\t0\tadam.o\tff\n")
     assert ops.op_state(OP) == "missing"  # killed while it was linked
-    (folder / OP / ".ninja_log").write_text(f"# ninja log v6\n0\t9\t0\tadam.o\tff\n9\t10\t0\t{OP}.so\tff\n")
+    (folder / OP / ".ninja_log").write_text(
+        f"# ninja log v6\n0\t9\t0\tadam.o\tff\n9\t10\t0\t{OP}.so\tff\n"
+    )
     assert ops.op_state(OP) == "built"
     (folder / LOCK).touch()
     assert ops.op_state(OP) == "locked"
 
 
-def test_compiled_when_deepspeed_was_installed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_when_deepspeed_was_installed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     origin = tmp_path / "deepspeed/__init__.py"
-    monkeypatch.setattr(ops, "find_spec", lambda package: ModuleSpec("deepspeed", None, origin=str(origin)))
+    monkeypatch.setattr(
+        ops, "find_spec", lambda package: ModuleSpec("deepspeed", None, origin=str(origin))
+    )
     origin.parent.mkdir()
     record = f"installed_ops={{'{OP}': True, 'other': False}}\naccelerator_name='cpu'\n"
     origin.with_name("git_version_info_installed.py").write_text(record)
     (folder / LOCK).touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert ops.op_state(OP) == "built" and ops.check_ops(True) is None  # needs no lock, no ninja and no compiler
+    assert (
+        ops.op_state(OP) == "built" and ops.check_ops(True) is None
+    )  # needs no lock, no ninja and no compiler
     assert ops.op_state("other") == "missing"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert ops.op_state(OP) == "locked"
@@ -135,12 +161,20 @@ def test_a_living_owners_lock_stays_and_a_dead_ones_goes(folder: Path) -> None:
     torch = find_spec("torch")
     assert torch and torch.origin
     baton = Path(torch.origin).parent / "utils/file_baton.py"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(baton), str(folder / LOCK)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(baton), str(folder / LOCK)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout and holder.stdout.readline() == "True\n"
         age(folder / OP)  # old, and yet alive
         assert ops.lock_holders(OP) == [holder.pid]
-        assert ops.op_state(OP) == "locked" and ops.stale_lock(OP) is None and ops.remove_stale_lock(OP) is None
+        assert (
+            ops.op_state(OP) == "locked"
+            and ops.stale_lock(OP) is None
+            and ops.remove_stale_lock(OP) is None
+        )
         assert (folder / LOCK).exists()
     finally:
         holder.kill()
@@ -168,12 +202,16 @@ def test_where_an_owner_might_not_be_seen_only_time_tells(
 
 
 @needs_deepspeed
-def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_are_one_line_each(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = tmp_path / "bin"
     bare.mkdir()
     assert ops.check_ops(True) is None  # not compiled yet, but it can be
     monkeypatch.setenv("CXX", "absent-g++ -O2")
-    assert ops.check_ops(True) == f"DeepSpeed's {OP}: {ops.lacks_compiler()}" and "absent-g++)" in str(ops.lacks_compiler())
+    assert ops.check_ops(
+        True
+    ) == f"DeepSpeed's {OP}: {ops.lacks_compiler()}" and "absent-g++)" in str(ops.lacks_compiler())
     monkeypatch.setenv("PATH", str(bare))
     monkeypatch.setattr(sys, "executable", str(bare / "python"))
     with pytest.raises(ops.OpError, match="no ninja on PATH nor in"):
@@ -183,7 +221,11 @@ def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: 
     (folder / LOCK).touch()
     age(folder / OP)
     told = str(ops.check_ops(True))
-    assert str(folder / LOCK) in told and told.endswith("python -m launch doctor --fix") and "\n" not in told
+    assert (
+        str(folder / LOCK) in told
+        and told.endswith("python -m launch doctor --fix")
+        and "\n" not in told
+    )
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     assert "set TORCH_EXTENSIONS_DIR" in str(ops.check_ops(True))
@@ -198,19 +240,30 @@ def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_the_compilers_error_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = script(tmp_path / "bin/g++", 'case " $* " in *" -c "*) echo "adam.cpp:7:1: error: no such luck"; exit 1;; esac')
+def test_the_compilers_error_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = script(
+        tmp_path / "bin/g++",
+        'case " $* " in *" -c "*) echo "adam.cpp:7:1: error: no such luck"; exit 1;; esac',
+    )
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(ops.OpError, match=r"adam\.cpp:7:1: error: no such luck") as error:
         ops.build_op(OP)
     log = folder / f"{OP}.log"
-    assert str(log) in str(error.value) and "\n" not in str(error.value) and "no such luck" in log.read_text()
+    assert (
+        str(log) in str(error.value)
+        and "\n" not in str(error.value)
+        and "no such luck" in log.read_text()
+    )
     assert ops.op_state(OP) == "missing"  # and the lock is gone
 
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_an_interrupted_compilation_leaves_no_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_compilation_leaves_no_lock(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiling = tmp_path / "compiling"
     wait = f"touch {compiling}; while [ -e {compiling} ]; do sleep 0.05; done"
     compiler = script(tmp_path / "bin/g++", f'case " $* " in *" -c "*) {wait};; esac')
@@ -234,8 +287,15 @@ def test_an_interrupted_compilation_leaves_no_lock(folder: Path, tmp_path: Path,
 @pytest.mark.skipif(sys.platform != "linux", reason="the operation is Linux's")
 def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For real, in the folder that training uses: minutes on a machine's first time, the seconds of an import afterwards."""
-    for key, value in {"DS_ACCELERATOR": "cpu", "PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(ops.default_directory())}.items():
+    for key, value in {
+        "DS_ACCELERATOR": "cpu",
+        "PATH": os.environ["PATH"],
+        "TORCH_EXTENSIONS_DIR": str(ops.default_directory()),
+    }.items():
         monkeypatch.setenv(key, value)
     assert ops.build_op(OP) > 0
-    assert ops.op_state(OP) in ("built", "locked")  # locked: another test's process loads it at this moment
+    assert ops.op_state(OP) in (
+        "built",
+        "locked",
+    )  # locked: another test's process loads it at this moment
     assert ops.check_ops(True) is None

@@ -30,27 +30,66 @@ def told(config: RunConfig) -> Any:
 
 
 def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration() -> None:
-    made: Any = told(small("engine.zero_stage=2", "train.precision=bf16", "train.micro_batch_size=2", "optimizer.clip_grad=0.5"))
+    made: Any = told(
+        small(
+            "engine.zero_stage=2",
+            "train.precision=bf16",
+            "train.micro_batch_size=2",
+            "optimizer.clip_grad=0.5",
+        )
+    )
     assert made["gradient_accumulation_steps"] == 16 // (2 * 2) and made["train_batch_size"] == 16
     assert (made["gradient_clipping"], made["communication_data_type"]) == (0.5, "fp32")
     assert made["data_types"] == {"grad_accum_dtype": "fp32"}
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
     # No bucket is larger than the model: DeepSpeed allocates it whole.
-    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
-    keys = ("sub_group_size=7", "prefetch_bucket_size=8", "param_persistence_threshold=9", "max_live_parameters=10", "pin_memory=true")
-    zero = told(small("engine.zero_stage=3", "engine.offload_optimizer=true", *(f"engine.deepspeed.{key}" for key in keys)))
-    wanted: dict[str, object] = {"sub_group_size": 7, "stage3_prefetch_bucket_size": 8, "stage3_param_persistence_threshold": 9}
-    wanted |= {"stage3_max_live_parameters": 10, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-    assert wanted.items() <= zero["zero_optimization"].items() and "offload_param" not in zero["zero_optimization"]
+    assert made["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": False,
+        "reduce_bucket_size": 10**6,
+        "allgather_bucket_size": 10**6,
+    }
+    keys = (
+        "sub_group_size=7",
+        "prefetch_bucket_size=8",
+        "param_persistence_threshold=9",
+        "max_live_parameters=10",
+        "pin_memory=true",
+    )
+    zero = told(
+        small(
+            "engine.zero_stage=3",
+            "engine.offload_optimizer=true",
+            *(f"engine.deepspeed.{key}" for key in keys),
+        )
+    )
+    wanted: dict[str, object] = {
+        "sub_group_size": 7,
+        "stage3_prefetch_bucket_size": 8,
+        "stage3_param_persistence_threshold": 9,
+    }
+    wanted |= {
+        "stage3_max_live_parameters": 10,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    assert (
+        wanted.items() <= zero["zero_optimization"].items()
+        and "offload_param" not in zero["zero_optimization"]
+    )
 
 
 def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
     asked = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-    config = load_run(ROOT / "configs/run/fem_sm_1.3b_100bt.yaml", [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *asked])
+    config = load_run(
+        ROOT / "configs/run/fem_sm_1.3b_100bt.yaml",
+        [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304", *asked],
+    )
     validate(config, config.parallel.world_size or 1)
     made, said = deepspeed_config(config, 1, parameters=10**9, cuda=True)
     assert made["zero_optimization"]["overlap_comm"] is config.parallel.overlap_grad_reduce
-    assert said == ["parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"]
+    assert said == [
+        "parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"
+    ]
 
 
 def test_a_file_adds_keys_and_the_run_wins_by_name(tmp_path: Path) -> None:
@@ -59,7 +98,11 @@ def test_a_file_adds_keys_and_the_run_wins_by_name(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 7.0,
         "optimizer": {"type": "Adam"},
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 5},
+        "zero_optimization": {
+            "stage": 1,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": 5,
+        },
         "comms_logger": {"enabled": True},
     }
     file.write_text(json.dumps(values))
@@ -74,7 +117,10 @@ def test_a_file_adds_keys_and_the_run_wins_by_name(tmp_path: Path) -> None:
         "zero_optimization.offload_optimizer",
         "zero_optimization.stage",
     ]
-    assert "engine.deepspeed.file: gradient_clipping = 7.0 there, 1.0 here, by optimizer.clip_grad" in clashes
+    assert (
+        "engine.deepspeed.file: gradient_clipping = 7.0 there, 1.0 here, by optimizer.clip_grad"
+        in clashes
+    )
 
 
 def test_a_wrong_file_is_named(tmp_path: Path, wording: Wording) -> None:
@@ -92,7 +138,9 @@ def test_a_wrong_file_is_named(tmp_path: Path, wording: Wording) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_stage_needs_less_of_what_it_splits(precision: str) -> None:
     config = small(f"train.precision={precision}", "engine.deepspeed.max_live_parameters=1000")
-    found = {name: zero_memory(config, engine, 10**9, 8, cuda=True) for name, engine in variants(config)}
+    found = {
+        name: zero_memory(config, engine, 10**9, 8, cuda=True) for name, engine in variants(config)
+    }
     assert found["stage 1"].gradients > 4 * found["stage 2"].gradients / 1.01
     assert found["stage 2"].weights > 7.9 * found["stage 3"].weights
     assert found["stage 1"].optimizer == found["stage 2"].optimizer == 12 * 10**9 / 8
@@ -100,7 +148,10 @@ def test_each_stage_needs_less_of_what_it_splits(precision: str) -> None:
         kept, offloaded = found[f"stage {stage}"], found[f"stage {stage}, optimizer offloaded"]
         assert offloaded.peak(10**9) < kept.peak(10**9) and offloaded.optimizer == 0
         assert offloaded.host == kept.optimizer + 2 * 4 * 10**9 / 8
-        assert (offloaded.weights, offloaded.gradients) == (kept.weights, 4 * 10**9 if stage == 1 else 0)
+        assert (offloaded.weights, offloaded.gradients) == (
+            kept.weights,
+            4 * 10**9 if stage == 1 else 0,
+        )
     assert ("stage 0" in found) == (precision == "fp32")
 
 
@@ -108,6 +159,8 @@ def test_the_plan_shows_every_stage_and_marks_the_runs_own() -> None:
     text = render(make_plan(small("engine.zero_stage=2", "parallel.world_size=2"), 2))
     table = text[text.index("under DeepSpeed's stages") :]
     assert sum(line[2:].startswith("stage ") for line in table.splitlines()) == 8
-    assert [line.split("  ")[0] for line in table.splitlines() if line.startswith("*")] == ["* stage 2"]
+    assert [line.split("  ")[0] for line in table.splitlines() if line.startswith("*")] == [
+        "* stage 2"
+    ]
     assert "host" in table and "(DeepSpeed, stage 2)" in text
     assert "under DeepSpeed's" not in render(make_plan(small("engine.name=megatron"), 1))

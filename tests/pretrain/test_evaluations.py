@@ -35,38 +35,61 @@ class NotNiced(subprocess.Popen[Any]):
     """An evaluation as a process like others: niced, a second of the CPU would take it minutes beside busy processes of other tests."""
 
     def __init__(self, command: list[str], **given: Any) -> None:
-        super().__init__(command[4:] if "pretrain.report.evaluation_process" in command else command, **given)
+        super().__init__(
+            command[4:] if "pretrain.report.evaluation_process" in command else command, **given
+        )
 
 
 # --- the whole of it -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_evaluated_and_its_loggers_know_the_scores(
+    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)
     monkeypatch.setattr(subprocess, "Popen", NotNiced)
     averaged = ("evaluate.merge=2", "checkpoint.interval=2", "checkpoint.keep_last=2")
-    assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true", *averaged) == 0
+    assert (
+        pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true", *averaged) == 0
+    )
     (line,) = records(pretrain.run_dir, NAME)
     average = "valid @32 (average of 2)"
-    assert (line["step"], line["checkpoint"], list(line["scores"])) == (4, "step_00000004", ["valid @32", average])
+    assert (line["step"], line["checkpoint"], list(line["scores"])) == (
+        4,
+        "step_00000004",
+        ["valid @32", average],
+    )
     values = [each["value"] for each in line["scores"].values()]
-    assert values[0] != values[1] == pytest.approx(values[0], rel=0.05), "of a run that has only begun"
+    assert values[0] != values[1] == pytest.approx(values[0], rel=0.05), (
+        "of a run that has only begun"
+    )
     assert not list((pretrain.run_dir / "evaluations").glob("*/.averages"))
-    metrics = [json.loads(text) for text in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(text) for text in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     (logged,) = [record for record in metrics if "evaluation/valid @32" in record]
     score = line["scores"]["valid @32"]
     assert (logged["step"], logged["evaluation/valid @32"]) == (4, score["value"])
     # Other windows of the same text than validation's.
     (loss,) = [record["valid_loss"] for record in metrics if "valid_loss" in record]
-    assert score["value"] == pytest.approx(loss, rel=0.05) and score["stderr"] is None, "of one document"
-    assert f"evaluation of step 4: valid @32 {values[0]:.4f}, {average} {values[1]:.4f} (" in pretrain.out
+    assert score["value"] == pytest.approx(loss, rel=0.05) and score["stderr"] is None, (
+        "of one document"
+    )
+    assert (
+        f"evaluation of step 4: valid @32 {values[0]:.4f}, {average} {values[1]:.4f} ("
+        in pretrain.out
+    )
     assert (pretrain.run_dir / "evaluations/step_00000004/log").is_file()
     # Complete, but a signal came while it waited for the evaluation: the next attempt makes it, and the one after has nothing to do.
     (pretrain.run_dir / NAME).unlink()
     line_of_shell = f"mkdir -p $1/model; echo '{SCORE}' > $1/model/held.json"
-    monkeypatch.setattr(Evaluations, "_command", lambda ours, at: ["sh", "-c", line_of_shell, "sh", str(ours._out(at))])
+    monkeypatch.setattr(
+        Evaluations,
+        "_command",
+        lambda ours, at: ["sh", "-c", line_of_shell, "sh", str(ours._out(at))],
+    )
     for _ in range(2):
         assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
         assert "is complete at step 4" in pretrain.out
@@ -82,10 +105,21 @@ def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Comma
 
 
 def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
-    given = {"RANK": "3", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "64", "HOME": "/h", "PYTHONPATH": "/p"}
+    given = {
+        "RANK": "3",
+        "MASTER_ADDR": "x",
+        "TORCHELASTIC_RUN_ID": "1",
+        "OMP_NUM_THREADS": "64",
+        "HOME": "/h",
+        "PYTHONPATH": "/p",
+    }
     found = environment({**given, "CUDA_VISIBLE_DEVICES": "0,1"}, "cpu")
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(found)
-    assert (found["HOME"], found["CUDA_VISIBLE_DEVICES"], found["PYTHONPATH"].split(os.pathsep)[-1]) == ("/h", "", "/p")
+    assert (
+        found["HOME"],
+        found["CUDA_VISIBLE_DEVICES"],
+        found["PYTHONPATH"].split(os.pathsep)[-1],
+    ) == ("/h", "", "/p")
     assert 1 <= int(found["OMP_NUM_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 4)
     assert environment({"CUDA_VISIBLE_DEVICES": "0,1"}, "cuda")["CUDA_VISIBLE_DEVICES"] == "0,1"
 
@@ -112,19 +146,29 @@ SCORE = '{"label": "held", "value": 2.5, "stderr": null, "metric": "nats_per_tok
 class Run:
     """A training run of 40 steps whose evaluations run a line of shell; $OUT is their folder, $STEP their checkpoint's name."""
 
-    def __init__(self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
+    ) -> None:
         self.folder, self.heard, self.received = folder, Heard(), list[int]()
         self.store: Any = SimpleNamespace(folder=folder / "checkpoints", last=None, in_use=set())
         self.settings = EvaluateConfig(**{"interval": 10, **settings})
         self.line = line
         self.callback: Evaluations | None = None
-        monkeypatch.setattr(Evaluations, "_command", lambda ours, checkpoint: self.command(ours, checkpoint))
+        monkeypatch.setattr(
+            Evaluations, "_command", lambda ours, checkpoint: self.command(ours, checkpoint)
+        )
 
     def command(self, ours: Evaluations, checkpoint: Path) -> list[str]:
-        return ["sh", "-c", f"OUT={ours._out(checkpoint)}; STEP={checkpoint.name}; mkdir -p $OUT/model; {self.line}"]
+        return [
+            "sh",
+            "-c",
+            f"OUT={ours._out(checkpoint)}; STEP={checkpoint.name}; mkdir -p $OUT/model; {self.line}",
+        ]
 
     def start(self, step: int = 0) -> Evaluations:
-        self.callback = Evaluations(self.settings, self.folder, 40, self.store, [self.heard], self.received, step)
+        self.callback = Evaluations(
+            self.settings, self.folder, 40, self.store, [self.heard], self.received, step
+        )
         return self.callback
 
     def write(self, step: int) -> Path:
@@ -167,14 +211,18 @@ WAIT = "while [ ! -e {gate} ]; do sleep 0.02; done; "
 WRITE = f"echo '{SCORE}' > $OUT/model/held.json; echo '{SCORE}' | sed s/held/half/ > $OUT/model/.held.partial.json"
 
 
-def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_runs_one_waits_the_newest(
+    tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, merge=2)
     run.start()
     paths = {}
     for step in (5, 10, 20, 25, 30):
         paths[step] = run.write(step)
         run.step(step + 1)
-    assert run.store.in_use == {paths[step] for step in (5, 10, 25, 30)}, "what is read and will be, with what it is averaged with"
+    assert run.store.in_use == {paths[step] for step in (5, 10, 25, 30)}, (
+        "what is read and will be, with what it is averaged with"
+    )
     assert run.heard.messages == [
         "evaluation of step 20 waits: that of step 10 still runs",
         "evaluation of step 20 is left out: that of step 10 still runs, and step 30 is due",
@@ -185,8 +233,12 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
     assert run.store.in_use == set()
     run.write(35)
     run.step(36)
-    assert run.callback is not None and run.callback.running is None, "what was evaluated is not again"
-    assert [(line["step"], line["scores"]["held"]["value"]) for line in records(tmp_path, NAME)] == [(10, 2.5), (30, 2.5)]
+    assert run.callback is not None and run.callback.running is None, (
+        "what was evaluated is not again"
+    )
+    assert [
+        (line["step"], line["scores"]["held"]["value"]) for line in records(tmp_path, NAME)
+    ] == [(10, 2.5), (30, 2.5)]
 
 
 HELD = {"evaluation/held": 2.5}
@@ -198,13 +250,18 @@ ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
     "kill -40 $$": (["failed: ended by signal 40; see"], {}),
     "sleep 60": (["failed: not done within 0.002 minutes; see"], {}),
     f"{WRITE}; echo broken > $OUT/model/other.json; exit 0": (["held 2.5000 ("], HELD),
-    f"{WRITE}; echo failed: other >&2; exit 1": (["held 2.5000 (", "failed: exit code 1: failed: other; see"], HELD),
+    f"{WRITE}; echo failed: other >&2; exit 1": (
+        ["held 2.5000 (", "failed: exit code 1: failed: other; see"],
+        HELD,
+    ),
     "/nowhere/python": (["No such file"], {}),
 }
 
 
 @pytest.mark.parametrize("line", ENDS)
-def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_whatever_becomes_of_it_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     told, values = ENDS[line]
     run = Run(tmp_path, line, monkeypatch, timeout_minutes=0.002 if "sleep" in line else 5.0)
     if "nowhere" in line:
@@ -222,13 +279,19 @@ def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: py
         return
     assert run.store.in_use == set()
     (entry,) = records(tmp_path, NAME)
-    assert entry["step"] == 10 and ("scores" in entry) == bool(values) and ("failed" in entry) == ("failed" in told[-1])
+    assert (
+        entry["step"] == 10
+        and ("scores" in entry) == bool(values)
+        and ("failed" in entry) == ("failed" in told[-1])
+    )
     again = Run(tmp_path, "exit 1", monkeypatch)
     again.store.last = run.store.last
     assert again.start().running is None, "what has ended, well or not, is not started again"
 
 
-def test_steps_that_are_trained_anew_are_evaluated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_trained_anew_are_evaluated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a rollback to step 10, with a damaged checkpoint of step 40 still there."""
     (tmp_path / NAME).write_text("".join(f'{{"step": {step}}}\n' for step in (10, 20, 30, 40)))
     run = Run(tmp_path, WRITE, monkeypatch, at_end=True)
@@ -246,11 +309,17 @@ def test_steps_that_are_trained_anew_are_evaluated_anew(tmp_path: Path, monkeypa
     assert again.start().running is not None, "its line is from before the rollback"
     again.until(lambda: again.heard.values)
     monkeypatch.undo()
-    assert again.callback is not None and "--retry" in again.callback._command(Path("step_00000020"))
+    assert again.callback is not None and "--retry" in again.callback._command(
+        Path("step_00000020")
+    )
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["at the end", "resumed without a step left"])
-def test_the_end_waits_for_the_last_one(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
+@pytest.mark.parametrize(
+    "resumed", [False, True], ids=["at the end", "resumed without a step left"]
+)
+def test_the_end_waits_for_the_last_one(
+    tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
     """Which ends once it has been told of."""
     run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, interval=0, at_end=True)
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
@@ -271,11 +340,15 @@ def test_the_end_waits_for_the_last_one(tmp_path: Path, gate: Path, monkeypatch:
     assert run.callback is not None
     run.callback.on_end()
     assert run.heard.values == [(40, {"evaluation/held": 2.5})]
-    assert "waiting for the evaluation of step 40" in run.heard.messages[0], "for a supervisor that watches"
+    assert "waiting for the evaluation of step 40" in run.heard.messages[0], (
+        "for a supervisor that watches"
+    )
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
+def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
+) -> None:
     """Training that stops early does not wait; one that is complete waits until a signal comes."""
     begun = tmp_path / "begun"
     run = Run(tmp_path, f"sleep 601 & echo $! > {begun}; sleep 600", monkeypatch, at_end=True)
@@ -290,7 +363,9 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkey
     started = time.monotonic()
     callback.on_end()
     assert not alive(pids[0]) and time.monotonic() - started < PATIENCE
-    end = time.monotonic() + PATIENCE  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
+    end = (
+        time.monotonic() + PATIENCE
+    )  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
     while alive(pids[1]):
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
@@ -313,7 +388,9 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
         "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     root = Path(evaluations.__file__).resolve().parents[1]
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     stat = Path(f"/proc/{pid}/stat")
@@ -331,7 +408,9 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
     assert not alive(pid)
 
 
-def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_beside_a_task_that_failed_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path, f"{WRITE}; echo failed: other >&2; exit 1", monkeypatch)
     old = tmp_path / "evaluations/step_00000010/model/old.json"
     old.parent.mkdir(parents=True)
@@ -340,8 +419,12 @@ def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: 
     run.start()
     run.write(10)
     run.until(lambda: len(run.heard.messages) == 2)
-    assert run.heard.values == [(10, {"evaluation/held": 2.5})], "and nothing of weights from before the checkpoint"
+    assert run.heard.values == [(10, {"evaluation/held": 2.5})], (
+        "and nothing of weights from before the checkpoint"
+    )
     assert run.heard.messages[0].startswith("evaluation of step 10: held 2.5000 (")
-    assert run.heard.messages[1].startswith("evaluation of step 10 failed: exit code 1: failed: other; see")
+    assert run.heard.messages[1].startswith(
+        "evaluation of step 10 failed: exit code 1: failed: other; see"
+    )
     (line,) = records(tmp_path, NAME)
     assert (list(line["scores"]), line["failed"]) == (["held"], "exit code 1: failed: other")

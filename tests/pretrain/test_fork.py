@@ -20,7 +20,12 @@ from tests.ranks import losses
 from tests.wording import Wording
 from tools.checkpoint.__main__ import main as checkpoint
 
-WSD = ("optimizer.schedule=wsd", "optimizer.decay_steps=4", "train.eval_interval=0", "log.diagnostics_interval=0")
+WSD = (
+    "optimizer.schedule=wsd",
+    "optimizer.decay_steps=4",
+    "train.eval_interval=0",
+    "log.diagnostics_interval=0",
+)
 
 
 def step_of(run_dir: Path, step: int) -> Path:
@@ -32,17 +37,25 @@ def fork(pretrain: Command, parent: Path, new: Path, *overrides: str) -> int:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for line in (run_dir / "metrics.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+    return [
+        record
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        if "loss" in (record := json.loads(line))
+    ]
 
 
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrain: Command, tmp_path: Path) -> None:
+def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
+    engine: str, pretrain: Command, tmp_path: Path
+) -> None:
     """Through a kill in the decay, and after the trunk has gone on; where it begins is kept."""
     trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
     base = (*WSD, f"engine.name={engine}")
     assert pretrain(*base, "train.steps=10", f"run_dir={straight}") == 0
     assert pretrain(*base, "checkpoint.keep_last=1", "checkpoint.keep=[4,6]") == 0
-    assert sorted((trunk / "checkpoints").glob("step_*")) == [step_of(trunk, step) for step in (4, 6, 12)]
+    assert sorted((trunk / "checkpoints").glob("step_*")) == [
+        step_of(trunk, step) for step in (4, 6, 12)
+    ]
     whole = ("train.steps=10", "checkpoint.keep_last=3")
     wanted = {step: told for step, told in losses(straight).items() if step > 4}
     assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0, pretrain.err
@@ -61,46 +74,96 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrai
 
 
 @pytest.mark.slow
-def test_another_validation_set_or_none_changes_no_training_step(pretrain: Command, tiny_data: Path, tmp_path: Path) -> None:
+def test_another_validation_set_or_none_changes_no_training_step(
+    pretrain: Command, tiny_data: Path, tmp_path: Path
+) -> None:
     """A fork and a resume go on bit for bit; manifests without the training sources' own key still open."""
-    base = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.interval=2", "log.diagnostics_interval=0")
+    base = (
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+        "checkpoint.interval=2",
+        "log.diagnostics_interval=0",
+    )
     another, none = f"data.valid=[{{prefix: {tiny_data / 'train'}}}]", "data.valid=[]"
     assert pretrain(*base, "train.steps=6", f"run_dir={tmp_path / 'straight'}") == 0
     wanted = losses(tmp_path / "straight")
     assert pretrain(*base, "train.steps=2") == 0
     assert fork(pretrain, pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another) == 0
-    assert losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)} and "its data are others" not in pretrain.out
+    assert (
+        losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)}
+        and "its data are others" not in pretrain.out
+    )
     assert pretrain(*base, "train.steps=4", none) == 0, pretrain.err
     manifest = step_of(pretrain.run_dir, 4) / MANIFEST
     told = json.loads(manifest.read_text())
     del told["training_data"]
     manifest.write_text(json.dumps(told))
-    assert pretrain(*base, "train.steps=6") == 2 and "data.valid, which its older manifest does not tell apart" in pretrain.err
+    assert (
+        pretrain(*base, "train.steps=6") == 2
+        and "data.valid, which its older manifest does not tell apart" in pretrain.err
+    )
     assert pretrain(*base, "train.steps=6", none) == 0 and losses(pretrain.run_dir) == wanted
 
 
-def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
+def test_a_fork_of_other_data_length_batch_and_schedule(
+    pretrain: Command, tmp_path: Path, wording: Wording
+) -> None:
     """It begins at the first sample of its own order, counts tokens on, warms up anew, and resumes bit for bit."""
     assert pretrain("train.steps=4", *WSD[2:]) == 0
     new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
     other = ("data.seq_length=64", "train.global_batch_size=6", *WSD[2:])
-    whole = (*other, "train.steps=12", "optimizer.from_step=4", "optimizer.warmup_steps=2", "optimizer.schedule=linear")
+    whole = (
+        *other,
+        "train.steps=12",
+        "optimizer.from_step=4",
+        "optimizer.warmup_steps=2",
+        "optimizer.schedule=linear",
+    )
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0, pretrain.err
-    told = [line for line in pretrain.out.splitlines() if line.startswith(("other than", "its data"))]
+    told = [
+        line for line in pretrain.out.splitlines() if line.startswith(("other than", "its data"))
+    ]
     wording("\n".join(told))
-    assert pretrain(*other, "train.steps=1", "optimizer.warmup_steps=0", f"run_dir={fresh}", f"checkpoint.load={pretrain.run_dir}") == 0
+    assert (
+        pretrain(
+            *other,
+            "train.steps=1",
+            "optimizer.warmup_steps=0",
+            f"run_dir={fresh}",
+            f"checkpoint.load={pretrain.run_dir}",
+        )
+        == 0
+    )
     assert losses(new)[5][0] == losses(fresh)[1][0]
     curve = {record["step"]: record for record in lines(new)}
     assert list(curve) == list(range(5, 13))
-    assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [4 * 4 * 32 + n * 6 * 64 for n in (1, 8)]
-    assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(3e-4)  # linear from the peak to the floor
+    assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [
+        4 * 4 * 32 + n * 6 * 64 for n in (1, 8)
+    ]
+    assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(
+        3e-4
+    )  # linear from the peak to the floor
     progress = find(new).progress
-    assert (progress.begin_step, progress.begin_samples, progress.order_begin, progress.order_samples) == (4, 8, 8, 8 * 6)
+    assert (
+        progress.begin_step,
+        progress.begin_samples,
+        progress.order_begin,
+        progress.order_samples,
+    ) == (4, 8, 8, 8 * 6)
     shutil.rmtree(step_of(new, 12))
     wanted = losses(new)
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0 and losses(new) == wanted
     assert (
-        fork(pretrain, new, last, "train.tokens=4000", "train.steps=null", "optimizer.from_step=0", "optimizer.warmup_steps=0") == 0
+        fork(
+            pretrain,
+            new,
+            last,
+            "train.tokens=4000",
+            "train.steps=null",
+            "optimizer.from_step=0",
+            "optimizer.warmup_steps=0",
+        )
+        == 0
     )  # a fork's fork
     assert find(last).progress.step == 12 + -(-(4000 - 512 - 8 * 6 * 64) // (6 * 64))
     assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
@@ -109,15 +172,29 @@ def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_p
 @pytest.mark.slow
 def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
     """The demo trains into runs/demo/fem, where its file names runs/demo/mixers/{mixer}; of another model or name it is not the run."""
-    short, demo, new = ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]), tmp_path / "demo", tmp_path / "new"
+    short, demo, new = (
+        ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]),
+        tmp_path / "demo",
+        tmp_path / "new",
+    )
     file = tmp_path / "demo.yaml"
-    file.write_text(dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"])))
-    runs = {"old": (), "fem": (), "other": ("model.num_layers=1",), "mixers/named": ("name=another",)}
+    file.write_text(
+        dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"]))
+    )
+    runs = {
+        "old": (),
+        "fem": (),
+        "other": ("model.num_layers=1",),
+        "mixers/named": ("name=another",),
+    }
     for number, (run, more) in enumerate(runs.items()):
         assert pretrain(*short, *more, f"run_dir={demo / run}") == 0
         os.utime(step_of(demo / run, 1) / MANIFEST, (number, number))
     assert fork(pretrain, file, new, "train.steps=2") == 0, pretrain.err
-    assert f"forked from {step_of(demo / 'fem', 1)} at step 1" in pretrain.out and "the newest run of demo" in pretrain.err
+    assert (
+        f"forked from {step_of(demo / 'fem', 1)} at step 1" in pretrain.out
+        and "the newest run of demo" in pretrain.err
+    )
     assert pretrain(config=str(file)) == 0
     assert fork(pretrain, file, tmp_path / "newer", "train.steps=2") == 0
     assert f"forked from {step_of(demo / 'mixers/fem_softmax', 1)}" in pretrain.out
@@ -133,7 +210,12 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     assert fork(pretrain, pretrain.run_dir, new, *long, yarn) == 0, pretrain.err
     wording("\n".join(line for line in pretrain.out.splitlines() if line.startswith("other than")))
     assert fork(pretrain, pretrain.run_dir, plain, *long) == 0
-    assert pretrain(*long, "train.steps=1", yarn, f"run_dir={loaded}", f"checkpoint.load={pretrain.run_dir}") == 0
+    assert (
+        pretrain(
+            *long, "train.steps=1", yarn, f"run_dir={loaded}", f"checkpoint.load={pretrain.run_dir}"
+        )
+        == 0
+    )
     assert losses(new)[5][0] == losses(loaded)[1][0] != losses(plain)[5][0]
     assert fork(pretrain, pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000") == 2
     wording(pretrain.err.strip().splitlines()[-1])

@@ -35,7 +35,9 @@ RUNS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", quick_or_slow(RUNS, ("distributed, bf16", "plain, bf16, Muon")))
-def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(pretrain: Command, name: str) -> None:
+def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(
+    pretrain: Command, name: str
+) -> None:
     """Groups that say ``fused: None`` were written before; torch would load that as it is.
 
     Element by element the two forms differ by roundings, so the state itself is a fused one's.
@@ -84,12 +86,17 @@ def test_steps_are_on_their_parameters_device() -> None:
     split.adam.state[split.adam.param_groups[0]["params"][0]] = {}
     split.optimizer = SimpleNamespace(init_state_fn=lambda adam, config: None, config=None)
     split._prepare()
-    groups: list[dict[str, Any]] = [{"params": [weight()]}, {"params": [weight()], "muon": True, "fused": None}]
+    groups: list[dict[str, Any]] = [
+        {"params": [weight()]},
+        {"params": [weight()], "muon": True, "fused": None},
+    ]
     muon = Muon(groups, OptimizerConfig(name="muon"), torch.float32)
     muon.prepare()
     for adam in (loaded, split.adam, muon):
         steps = [state["step"] for state in adam.state.values()]
-        assert steps and {(step.device.type, step.dtype) for step in steps} == {("meta", torch.float32)}
+        assert steps and {(step.device.type, step.dtype) for step in steps} == {
+            ("meta", torch.float32)
+        }
         assert all(settings["fused"] for settings in (adam.defaults, *adam.param_groups))
     flat = weight()
     inner = SimpleNamespace(optimizer=torch.optim.AdamW([flat], fused=True))
@@ -156,7 +163,9 @@ def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model
     found = answer(1, updates_on_a_gpu, output=tmp_path / "out")
     for name, kernels in found.items():
         assert "_fused_adamw_" in kernels, name
-        assert not [kernel for kernel in kernels if kernel.startswith(("_foreach_lerp", "_foreach_addc"))]
+        assert not [
+            kernel for kernel in kernels if kernel.startswith(("_foreach_lerp", "_foreach_addc"))
+        ]
     # The operation says that it may write the gradient, too, 4 bytes, which it does only to unscale it.
     counted = {
         "zero_": 4.0,
@@ -168,5 +177,7 @@ def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model
     }
     for name in ("distributed", "plain"):
         moved = {kernel: found[name][kernel] for kernel in counted}
-        assert moved == pytest.approx(counted, rel=0.01), name  # padding of the buffers, and small tensors
+        assert moved == pytest.approx(counted, rel=0.01), (
+            name
+        )  # padding of the buffers, and small tensors
     assert sum(OPTIMIZER_BYTES.values()) == sum(counted.values()) - 4

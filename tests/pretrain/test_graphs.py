@@ -37,7 +37,11 @@ SOME = ["fem_softmax", "hyperset", "cem", "deltanet"]  # the rest by night
 
 
 def pattern(names: list[str]) -> list[str]:
-    return [f"model.pattern=[{','.join(names)}]", f"model.num_layers={len(names)}", "model.tie_embeddings=false"]
+    return [
+        f"model.pattern=[{','.join(names)}]",
+        f"model.num_layers={len(names)}",
+        "model.tie_embeddings=false",
+    ]
 
 
 @pytest.mark.parametrize("free_energy", [True, False])
@@ -57,7 +61,12 @@ class Graph(torch.autograd.Function):
     """A replay: what is given is copied to where the capture read it, and all that comes back lies where the next replay writes."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], static: tuple[tuple[Tensor, ...], Tensor, list[Tensor]], *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        run: Callable[..., Tensor],
+        static: tuple[tuple[Tensor, ...], Tensor, list[Tensor]],
+        *given: Tensor,
+    ) -> Tensor:
         inputs, out, _ = ctx.static = static
         for place, value in zip(inputs, given, strict=True):
             if place.data_ptr() != value.data_ptr():
@@ -69,18 +78,26 @@ class Graph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, _, gradients = ctx.static
-        for place, value in zip(gradients, torch.autograd.grad(ctx.made, inputs, grads), strict=True):
+        for place, value in zip(
+            gradients, torch.autograd.grad(ctx.made, inputs, grads), strict=True
+        ):
             place.copy_(value)
         return None, None, *(place.detach() for place in gradients)
 
 
-def graphed(runs: Sequence[Callable[..., Tensor]], samples: Sequence[tuple[Tensor, ...]]) -> list[Callable[..., Tensor]]:
+def graphed(
+    runs: Sequence[Callable[..., Tensor]], samples: Sequence[tuple[Tensor, ...]]
+) -> list[Callable[..., Tensor]]:
     """``torch.cuda.make_graphed_callables`` where there is none: its memory, and the Python of a replay once more."""
 
     def replay(run: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
         out = run(*given)
         torch.autograd.grad(out, given, torch.ones_like(out))
-        static = given, torch.full_like(out, torch.nan), [torch.full_like(each, torch.nan) for each in given]
+        static = (
+            given,
+            torch.full_like(out, torch.nan),
+            [torch.full_like(each, torch.nan) for each in given],
+        )
 
         def call(*new: Tensor) -> Tensor:
             calls.append(run)
@@ -123,7 +140,10 @@ def compared(settings: list[str]) -> list[int]:
     platform.initialize_distributed()
     plain, on = trained(settings), trained([*settings, ON])
     assert on[0] == plain[0] and len(on[0][-1]) > 4
-    assert all(torch.equal(one, other) for one, other in zip(plain[1], on[1], strict=True)) and not plain[2][-1]
+    assert (
+        all(torch.equal(one, other) for one, other in zip(plain[1], on[1], strict=True))
+        and not plain[2][-1]
+    )
     return on[2]
 
 
@@ -143,28 +163,41 @@ NIGHT = pytest.mark.slow
     ],
     ids=["TP2 + SP", "TP2, fp8", "DP2, overlapped", "all"],
 )
-def test_replays_train_as_the_layers_do_to_the_bit(names: list[str], settings: list[str], tmp_path: Path) -> None:
+def test_replays_train_as_the_layers_do_to_the_bit(
+    names: list[str], settings: list[str], tmp_path: Path
+) -> None:
     """Whoever read a replay's results after the next one, or let a replay's gradients be summed up in place, would have other numbers."""
     replays = answer(2, compared, [*pattern(names), *settings], output=tmp_path / "said")
-    assert replays == [2 * len(names), 4 * len(names), 4 * len(names)]  # neither an evaluation's nor those that are looked at
+    assert replays == [
+        2 * len(names),
+        4 * len(names),
+        4 * len(names),
+    ]  # neither an evaluation's nor those that are looked at
 
 
 def test_a_machine_without_a_gpu_is_told() -> None:
     config = config_of(1, [ON])
-    with pytest.raises(ConfigError, match="train.cuda_graphs = true needs a GPU, and this machine has none; set train.cuda_graphs=false"):
+    with pytest.raises(
+        ConfigError,
+        match="train.cuda_graphs = true needs a GPU, and this machine has none; set train.cuda_graphs=false",
+    ):
         make_engine(config, Schedule.of(config))
 
 
 def on_paper(names: list[str]) -> tuple[set[str], float]:
     platform.import_megatron()
     told = rehearse(config_of(2, [*TP2, *SP, *pattern(names), ON], ON_A_GPU), 2, "h100")
-    return {read.replace(read.split()[0], read.split()[0].split(":")[0]) for read in told.ranks[0].reads}, (
-        told.plan.memory[0].total / told.ranks[0].peak.bytes
-    )
+    return {
+        read.replace(read.split()[0], read.split()[0].split(":")[0]) for read in told.ranks[0].reads
+    }, (told.plan.memory[0].total / told.ranks[0].peak.bytes)
 
 
-@pytest.mark.parametrize("names", [pytest.param(SOME[:2], id="some"), pytest.param(CAPTURED, id="all", marks=NIGHT)])
-def test_an_h100_would_capture_every_layer_in_the_memory_that_is_planned(names: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param(SOME[:2], id="some"), pytest.param(CAPTURED, id="all", marks=NIGHT)]
+)
+def test_an_h100_would_capture_every_layer_in_the_memory_that_is_planned(
+    names: list[str], tmp_path: Path
+) -> None:
     """Its choices, on tensors without numbers: no host read while a layer is captured. The plan within what the layers' own is (15%)."""
     reads, ratio = answer(1, on_paper, names, output=tmp_path / "said")
     assert reads == STEADY and ratio == pytest.approx(1, abs=0.15)
@@ -175,6 +208,8 @@ def test_a_host_read_within_a_capture_is_named() -> None:
     trace = Trace()
     with (
         OnPaper(trace),
-        pytest.raises(RuntimeError, match=r"holds no host read, as .*test_graphs.py:\d+ <lambda> __float__ is"),
+        pytest.raises(
+            RuntimeError, match=r"holds no host read, as .*test_graphs.py:\d+ <lambda> __float__ is"
+        ),
     ):
         paper.graphed(trace, [lambda t: t * float(t.sum())], [(x,)])

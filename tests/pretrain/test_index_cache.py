@@ -28,7 +28,10 @@ from tests.ranks import PATIENCE, answer, finished, forked, wait_until
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
-SOURCES = (SourceContents("train", "data/train", "a" * 64, "b" * 64), SourceContents("valid", "data/valid", "c" * 64, "d" * 64))
+SOURCES = (
+    SourceContents("train", "data/train", "a" * 64, "b" * 64),
+    SourceContents("valid", "data/valid", "c" * 64, "d" * 64),
+)
 FILES = {"one.npy": b"1" * 1000, "two.npy": b"2" * 70_000, "description.txt": b"three"}
 
 
@@ -60,20 +63,35 @@ def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) ->
             {"split": "train", "prefix": "data/train", "idx_sha256": "a" * 64, "bin": "b" * 64},
             {"split": "valid", "prefix": "data/valid", "idx_sha256": "c" * 64, "bin": "d" * 64},
         ],
-        "files": {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in sorted(FILES.items())},
+        "files": {
+            name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+            for name, raw in sorted(FILES.items())
+        },
     }
-    assert {path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE} == FILES
+    assert {
+        path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE
+    } == FILES
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "two.npy has 69999 bytes instead of 70000": lambda folder: (folder / "two.npy").write_bytes(b"2" * 69_999),
+    "two.npy has 69999 bytes instead of 70000": lambda folder: (folder / "two.npy").write_bytes(
+        b"2" * 69_999
+    ),
     "one.npy is missing": lambda folder: (folder / "one.npy").unlink(),
     "complete.json is missing": lambda folder: (folder / COMPLETE).unlink(),
-    "complete.json cannot be read (JSONDecodeError)": lambda folder: (folder / COMPLETE).write_text("{"),
+    "complete.json cannot be read (JSONDecodeError)": lambda folder: (folder / COMPLETE).write_text(
+        "{"
+    ),
     "complete.json cannot be read (TypeError)": lambda folder: (folder / COMPLETE).write_text("[]"),
-    "complete.json cannot be read (KeyError)": lambda folder: (folder / COMPLETE).write_text('{"format": 1}'),
-    "complete.json has format 9": lambda folder: (folder / COMPLETE).write_text('{"format": 9, "files": {}}'),
-    "complete.json cannot be read (NotADirectoryError)": lambda folder: folder.rename(folder.with_name("x")) and folder.write_text(""),
+    "complete.json cannot be read (KeyError)": lambda folder: (folder / COMPLETE).write_text(
+        '{"format": 1}'
+    ),
+    "complete.json has format 9": lambda folder: (folder / COMPLETE).write_text(
+        '{"format": 9, "files": {}}'
+    ),
+    "complete.json cannot be read (NotADirectoryError)": lambda folder: (
+        folder.rename(folder.with_name("x")) and folder.write_text("")
+    ),
 }
 
 
@@ -93,7 +111,9 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
         assert not [path for path in folders(cache.root) if path.name.startswith(".")]
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process replaces a damaged folder at any moment."""
     cache, stat = cache_in(tmp_path), Path.stat
     build(cache)
@@ -141,7 +161,9 @@ def dies_at(root: Path, renames: int) -> None:
     build(cache_in(root))
 
 
-@pytest.mark.parametrize("damages", [False, True], ids=["alone", "beside"])  # one of them damages what is there, again and again
+@pytest.mark.parametrize(
+    "damages", [False, True], ids=["alone", "beside"]
+)  # one of them damages what is there, again and again
 def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, damages: bool) -> None:
     root = tmp_path / "cache"
     answer(3, builder, root, damages, output=tmp_path / "said")
@@ -151,17 +173,24 @@ def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, damages: bool) 
     assert folders(root) == [cache.folder]
 
 
-def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_is_old(tmp_path: Path) -> None:
+def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_is_old(
+    tmp_path: Path,
+) -> None:
     root, said = tmp_path / "cache", [tmp_path / f"said.{rank}" for rank in range(2)]
     with forked(2, holder, root, output=tmp_path / "said") as builders:
-        wait_until(lambda: all(each.exists() and each.read_text().endswith("\n") for each in said), builders)
+        wait_until(
+            lambda: all(each.exists() and each.read_text().endswith("\n") for each in said),
+            builders,
+        )
         rest, busy = (root / each.read_text().strip() for each in said)
         builders[0].kill()
         builders[0].join()
         cache = cache_in(root)
         assert cache.fault() == NOT_THERE
         build(cache)
-        assert folders(root) == sorted([rest, busy, cache.folder])  # young: its builder may be about to lock it
+        assert folders(root) == sorted(
+            [rest, busy, cache.folder]
+        )  # young: its builder may be about to lock it
         for folder in (rest, busy):
             os.utime(folder, (time.time() - 4000,) * 2)
         build(cache)
@@ -170,7 +199,9 @@ def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_i
 
 @pytest.mark.parametrize("what", ["folder", "file"])
 @pytest.mark.parametrize("renames", [0, 1])
-def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(tmp_path: Path, renames: int, what: str) -> None:
+def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(
+    tmp_path: Path, renames: int, what: str
+) -> None:
     root = tmp_path / "cache"
     cache = cache_in(root)
     build(cache)
@@ -185,10 +216,15 @@ def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(t
     for rest in root.glob(".building-*"):
         os.utime(rest, (time.time() - 4000,) * 2)
     build(cache)
-    assert cache.fault() is None and {path.name for path in root.iterdir()} == {".lock", cache.folder.name}
+    assert cache.fault() is None and {path.name for path in root.iterdir()} == {
+        ".lock",
+        cache.folder.name,
+    }
 
 
-def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_publication_works_as_nfs_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There a lock of one's own is for those alone who may write the file."""
     modes = []
 
@@ -211,7 +247,16 @@ class Run(Command):
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.data, self.cache = folder, folder / "data", folder / "cache"
         data = [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
-        super().__init__([f"run_dir={folder / 'run'}", *SMALL, "data.test=[]", f"data.index_cache={self.cache}", *data], capsys)
+        super().__init__(
+            [
+                f"run_dir={folder / 'run'}",
+                *SMALL,
+                "data.test=[]",
+                f"data.index_cache={self.cache}",
+                *data,
+            ],
+            capsys,
+        )
         self.write_data(seed=0)
 
     def write_data(self, seed: int, documents: int = 60, length: int = 120) -> None:
@@ -219,7 +264,10 @@ class Run(Command):
         # As many tokens and documents whatever the seed: only the contents tell.
         lengths = [draw.randint(2, length) for _ in range(documents // 2)]
         lengths += [length + 2 - size for size in lengths]
-        write_folder(self.data, documents=[[*(draw.randrange(499) for _ in range(size - 1)), 499] for size in lengths])
+        write_folder(
+            self.data,
+            documents=[[*(draw.randrange(499) for _ in range(size - 1)), 499] for size in lengths],
+        )
 
     def built(self) -> dict[str, tuple[int, int]]:
         """Cache folder's name -> (inode, time of change) of its complete.json."""
@@ -237,7 +285,12 @@ def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(r
     (name,) = run.built()
     folder, last = run.cache / name, run.out.splitlines()[-1]
     assert last.startswith(f"index cache {folder}: ") and f"{folder}: built in" in run.out
-    for figure in (" samples of training and ", " of validation, 32 tokens each; ", " CPU s", " GiB of memory at most"):
+    for figure in (
+        " samples of training and ",
+        " of validation, 32 tokens each; ",
+        " CPU s",
+        " GiB of memory at most",
+    ):
         assert figure in last
     assert not (run.folder / "run").exists()  # the run itself has not begun
     before = run.built()
@@ -245,7 +298,9 @@ def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(r
     assert "index cache" not in run.out and "resumed" not in run.out
     # A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that one.
     assert run("train.steps=10", "--index") == 0
-    assert run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
+    assert (
+        run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
+    )
     assert run.built() == before
     # Other data under the same names and of the same sizes: the run that was trained on the old is refused, a new one finds no old index.
     run.write_data(seed=1)
@@ -263,10 +318,15 @@ def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run)
     whole = index.read_bytes()
     index.write_bytes(whole[:100])
     assert run("--index") == 0
-    assert f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)}; building it again" in run.out
+    assert (
+        f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)}; building it again"
+        in run.out
+    )
     assert index.read_bytes() == whole
     before = run.built()
-    assert "index cache" not in finished(2, [DEMO, *run.settings, "train.eval_interval=0"], run.folder / "out")
+    assert "index cache" not in finished(
+        2, [DEMO, *run.settings, "train.eval_interval=0"], run.folder / "out"
+    )
     assert run.built() == before
 
 
@@ -284,23 +344,46 @@ def late_reader(arguments: list[str]) -> int:
 
 
 def test_a_rank_that_reads_late_finds_the_files_where_they_were_built(run: Run) -> None:
-    assert answer(2, late_reader, [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"], output=run.folder / "out") == 0
+    assert (
+        answer(
+            2,
+            late_reader,
+            [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"],
+            output=run.folder / "out",
+        )
+        == 0
+    )
     assert len(run.built()) == 1
 
 
-def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_follows_what_decides_the_order(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_pair(run.folder / "more", [[*range(400), 499]] * 9)
     second = [f"data.train.1.prefix={run.folder / 'more'}"]
     weighted = [*second, "data.train.1.weight=2"]
-    changes = [[], ["train.seed=43"], ["data.seq_length=16"], ["train.steps=13"], second, weighted, [*weighted, "data.valid=[]"]]
+    changes = [
+        [],
+        ["train.seed=43"],
+        ["data.seq_length=16"],
+        ["train.steps=13"],
+        second,
+        weighted,
+        [*weighted, "data.valid=[]"],
+    ]
     for number, change in enumerate(changes, 1):
         assert run(*change, "--index") == 0, run.err
         assert len(run.built()) == number, change
     # The number of ranks, the batch's parts and the model decide nothing; nor does the folder that relative paths start from.
     before = run.built()
-    assert run("train.micro_batch_size=1", "model.num_layers=2", "parallel.world_size=2", "--index") == 0, run.err
+    assert (
+        run("train.micro_batch_size=1", "model.num_layers=2", "parallel.world_size=2", "--index")
+        == 0
+    ), run.err
     monkeypatch.chdir(run.folder)
-    assert run("data.train.0.prefix=data/train", "data.valid.0.prefix=./data/valid", "--index") == 0, run.err
+    assert (
+        run("data.train.0.prefix=data/train", "data.valid.0.prefix=./data/valid", "--index") == 0
+    ), run.err
     assert run.built() == before
 
 
@@ -312,11 +395,16 @@ def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
 
     (run.folder / "file").write_text("")
     said = refused(f"data.index_cache={run.folder / 'file'}")
-    assert "the index cache cannot be written: " in said and said.endswith("; data.index_cache=FOLDER names another place\n")
+    assert "the index cache cannot be written: " in said and said.endswith(
+        "; data.index_cache=FOLDER names another place\n"
+    )
     run.write_data(seed=2, documents=6_000, length=4)
     with largest_file(18_000):
         said = refused(code=1)  # a full disk may have room again
-    assert said.startswith("pretrain: error: the index cache cannot be written: ") and "Traceback" not in said
+    assert (
+        said.startswith("pretrain: error: the index cache cannot be written: ")
+        and "Traceback" not in said
+    )
     assert folders(run.cache) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([DEMO, *run.settings, "--index"]) == 2

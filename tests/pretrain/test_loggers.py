@@ -20,7 +20,9 @@ from tests.ranks import PATIENCE
 
 def wandb_records(file: Path) -> list[Any]:
     """The records of a file that an offline run writes: LevelDB's log format behind a header of 7 bytes."""
-    messages: Any = import_module("wandb.proto.wandb_internal_pb2")  # a second; its classes are made as it is imported
+    messages: Any = import_module(
+        "wandb.proto.wandb_internal_pb2"
+    )  # a second; its classes are made as it is imported
     data, at, whole, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -36,11 +38,19 @@ def wandb_records(file: Path) -> list[Any]:
 
 def history(file: Path, name: str) -> list[tuple[int, int, float]]:
     """wandb's own step, the metric ``step`` and the value of each row that has the value."""
-    rows = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item} for record in wandb_records(file)]
+    rows = [
+        {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in wandb_records(file)
+    ]
     return [(row["_step"], row["step"], row[name]) for row in rows if name in row]
 
 
-def test_curves_go_on_after_a_rewind_and_a_resume(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_go_on_after_a_rewind_and_a_resume(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A spike at step 7 goes back to step 4; the run ends at step 8, is resumed at step 6 and goes on to step 10.
 
     TensorBoard has each step once, Weights & Biases (for real; offline, because nobody is logged in) every value that was logged, and
@@ -50,14 +60,35 @@ def test_curves_go_on_after_a_rewind_and_a_resume(pretrain: Command, monkeypatch
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("NETRC", str(pretrain.run_dir / "no-netrc"))
     monkeypatch.setenv("HOME", str(pretrain.run_dir))
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE))  # its process is given 30 seconds to start
+    monkeypatch.setenv(
+        "WANDB__SERVICE_WAIT", str(PATIENCE)
+    )  # its process is given 30 seconds to start
     spikes = iter([None] * 6 + ["loss"])
     monkeypatch.setattr(Spikes, "found", lambda *told: next(spikes, None))
-    settings = ["checkpoint.interval=2", "checkpoint.keep_last=9", "train.on_spike=rewind", "train.spike_rewind=2", "log.interval=1"]
-    settings += ["log.tensorboard=true", "log.wandb.enabled=true", "log.wandb.entity=us", "log.wandb.group=g", "log.wandb.tags=[a, b]"]
-    settings += ["log.wandb.job_type=pretraining", "train.eval_interval=0", "optimizer.schedule=constant", "log.diagnostics_interval=0"]
+    settings = [
+        "checkpoint.interval=2",
+        "checkpoint.keep_last=9",
+        "train.on_spike=rewind",
+        "train.spike_rewind=2",
+        "log.interval=1",
+    ]
+    settings += [
+        "log.tensorboard=true",
+        "log.wandb.enabled=true",
+        "log.wandb.entity=us",
+        "log.wandb.group=g",
+        "log.wandb.tags=[a, b]",
+    ]
+    settings += [
+        "log.wandb.job_type=pretraining",
+        "train.eval_interval=0",
+        "optimizer.schedule=constant",
+        "log.diagnostics_interval=0",
+    ]
     assert pretrain(*settings, "train.steps=8") == 0, pretrain.err
-    assert f"offline; upload with: wandb sync {pretrain.run_dir}/wandb/offline-run-*" in pretrain.out
+    assert (
+        f"offline; upload with: wandb sync {pretrain.run_dir}/wandb/offline-run-*" in pretrain.out
+    )
     shutil.rmtree(pretrain.checkpoints / "step_00000008")
     for name in ("metrics.jsonl", "attempts.jsonl"):
         with (pretrain.run_dir / name).open("a") as file:
@@ -70,28 +101,48 @@ def test_curves_go_on_after_a_rewind_and_a_resume(pretrain: Command, monkeypatch
     told = [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
     assert [step for step, _ in told] == [*range(1, 8), *range(5, 9), *range(7, 11)]
     attempts = (pretrain.run_dir / "attempts.jsonl").read_text().splitlines()
-    assert [line for line in attempts if line.endswith("}")] == [attempts[0], attempts[2]] and json.loads(attempts[2])
+    assert [line for line in attempts if line.endswith("}")] == [
+        attempts[0],
+        attempts[2],
+    ] and json.loads(attempts[2])
 
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()
     # TensorBoard stores float32.
     last = dict(told)
-    assert [(event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars("loss")] == [(n, last[n]) for n in range(1, 11)]
+    assert [
+        (event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars("loss")
+    ] == [(n, last[n]) for n in range(1, 11)]
 
     files = sorted(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
     logged = [history(file, "loss") for file in files]
-    assert [[row[1:] for row in rows] for rows in logged] == [told[:11], told[11:]], "nothing is dropped"
+    assert [[row[1:] for row in rows] for rows in logged] == [told[:11], told[11:]], (
+        "nothing is dropped"
+    )
     assert all(rows == sorted(rows) for rows in logged), "wandb's own step only grows"
-    first, second = (next(record.run for record in wandb_records(file) if record.HasField("run")) for file in files)
+    first, second = (
+        next(record.run for record in wandb_records(file) if record.HasField("run"))
+        for file in files
+    )
     assert first.run_id == second.run_id == (pretrain.run_dir / "wandb_id").read_text()
-    assert (first.entity, first.run_group, first.job_type, [*first.tags]) == ("us", "g", "pretraining", ["a", "b"])
-    metrics = {record.metric.name or record.metric.glob_name: record.metric.step_metric for record in wandb_records(files[1])}
+    assert (first.entity, first.run_group, first.job_type, [*first.tags]) == (
+        "us",
+        "g",
+        "pretraining",
+        ["a", "b"],
+    )
+    metrics = {
+        record.metric.name or record.metric.glob_name: record.metric.step_metric
+        for record in wandb_records(files[1])
+    }
     assert metrics["*"] == "step"
     (alert,) = [record.alert for record in wandb_records(files[0]) if record.HasField("alert")]
     assert alert.title == "spike" and alert.text.startswith("step 7, a spike: loss")
 
 
-def test_credentials_of_a_server_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_a_server_of_ones_own_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By wandb's own rules; a file of credentials for another server alone means offline, and WANDB_MODE decides before that."""
     import wandb
 
@@ -102,9 +153,15 @@ def test_credentials_of_a_server_of_ones_own_are_found(tmp_path: Path, monkeypat
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("NETRC", str(netrc))
     found = {}
-    for server, mode in (("localhost:8080", ""), ("localhost:8081", ""), ("localhost:8080", "offline")):
+    for server, mode in (
+        ("localhost:8080", ""),
+        ("localhost:8081", ""),
+        ("localhost:8080", "offline"),
+    ):
         monkeypatch.setenv("WANDB_BASE_URL", f"http://{server}")
-        monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv("WANDB_MODE", raising=False)
+        monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv(
+            "WANDB_MODE", raising=False
+        )
         wandb.teardown()
         found[server, mode] = _wandb_mode()
     wandb.teardown()

@@ -15,7 +15,14 @@ import pytest
 from fem_megatron.config import MIXERS, ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config import (
+    DataConfig,
+    EngineConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from pretrain.plan.memory import head_activations, layer_activations
 from pretrain.plan.run_plan import make_plan
 from tests.pretrain.conftest import SMALL
@@ -24,14 +31,20 @@ from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
 M_MMAP_THRESHOLD = -3  # of malloc.h
-ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")] + ["differential, normed"]
+ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")] + [
+    "differential, normed"
+]
 CASES = {
     "fem": ModelConfig(),
     "transformer": ModelConfig(mixer="transformer"),
     "grouped": ModelConfig(mixer="transformer", num_query_groups=2),
-    "biased, wide heads": ModelConfig(mixer="transformer", attention=AttentionConfig(head_dim=128, qkv_bias=True)),
+    "biased, wide heads": ModelConfig(
+        mixer="transformer", attention=AttentionConfig(head_dim=128, qkv_bias=True)
+    ),
     "window": ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=30)),
-    "window, grouped": ModelConfig(mixer="transformer", num_query_groups=2, attention=AttentionConfig(sliding_window=16)),
+    "window, grouped": ModelConfig(
+        mixer="transformer", num_query_groups=2, attention=AttentionConfig(sliding_window=16)
+    ),
     "normed": ModelConfig(qk_norm=True),
     "transformer, normed": ModelConfig(mixer="transformer", qk_norm=True),
     "grouped, normed": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
@@ -47,7 +60,9 @@ CASES = {
     "fp8, transformer": ModelConfig(mixer="transformer"),
     "fp8, plain": ModelConfig(fem=FemConfig(conditioner=False, free_energy=False, gate=False)),
     "grouped, offloaded, selective": ModelConfig(mixer="transformer", num_query_groups=2),
-    "grouped, normed, selective": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
+    "grouped, normed, selective": ModelConfig(
+        mixer="transformer", num_query_groups=2, qk_norm=True
+    ),
 } | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
 ENGINES = {
     "megatron": EngineConfig(),
@@ -59,10 +74,23 @@ ENGINES = {
 
 
 def case(name: str, layers: int, precision: str) -> RunConfig:
-    model = replace(CASES[name], hidden_size=384, num_layers=layers, num_attention_heads=4, ffn_hidden_size=640, vocab_size=1000)
+    model = replace(
+        CASES[name],
+        hidden_size=384,
+        num_layers=layers,
+        num_attention_heads=4,
+        ffn_hidden_size=640,
+        vocab_size=1000,
+    )
     recompute = "selective" if "selective" in name else "none"
     fp8, offloads = "tensorwise" if "fp8" in name else "none", "offloaded" in name
-    train = TrainConfig(precision=precision, fp8=fp8, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations=offloads)
+    train = TrainConfig(
+        precision=precision,
+        fp8=fp8,
+        micro_batch_size=SEQUENCES,
+        recompute=recompute,
+        offload_activations=offloads,
+    )
     return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=train)
 
 
@@ -93,11 +121,16 @@ def kept_bytes(config: RunConfig) -> float:
     tokens = torch.randint(config.model.vocab_size or 1, (SEQUENCES, LENGTH))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), None, labels=tokens)
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (held.tensor.untyped_storage() for held in kept)}
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (held.tensor.untyped_storage() for held in kept)
+    }
     assert loss.requires_grad
     sent = sum(one.host.nbytes for one in gc.get_objects() if isinstance(one, Sent))
     here = sum(size for pointer, size in storages.items() if pointer not in own)
-    assert bool(sent) == config.train.offload_activations and (not sent or here < head_bytes(config) * tokens.numel() * 1.01)
+    assert bool(sent) == config.train.offload_activations and (
+        not sent or here < head_bytes(config) * tokens.numel() * 1.01
+    )
     return (sent + here) / tokens.numel()
 
 
@@ -118,28 +151,53 @@ def measure(precision: str) -> dict[str, list[float]]:
 
 def training(precision: str, name: str) -> RunConfig:
     """Large enough that the model's memory stands out against what the libraries hold."""
-    model = ModelConfig(hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096)
+    model = ModelConfig(
+        hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096
+    )
     recompute = "selective" if "selective" in name else "none"
-    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision=precision, recompute=recompute)
+    train = TrainConfig(
+        steps=2, micro_batch_size=4, global_batch_size=4, precision=precision, recompute=recompute
+    )
     optimizer = OptimizerConfig(warmup_steps=1)
-    return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=optimizer, engine=ENGINES[name])
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=256),
+        train=train,
+        optimizer=optimizer,
+        engine=ENGINES[name],
+    )
 
 
 def long(ranks: int) -> RunConfig:
     """A sequence of 16,384 tokens, whose activations are nearly all that there is, over so many ranks."""
-    model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512)
+    model = ModelConfig(
+        hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512
+    )
     train = TrainConfig(steps=2, micro_batch_size=1, global_batch_size=1, precision="fp32")
     layout = ParallelConfig(context_parallel_size=ranks)
     return RunConfig(
-        model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout
+        model=model,
+        data=DataConfig(seq_length=1 << 14),
+        train=train,
+        optimizer=OptimizerConfig(warmup_steps=1),
+        parallel=layout,
     )
 
 
 def large_vocabulary(chunk: int) -> RunConfig:
     """Logits that are most of all there is; ``chunk`` as train.loss_chunk."""
-    model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=32768)
-    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision="fp32", loss_chunk=chunk)
-    return RunConfig(model=model, data=DataConfig(seq_length=1024), train=train, optimizer=OptimizerConfig(warmup_steps=1))
+    model = ModelConfig(
+        hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=32768
+    )
+    train = TrainConfig(
+        steps=2, micro_batch_size=4, global_batch_size=4, precision="fp32", loss_chunk=chunk
+    )
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=1024),
+        train=train,
+        optimizer=OptimizerConfig(warmup_steps=1),
+    )
 
 
 def measure_peak(config: RunConfig) -> int:
@@ -154,15 +212,25 @@ def measure_peak(config: RunConfig) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     platform.initialize_distributed()
-    importlib.import_module(f"pretrain.engines.{config.engine.name}")  # the libraries' own memory is no engine's
+    importlib.import_module(
+        f"pretrain.engines.{config.engine.name}"
+    )  # the libraries' own memory is no engine's
     initialize_model_parallel(config)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     engine = make_engine(config, Schedule.of(config))
-    sequences, length = config.train.micro_batch_size, config.data.seq_length // config.parallel.context_parallel_size
+    sequences, length = (
+        config.train.micro_batch_size,
+        config.data.seq_length // config.parallel.context_parallel_size,
+    )
     tokens = torch.randint(config.model.vocab_size or 1, (sequences, length + 1))
     positions = torch.arange(length).expand(sequences, length)
     ones = torch.ones(sequences, length)
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": ones, "position_ids": positions}
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": ones,
+        "position_ids": positions,
+    }
     for step in range(2):
         engine.train_step(iter([batch]), sequences * (step + 1))
     return platform.peak_memory_bytes() - before
@@ -171,7 +239,11 @@ def measure_peak(config: RunConfig) -> int:
 @pytest.mark.parametrize(
     ("precision", "engine"),
     [
-        pytest.param(precision, name, marks=[] if (precision, name) == ("fp32", "megatron") else pytest.mark.slow)
+        pytest.param(
+            precision,
+            name,
+            marks=[] if (precision, name) == ("fp32", "megatron") else pytest.mark.slow,
+        )
         for precision in ("fp32", "bf16")
         for name in ENGINES
         if (precision, name) != ("bf16", "stage 0")
@@ -183,20 +255,34 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
     bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
     """
     planned = make_plan(training(precision, engine), 1, cuda=False).peak_memory
-    measured = answer(1, measure_peak, training(precision, engine), output=tmp_path / "said", patience=900)
+    measured = answer(
+        1, measure_peak, training(precision, engine), output=tmp_path / "said", patience=900
+    )
     assert measured == pytest.approx(planned, rel=0.1 if "selective" in engine else 0.15)
 
 
 @pytest.mark.parametrize(
-    "measure_whole", [pytest.param(whole, marks=pytest.mark.slow) for whole in (False, True)], ids=["chunks", "chunks and whole"]
+    "measure_whole",
+    [pytest.param(whole, marks=pytest.mark.slow) for whole in (False, True)],
+    ids=["chunks", "chunks and whole"],
 )
-def test_the_loss_in_chunks_needs_no_memory_for_all_logits(tmp_path: Path, measure_whole: bool) -> None:
+def test_the_loss_in_chunks_needs_no_memory_for_all_logits(
+    tmp_path: Path, measure_whole: bool
+) -> None:
     """Peaks within 15% of the plan, as above; all logits of 4,096 tokens and 32,768 words would be 512 MiB."""
-    planned = {chunk: make_plan(large_vocabulary(chunk), 1, cuda=False).peak_memory for chunk in (0, 256)}
+    planned = {
+        chunk: make_plan(large_vocabulary(chunk), 1, cuda=False).peak_memory for chunk in (0, 256)
+    }
     measured = {}
     for chunk in (0, 256) if measure_whole else (256,):
-        measured[chunk] = answer(1, measure_peak, large_vocabulary(chunk), output=tmp_path / f"said{chunk}", patience=300)
-        assert measured[chunk] == pytest.approx(planned[chunk], rel=0.15), (chunk, measured, planned)
+        measured[chunk] = answer(
+            1, measure_peak, large_vocabulary(chunk), output=tmp_path / f"said{chunk}", patience=300
+        )
+        assert measured[chunk] == pytest.approx(planned[chunk], rel=0.15), (
+            chunk,
+            measured,
+            planned,
+        )
     assert measured[256] < 0.5 * (measured if measure_whole else planned)[0]
 
 
@@ -206,19 +292,30 @@ def test_of_a_long_sequence_each_of_two_ranks_keeps_half(tmp_path: Path) -> None
     planned = {ranks: make_plan(long(ranks), ranks, cuda=False).memory[0] for ranks in (1, 2)}
     assert planned[2].activations == pytest.approx(planned[1].activations / 2, rel=1e-6)
     for ranks, plan in planned.items():
-        measured = answer(ranks, measure_peak, long(ranks), output=tmp_path / f"said{ranks}", patience=900)
+        measured = answer(
+            ranks, measure_peak, long(ranks), output=tmp_path / f"said{ranks}", patience=900
+        )
         assert measured == pytest.approx(plan.total, rel=0.1), ranks
 
 
 @pytest.mark.parametrize("precision", quick_or_slow(("fp32", "bf16"), ("bf16",)))
-def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(tmp_path: Path, precision: str) -> None:
+def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(
+    tmp_path: Path, precision: str
+) -> None:
     found = answer(1, measure, precision, output=tmp_path / "said")
     for name in set(CASES) - set(ESTIMATED):
         config = case(name, 1, precision)
         layer, rest = found[name]
         # What the table leaves out: row statistics of the norms, masks, beta (per channel, not per token), token ids; at this width
         # about 60 of 20,000 bytes a token of a layer, and 30 of 8,000 of the rest.
-        assert abs(sum(layer_activations(config, config.model.blocks()[0], cuda=False).values()) / layer - 1) < 0.01, name
+        assert (
+            abs(
+                sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
+                / layer
+                - 1
+            )
+            < 0.01
+        ), name
         assert abs(head_bytes(config) / rest - 1) < 0.01, name
     for name in ESTIMATED:
         config = case(name, 1, precision)
@@ -245,8 +342,19 @@ def test_offloaded_activations_change_no_bit(tiny_data: Path, tmp_path: Path, la
     data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
     base = [*data, *SMALL, FAMILIES, "model.num_layers=8", "model.mlp=swiglu", "data.seq_length=16"]
     jobs = [
-        Job(offload, [*base, *LAYOUTS[layout], f"train.offload_activations={offload}", f"run_dir={tmp_path / 'run'}"], steps=2)
+        Job(
+            offload,
+            [
+                *base,
+                *LAYOUTS[layout],
+                f"train.offload_activations={offload}",
+                f"run_dir={tmp_path / 'run'}",
+            ],
+            steps=2,
+        )
         for offload in ("false", "true")
     ]
-    done = answer(2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "ranks", patience=300)
+    done = answer(
+        2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "ranks", patience=300
+    )
     assert done["true"].steps == done["false"].steps

@@ -35,7 +35,11 @@ def write_step(run_dir: Path, step: int, size: int = 300_000, files: int = 5) ->
         (folder / name).write_bytes(dice.randbytes(bytes_))
     progress = {"step": step, "consumed_samples": step, "order_samples": 100}
     config = {"model": {"hidden_size": 8}, "data": {"seq_length": 8}}
-    (folder / MANIFEST).write_text(json.dumps({"progress": progress, "data": "key", "config": config, "files": sizes, "sha256": {}}))
+    (folder / MANIFEST).write_text(
+        json.dumps(
+            {"progress": progress, "data": "key", "config": config, "files": sizes, "sha256": {}}
+        )
+    )
     assert damage(folder) is None
     return folder
 
@@ -45,35 +49,61 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def mirrored_run(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Command, list[str]]:
     """A run in ``run``, and its settings with the store as its mirror."""
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
     data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
     quick = ["train.eval_interval=0", "optimizer.schedule=constant", "log.diagnostics_interval=0"]
-    pretrain = Command([f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, *quick], capsys)
-    return pretrain, [f"checkpoint.mirror={store.url}", "checkpoint.mirror_interval=8", "checkpoint.mirror_keep_last=2"]
+    pretrain = Command(
+        [f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, *quick], capsys
+    )
+    return pretrain, [
+        f"checkpoint.mirror={store.url}",
+        "checkpoint.mirror_interval=8",
+        "checkpoint.mirror_keep_last=2",
+    ]
 
 
 def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the bits of a run that was never elsewhere."""
     pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
     assert pretrain("train.steps=16", "checkpoint.interval=0", f"run_dir={tmp_path / 'whole'}") == 0
     assert pretrain(*mirrored) == 0
-    assert {name.split("/")[1] for name in store.names()} <= {"step_00000008", "step_00000012", "latest", "run"}
+    assert {name.split("/")[1] for name in store.names()} <= {
+        "step_00000008",
+        "step_00000012",
+        "latest",
+        "run",
+    }
     assert "run/step_00000012/manifest.json" in store.names()
     assert SECRET not in "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
     shutil.rmtree(tmp_path / "run")
     assert pretrain(*mirrored, "train.steps=16") == 0
-    assert "checkpoint step_00000012 brought from s3://" in pretrain.out and "step_00000012 at step 12" in pretrain.out
+    assert (
+        "checkpoint step_00000012 brought from s3://" in pretrain.out
+        and "step_00000012 at step 12" in pretrain.out
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole"), "those before the loss, too"
 
 
-@pytest.mark.parametrize("kills", [2, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (6, 20))])
-def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: Store, kills: int) -> None:
+@pytest.mark.parametrize(
+    "kills", [2, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (6, 20))]
+)
+def test_kills_in_the_middle_leave_nothing_that_counts(
+    tmp_path: Path, store: Store, kills: int
+) -> None:
     """Each a little later after the sending has begun; what has a manifest there is whole."""
     write_step(tmp_path, 1)
     assert store.run("mirror", tmp_path, store.url)[0] == 0
@@ -114,7 +144,9 @@ FAULTS = [flipped, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (r
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: Path, store: Store, fault: Any) -> None:
+def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
+    tmp_path: Path, store: Store, fault: Any
+) -> None:
     step, tried = write_step(tmp_path, 4), threading.Event()
 
     def faulty(client: socket.socket, data: bytes) -> bytes | None:
@@ -124,7 +156,11 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: 
 
     store.proxy.fault = faulty
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
-    assert code == 1 and "it is whole" in said and not [name for name in store.names() if name.endswith(MANIFEST)], said
+    assert (
+        code == 1
+        and "it is whole" in said
+        and not [name for name in store.names() if name.endswith(MANIFEST)]
+    ), said
     tried.clear()
     following = store.start("mirror", tmp_path, store.url, "--follow")
     assert tried.wait(PATIENCE)
@@ -156,8 +192,12 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
         for told in ANSWERS:
             status, code = told.split()
             if code.encode() in data:
-                body = f"<Error><Code>{code}</Code><Message>they say {code}</Message></Error>" * (not data.startswith(b"HEAD"))
-                client.sendall(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+                body = f"<Error><Code>{code}</Code><Message>they say {code}</Message></Error>" * (
+                    not data.startswith(b"HEAD")
+                )
+                client.sendall(
+                    f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+                )
                 return None
         return data
 
@@ -170,7 +210,9 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
         assert f"is not in {url}: " in said and f"they say {name}" in said
 
 
-def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """S3 compares a checksum itself; not every place does."""
     place = Mirror(str(tmp_path / "mirror"))
     (tmp_path / "file").write_bytes(b"content")
@@ -196,9 +238,15 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
         store.client.delete_object(Bucket=store.name, Key=name)
     store.client.delete_bucket(Bucket=store.name)
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
-    assert code == 2 and f"the newest checkpoint of {tmp_path} is not in" in said and "Traceback" not in said
+    assert (
+        code == 2
+        and f"the newest checkpoint of {tmp_path} is not in" in said
+        and "Traceback" not in said
+    )
     store.client.create_bucket(Bucket=store.name)
-    assert store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
+    assert (
+        store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
+    )
 
 
 def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, store: Store) -> None:
@@ -216,27 +264,47 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     code, said = store.run("verify", store.url)
     assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
     code, said = store.run("fetch", tmp_path / "new", store.url)
-    assert code == 0 and f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it" in said
+    assert (
+        code == 0
+        and f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it"
+        in said
+    )
     assert content(tmp_path / "new/checkpoints" / good.name) == content(good)
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
     before = content(step)
     for place in (tmp_path / "one/checkpoints", tmp_path):  # it would write over what it reads
-        assert main(["mirror", str(tmp_path / "one"), str(place)]) == main(["fetch", str(tmp_path / "one"), place.as_uri()]) == 2
+        assert (
+            main(["mirror", str(tmp_path / "one"), str(place)])
+            == main(["fetch", str(tmp_path / "one"), place.as_uri()])
+            == 2
+        )
     assert content(step) == before
 
 
 def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: Store) -> None:
     good, step = write_step(tmp_path, 4), write_step(tmp_path, 5)
     manifest = json.loads((step / MANIFEST).read_text())
-    (step / MANIFEST).write_text(json.dumps({**manifest, HASHES: {name: hash_of(step / name) for name in manifest["files"]}}))
+    (step / MANIFEST).write_text(
+        json.dumps({**manifest, HASHES: {name: hash_of(step / name) for name in manifest["files"]}})
+    )
     content = bytearray((step / "__2_0.distcp").read_bytes())
     content[7] ^= 1
     (step / "__2_0.distcp").write_bytes(content)
     code, said = store.run("mirror", tmp_path, store.url)
-    assert code == 1 and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not sent" in said
-    assert said.splitlines()[-1].endswith(f"{step.name} came to harm there and could not be sent to {store.url}")
-    assert {name.split("/")[1] for name in store.names()} == {good.name, "latest", "run"} and store.run("verify", store.url)[0] == 0
+    assert (
+        code == 1
+        and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not sent"
+        in said
+    )
+    assert said.splitlines()[-1].endswith(
+        f"{step.name} came to harm there and could not be sent to {store.url}"
+    )
+    assert {name.split("/")[1] for name in store.names()} == {
+        good.name,
+        "latest",
+        "run",
+    } and store.run("verify", store.url)[0] == 0
 
 
 WITH_PEAK = """
@@ -256,7 +324,9 @@ def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Sto
         write_step(tmp_path, step, size=size, files=4)
         environ = {**os.environ, **store.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", WITH_PEAK, "mirror", str(tmp_path), store.url]
-        said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=True
+        ).stdout
         peaks.append(int(said.split("VmHWM:")[1].split()[0]) * 1024)
     assert peaks[1] - peaks[0] < 220e6, peaks  # seen: 150; whole files would be 320
 
@@ -301,7 +371,9 @@ def test_a_stall_of_half_a_minute_is_waited_out(tmp_path: Path, store: Store) ->
 def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
     step = write_step(tmp_path, 5)
     process = store.start("mirror", tmp_path, store.url, "--follow")
-    assert process.stdout is not None and f"checkpoint {step.name} is in" in process.stdout.readline()
+    assert (
+        process.stdout is not None and f"checkpoint {step.name} is in" in process.stdout.readline()
+    )
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143 and "Traceback" not in said

@@ -25,7 +25,11 @@ from tools.checkpoint.__main__ import main
 
 @pytest.mark.slow
 def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A damaged newest checkpoint there is passed over; one here is brought from there."""
     pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
@@ -34,7 +38,10 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     store.flip("run/step_00000016/__0_0.distcp")
     shutil.rmtree(tmp_path / "run")
     assert pretrain(*mirrored, "train.steps=16") == 0
-    assert "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it" in pretrain.out
+    assert (
+        "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it"
+        in pretrain.out
+    )
     assert "step_00000012 brought from" in pretrain.out
     # Damage that shows when tensors are read: the mirror's copy is as good as the local one was.
     local = tmp_path / "run/checkpoints/step_00000016/__0_0.distcp"
@@ -44,30 +51,57 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     local.write_bytes(content)
     (tmp_path / "run/progress.json").unlink()  # else it is complete, and reads nothing
     assert pretrain(*mirrored, "train.steps=16") == 0
-    assert f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out and "step_00000016 brought from s3://" in pretrain.out
+    assert (
+        f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
+        and "step_00000016 brought from s3://" in pretrain.out
+    )
     assert "step_00000016 at step 16" in pretrain.out and local.read_bytes() == store_copy
     assert main(["verify", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow
 def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("pretrain.checkpoint.mirroring._FETCH_PATIENCE", 1.0)
     data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    pretrain = Command([f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, f"checkpoint.mirror={store.url}"], capsys)
+    pretrain = Command(
+        [
+            f"run_dir={tmp_path / 'run'}",
+            *data,
+            "data.test=[]",
+            *SMALL,
+            f"checkpoint.mirror={store.url}",
+        ],
+        capsys,
+    )
     assert pretrain("train.steps=4") == 0
     store.proxy.fault = lambda client, data: None
     limited = ("checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
     assert pretrain("train.steps=40", *limited) == 1
-    assert "what is there may be newer than" in pretrain.out and "step_00000004 at step 4" in pretrain.out
-    assert "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err and pretrain.err.count("\n") == 1
-    assert max(losses(tmp_path / "run")) == 10 and damage(tmp_path / "run/checkpoints/step_00000010") is None
+    assert (
+        "what is there may be newer than" in pretrain.out
+        and "step_00000004 at step 4" in pretrain.out
+    )
+    assert (
+        "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err
+        and pretrain.err.count("\n") == 1
+    )
+    assert (
+        max(losses(tmp_path / "run")) == 10
+        and damage(tmp_path / "run/checkpoints/step_00000010") is None
+    )
     shutil.rmtree(tmp_path / "run")
     assert pretrain() == 1
-    assert "cannot be read, and" in pretrain.err and not list((tmp_path / "run").glob("checkpoints/step_*"))
+    assert "cannot be read, and" in pretrain.err and not list(
+        (tmp_path / "run").glob("checkpoints/step_*")
+    )
 
 
 def slowly(environ: dict[str, str], arguments: list[str]) -> None:
@@ -78,14 +112,22 @@ def slowly(environ: dict[str, str], arguments: list[str]) -> None:
 
 def newest_whole(folder: Path, store: Store) -> int:
     """The step of the newest checkpoint that is whole, every byte of it, here or there; 0: none is."""
-    here = [path.name for path in newest_first(folder) if damage(path) is None and not [*damaged_files(path, lambda count: None)]]
+    here = [
+        path.name
+        for path in newest_first(folder)
+        if damage(path) is None and not [*damaged_files(path, lambda count: None)]
+    ]
     there = [name.split("/")[1] for name in store.names() if name.endswith(MANIFEST)]
     return max((int(name.removeprefix("step_")) for name in (*here, *there)), default=0)
 
 
 @pytest.mark.slow
 def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
-    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the rank and of its sender, in turn amid a save and amid an upload, over a store that fails, and checkpoints that come to harm.
 
@@ -96,26 +138,44 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
     dice, sending, said = random.Random(20), threading.Event(), ""
     data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
     settings = [*data, "data.test=[]", *SMALL, "train.steps=300"]
-    mirrored = [f"run_dir={tmp_path / 'run'}", *settings, f"checkpoint.mirror={store.url}", "checkpoint.mirror_keep_last=3"]
+    mirrored = [
+        f"run_dir={tmp_path / 'run'}",
+        *settings,
+        f"checkpoint.mirror={store.url}",
+        "checkpoint.mirror_keep_last=3",
+    ]
 
     def failing(client: socket.socket, data: bytes) -> bytes | None:
         if len(data) < 20_000:
             return data
         sending.set()
-        changed: bytes | None = dice.choice([flipped, cut, refused, *[lambda client, data: data] * 45])(client, data)
+        changed: bytes | None = dice.choice(
+            [flipped, cut, refused, *[lambda client, data: data] * 45]
+        )(client, data)
         return changed
 
     folder, harmed = tmp_path / "run/checkpoints", False
     for number in range(20):
         expected, before = newest_whole(folder, store), set(folder.glob("step_*"))
-        arguments = [DEMO, *mirrored, "checkpoint.interval=1", f"checkpoint.async_save={str(number % 4 < 2).lower()}"]
+        arguments = [
+            DEMO,
+            *mirrored,
+            "checkpoint.interval=1",
+            f"checkpoint.async_save={str(number % 4 < 2).lower()}",
+        ]
         store.proxy.fault = failing
-        with forked(1, slowly, store.environ, arguments, output=tmp_path / f"said{number}") as ranks:
+        with forked(
+            1, slowly, store.environ, arguments, output=tmp_path / f"said{number}"
+        ) as ranks:
             wait_until(lambda: bool({*folder.glob("step_*")} - before), ranks)  # noqa: B023
             if number % 5 == 3:  # the next one's folder will be lost
                 wait_until(lambda: any(name.endswith(MANIFEST) for name in store.names()), ranks)
             sending.clear()
-            wait_until(sending.is_set if number % 2 else lambda: any(folder.glob(".writing_*")), ranks, nap=0.0)
+            wait_until(
+                sending.is_set if number % 2 else lambda: any(folder.glob(".writing_*")),
+                ranks,
+                nap=0.0,
+            )
             time.sleep(dice.random() / 20)
             for child in psutil.Process(ranks[0].pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -123,13 +183,19 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
             ranks[0].kill()
             ranks[0].join()
         said = (tmp_path / f"said{number}.0").read_text()
-        assert "Traceback" not in said and f"step_{expected:08d} at step {expected}\n" * bool(expected) in said, said
+        assert (
+            "Traceback" not in said
+            and f"step_{expected:08d} at step {expected}\n" * bool(expected) in said
+        ), said
         assert ("resumed from" in said) is bool(expected) and ("is damaged" in said) is harmed, said
         assert "brought from" in said or number % 5 or not number, said
         harmed = number % 5 == 2
         if harmed:  # a bit of a weight's
             newest = newest_first(folder)[0]
-            place = max(read_metadata(newest / ".metadata").storage_data.values(), key=lambda place: place.length)
+            place = max(
+                read_metadata(newest / ".metadata").storage_data.values(),
+                key=lambda place: place.length,
+            )
             content = bytearray((newest / place.relative_path).read_bytes())
             content[place.offset + place.length // 2] ^= 1
             (newest / place.relative_path).write_bytes(content)

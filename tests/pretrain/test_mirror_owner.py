@@ -22,7 +22,9 @@ SHORT = ("train.steps=4", "optimizer.warmup_steps=0", "train.eval_interval=0")
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def run_of(manifest: Path) -> str:
@@ -57,54 +59,90 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
     assert f"belongs to another run, of run_dir {run}" in refused(*elsewhere, "optimizer.lr=1e-3")
     assert pretrain(*elsewhere, "--resolve") == 0 and f"  mirror: {mirror}\n" in pretrain.out
     fork = ("--fork", str(other), "train.steps=6")
-    assert pretrain(*fork, config=str(run)) == 2 and "cannot use the parent's mirror" in pretrain.err
+    assert (
+        pretrain(*fork, config=str(run)) == 2 and "cannot use the parent's mirror" in pretrain.err
+    )
     assert "belongs to another run" in refused(*fork, *mirrored[1:])
 
     shutil.rmtree(run)
     lost = True
-    assert "step_00000004 is of a run with other settings: optimizer.lr 0.003 → 0.001" in refused(*mirrored, "optimizer.lr=1e-3")
+    assert "step_00000004 is of a run with other settings: optimizer.lr 0.003 → 0.001" in refused(
+        *mirrored, "optimizer.lr=1e-3"
+    )
     said = refused(*elsewhere)
-    assert said.strip().endswith(f"take it over: python -m tools.checkpoint fetch {other} {mirror.as_uri()}")
+    assert said.strip().endswith(
+        f"take it over: python -m tools.checkpoint fetch {other} {mirror.as_uri()}"
+    )
     forget(mirror)
-    assert "is of another model: model.num_layers is 2 there, 1 here; restore" in refused(*elsewhere, "model.num_layers=1")
+    assert "is of another model: model.num_layers is 2 there, 1 here; restore" in refused(
+        *elsewhere, "model.num_layers=1"
+    )
     assert f"run_dir {run} → {other}" in refused(*elsewhere)
     assert main(["fetch", str(other), str(mirror)]) == 0
     assert pretrain(*elsewhere, "train.steps=6") == 0, pretrain.err
     assert "step_00000004 at step 4" in pretrain.out and list(losses(other)) == [1, 2, 3, 4, 5, 6]
-    assert run_of(mirror / "run" / RUN_ID) == run_of(other / RUN_ID) == run_of(mirror / "step_00000006" / MANIFEST)
+    assert (
+        run_of(mirror / "run" / RUN_ID)
+        == run_of(other / RUN_ID)
+        == run_of(mirror / "step_00000006" / MANIFEST)
+    )
 
     shutil.rmtree(other)
     for path in mirror.glob("step_*/*.distcp"):
         path.write_bytes(b"damaged")
     said = refused(*elsewhere, code=1)
-    assert f"no checkpoint in {mirror} is good (step_00000006: " in said and "step_00000004: " in said
+    assert (
+        f"no checkpoint in {mirror} is good (step_00000006: " in said and "step_00000004: " in said
+    )
 
 
-def test_a_place_is_claimed_by_one_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_is_claimed_by_one_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its copies are other runs, it may move, and a place of an older version is claimed by a run of its model and data."""
-    one, two, copy, moved, mirror = (tmp_path / name for name in ("one", "two", "copy", "moved", "mirror"))
+    one, two, copy, moved, mirror = (
+        tmp_path / name for name in ("one", "two", "copy", "moved", "mirror")
+    )
     write_step(one, 1)
-    assert main(["mirror", str(one), str(mirror)]) == 0 and run_of(mirror / "run" / RUN_ID) == identify(one)
+    assert main(["mirror", str(one), str(mirror)]) == 0 and run_of(
+        mirror / "run" / RUN_ID
+    ) == identify(one)
     write_step(two, 2)
     shutil.copytree(one, copy)
     write_step(copy, 3)
     for other in (two, copy):
-        assert main(["mirror", str(other), str(mirror)]) == main(["fetch", str(other), str(mirror)]) == 2
+        assert (
+            main(["mirror", str(other), str(mirror)])
+            == main(["fetch", str(other), str(mirror)])
+            == 2
+        )
         assert capsys.readouterr().err.count("belongs to another run, of run_dir") == 2
     assert identify(copy) != identify(one)
     one.rename(moved)
     write_step(moved, 4)
     assert main(["mirror", str(moved), str(mirror)]) == 0
-    assert json.loads((mirror / "run" / RUN_ID).read_text()) == {"run": identify(moved), "run_dir": str(moved)}
+    assert json.loads((mirror / "run" / RUN_ID).read_text()) == {
+        "run": identify(moved),
+        "run_dir": str(moved),
+    }
     (mirror / "run" / RUN_ID).unlink()
-    assert main(["mirror", str(two), str(mirror)]) == 0, "of an older version, of the same model and data"
+    assert main(["mirror", str(two), str(mirror)]) == 0, (
+        "of an older version, of the same model and data"
+    )
     assert main(["mirror", str(moved), str(mirror)]) == 2
-    assert main(["fetch", str(tmp_path / "new"), str(mirror)]) == 0 and identify(tmp_path / "new") == identify(two)
-    sender = Mirroring(CheckpointConfig(), str(mirror), moved, print)  # of a run that began at the same time as the other
+    assert main(["fetch", str(tmp_path / "new"), str(mirror)]) == 0 and identify(
+        tmp_path / "new"
+    ) == identify(two)
+    sender = Mirroring(
+        CheckpointConfig(), str(mirror), moved, print
+    )  # of a run that began at the same time as the other
     sender.start(0)
     assert sender.process is not None and sender.process.wait() == 2
     with pytest.raises(ConfigError, match="cannot be used by this run"):
         sender.check(4)
     for step in mirror.glob("step_*"):
         shutil.rmtree(step)
-    assert main(["fetch", str(tmp_path / "newer"), str(mirror)]) == 1 and "latest: what it names is not there" in capsys.readouterr().err
+    assert (
+        main(["fetch", str(tmp_path / "newer"), str(mirror)]) == 1
+        and "latest: what it names is not there" in capsys.readouterr().err
+    )

@@ -13,7 +13,13 @@ from tests.pretrain.conftest import Command
 NAMES = [name for name in MIXERS if not name.startswith("fla.")]
 # Nats a token over the last ten steps: the text's unigram entropy is 5.3 with this tokenizer of 512 entries, a fresh model has 6.3.
 BOUND = 4.9
-TRAINING = ["model.hidden_size=64", "model.num_layers=2", "model.ffn_hidden_size=128", "train.steps=200", "train.eval_interval=200"]
+TRAINING = [
+    "model.hidden_size=64",
+    "model.num_layers=2",
+    "model.ffn_hidden_size=128",
+    "train.steps=200",
+    "train.eval_interval=200",
+]
 # 512 tokens a step: with half of them deltanet has only begun to leave the unigram entropy, 5.05 at the end; it has 4.68.
 TRAINING += ["train.global_batch_size=8", "train.micro_batch_size=8"]
 
@@ -21,7 +27,13 @@ TRAINING += ["train.global_batch_size=8", "train.micro_batch_size=8"]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_200_steps_fall_below_the_bound(pretrain: Command, name: str) -> None:
-    assert pretrain(f"model.mixer={name}", "data.seq_length=64", "checkpoint.interval=0", *TRAINING) == 0
-    steps = [json.loads(line) for line in Path(pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        pretrain(f"model.mixer={name}", "data.seq_length=64", "checkpoint.interval=0", *TRAINING)
+        == 0
+    )
+    steps = [
+        json.loads(line)
+        for line in Path(pretrain.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [entry["loss"] for entry in steps if "loss" in entry]
     assert sum(losses[-10:]) / 10 < BOUND

@@ -37,7 +37,9 @@ def test_the_iteration_is_torch_s(shape: tuple[int, int, int]) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    theirs = torch.stack([_zeropower_via_newtonschulz(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in x])
+    theirs = torch.stack(
+        [_zeropower_via_newtonschulz(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in x]
+    )
     torch.testing.assert_close(orthogonal(x.bfloat16()), theirs, rtol=0, atol=2**-6)
     values = torch.linalg.svdvals(orthogonal(x))
     assert values.min() > 0.6 and values.max() < 1.3
@@ -46,10 +48,19 @@ def test_the_iteration_is_torch_s(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("mixer", ["fem_softmax", "cem", "gated_deltanet"])
 def test_each_map_of_each_head_by_itself(settings: list[str], mixer: str) -> None:
     """Three steps against loops over heads and slices in float64: fp32's rounding of a weight, and 1e-5 of an update through five steps."""
-    settings = [*settings, f"model.mixer={mixer}", MUON, "optimizer.clip_grad=0", "train.precision=fp32"]
+    settings = [
+        *settings,
+        f"model.mixer={mixer}",
+        MUON,
+        "optimizer.clip_grad=0",
+        "train.precision=fp32",
+    ]
     with engine_of([*settings, *PLAIN]) as engine:
         (model,), ours = engine.models, engine.config.optimizer
-        momentum = {name: torch.zeros(weight.shape, dtype=torch.float64) for name, weight in model.named_parameters()}
+        momentum = {
+            name: torch.zeros(weight.shape, dtype=torch.float64)
+            for name, weight in model.named_parameters()
+        }
         batches, checked = micro_batches(32), 0
         for step in range(3):
             before = {name: weight.detach().double() for name, weight in model.named_parameters()}
@@ -62,9 +73,13 @@ def test_each_map_of_each_head_by_itself(settings: list[str], mixer: str) -> Non
                 direction = (1 - ours.momentum) * gradient + ours.momentum * momentum[name]
                 wanted = before[name] * (1 - rate * ours.weight_decay)
                 for rows in maps_of(name, engine.config.model, weight.shape):
-                    wanted.view(-1, weight.shape[-1])[rows] -= rate * naive(direction.reshape(-1, weight.shape[-1])[rows])
+                    wanted.view(-1, weight.shape[-1])[rows] -= rate * naive(
+                        direction.reshape(-1, weight.shape[-1])[rows]
+                    )
                     checked += 1
-                torch.testing.assert_close(weight.detach().double(), wanted, rtol=2**-23, atol=1e-5 * rate)
+                torch.testing.assert_close(
+                    weight.detach().double(), wanted, rtol=2**-23, atol=1e-5 * rate
+                )
         assert checked > 3 * 10
 
 
@@ -81,8 +96,12 @@ def maps_of(name: str, model: ModelConfig, shape: torch.Size) -> list[slice]:
     if widths is None:
         return [slice(0, rows)]
     assert heads * sum(widths) == rows, (name, shape)
-    starts = [head * sum(widths) + sum(widths[:i]) for head in range(heads) for i in range(len(widths))]
-    return [slice(start, start + width) for start, width in zip(starts, widths * heads, strict=True)]
+    starts = [
+        head * sum(widths) + sum(widths[:i]) for head in range(heads) for i in range(len(widths))
+    ]
+    return [
+        slice(start, start + width) for start, width in zip(starts, widths * heads, strict=True)
+    ]
 
 
 def naive(x: torch.Tensor) -> torch.Tensor:
@@ -98,14 +117,26 @@ def test_every_mixer_s_matrices_are_cut_into_maps_that_fill_them() -> None:
     for mixer in catalogue.MIXERS:
         if mixer == "fla.*":
             continue
-        model = ModelConfig(mixer=mixer, hidden_size=64, num_layers=2, num_attention_heads=4, vocab_size=100)
+        model = ModelConfig(
+            mixer=mixer, hidden_size=64, num_layers=2, num_attention_heads=4, vocab_size=100
+        )
         weights = model_weights(model)
         for name, weight in weights.items():
             if weight.orthogonal:
-                rows = [row for first, count in weight.linear_maps() for row in range(first, first + count)]
+                rows = [
+                    row
+                    for first, count in weight.linear_maps()
+                    for row in range(first, first + count)
+                ]
                 assert rows == list(range(weight.size // weight.shape[-1])), (mixer, name)
-        outer = {name: weight for name, weight in weights.items() if name.startswith(("embedding", "output"))}
-        assert not any(weight.orthogonal for weight in outer.values()) and len(outer) == 2 + (mixer == "yuriiformer")
+        outer = {
+            name: weight
+            for name, weight in weights.items()
+            if name.startswith(("embedding", "output"))
+        }
+        assert not any(weight.orthogonal for weight in outer.values()) and len(outer) == 2 + (
+            mixer == "yuriiformer"
+        )
 
 
 # --- layouts, engines, checkpoints -------------------------------------------------------------------------------------------------
@@ -120,7 +151,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "again": (1, []),
     "TP2 + SP": (2, [*TP2, "parallel.sequence_parallel=true"]),
     "CP2": (2, ["parallel.context_parallel_size=2"]),
-    "DP2, overlapped": (2, ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]),
+    "DP2, overlapped": (
+        2,
+        ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
+    ),
     **{f"DP2, stage {stage}": (2, deepspeed(stage)) for stage in (0, 2)},
     "TP2 x DP2, stage 1": (4, TP2 + deepspeed(1)),
 }
@@ -128,17 +162,43 @@ QUICK = ("DP2, stage 1", "TP2 x DP2")
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def results(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Done]:
     """Of the layouts that this session asks for."""
     folder = tmp_path_factory.mktemp("muon")
-    model = ["model.pattern=[fem_softmax, hyperset, mamba2, cem]", "model.num_layers=4", "model.mlp=swiglu", "model.tie_embeddings=true"]
-    data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
-    base = [*data, *SMALL, *model, MUON, "train.precision=fp32", "train.global_batch_size=8", "data.seq_length=16"]
+    model = [
+        "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
+        "model.num_layers=4",
+        "model.mlp=swiglu",
+        "model.tie_embeddings=true",
+    ]
+    data = [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        f"data.valid.0.prefix={tiny_data / 'valid'}",
+        "data.test=[]",
+    ]
+    base = [
+        *data,
+        *SMALL,
+        *model,
+        MUON,
+        "train.precision=fp32",
+        "train.global_batch_size=8",
+        "data.seq_length=16",
+    ]
     names = asked(request, "test_every_layout_and_engine_equals_one_process", "name")
     starts: list[Job] = []
     for start, more in {"whole": [], "plain": PLAIN}.items():
         if start == "whole" or any("plain" in name for name in names):
-            starts.append(Job(start, [*base, *more, f"run_dir={folder / start}"], BEFORE + STEPS, save_after=BEFORE))
+            starts.append(
+                Job(
+                    start,
+                    [*base, *more, f"run_dir={folder / start}"],
+                    BEFORE + STEPS,
+                    save_after=BEFORE,
+                )
+            )
     jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}
     for name in names:
         (world, layout), start = LAYOUTS[name], "plain" if "plain" in name else "whole"
@@ -146,11 +206,25 @@ def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: p
         jobs[world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST))
         jobs[world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
         if name == "DP2, stage 1":
-            jobs[1].append(Job(f"{name}, moved", [*base, f"run_dir={folder / 'moved'}"], STEPS - FIRST, load=str(folder / name)))
+            jobs[1].append(
+                Job(
+                    f"{name}, moved",
+                    [*base, f"run_dir={folder / 'moved'}"],
+                    STEPS - FIRST,
+                    load=str(folder / name),
+                )
+            )
     found: dict[str, Done] = {}
     for number, (world, some) in enumerate([(1, starts), *jobs.items()]):
         if some:
-            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}.{number}", patience=1400)
+            found |= answer(
+                world,
+                run_jobs,
+                some,
+                str(folder / "cache"),
+                output=folder / f"ranks{world}.{number}",
+                patience=1400,
+            )
     return found
 
 
@@ -162,24 +236,48 @@ def test_every_layout_and_engine_equals_one_process(results: dict[str, Done], na
     Resumed where it was written, bit for bit.
     """
     wanted = results["whole"].steps[BEFORE:]
-    assert results[name].steps == (wanted if name == "again" else [pytest.approx(step, rel=1e-6) for step in wanted])
+    assert results[name].steps == (
+        wanted if name == "again" else [pytest.approx(step, rel=1e-6) for step in wanted]
+    )
     assert results[f"{name}, resumed"].steps == results[name].steps[FIRST:]
     if moved := results.get(f"{name}, moved"):  # to the other engine
         assert moved.steps == [pytest.approx(step, rel=1e-6) for step in wanted[FIRST:]]
 
 
-def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(pretrain: Command, tmp_path: Path) -> None:
+def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(
+    pretrain: Command, tmp_path: Path
+) -> None:
     from tools.checkpoint.__main__ import main
 
     assert pretrain(MUON, *PLAIN) == 0
     wanted, step = losses(pretrain.run_dir), pretrain.checkpoints / "step_00000004"
-    assert main(["convert", str(step), "--engine", "megatron", "--out", str(tmp_path / "split")]) == 0
+    assert (
+        main(["convert", str(step), "--engine", "megatron", "--out", str(tmp_path / "split")]) == 0
+    )
     assert pretrain(MUON, f"run_dir={tmp_path / 'split'}") == 0
     # 1e-6: the norm's sum in another order.
-    assert losses(tmp_path / "split") == {step: pytest.approx(wanted[step], rel=1e-6) for step in range(5, 13)}
+    assert losses(tmp_path / "split") == {
+        step: pytest.approx(wanted[step], rel=1e-6) for step in range(5, 13)
+    }
     back = tmp_path / "back"
-    assert main(["convert", str(tmp_path / "split"), "--engine", "megatron", "--plain-optimizer", "--out", str(back)]) == 0
-    assert pretrain(MUON, *PLAIN, f"run_dir={back}", "train.steps=13") == 0 and "resumed" in pretrain.out
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "split"),
+                "--engine",
+                "megatron",
+                "--plain-optimizer",
+                "--out",
+                str(back),
+            ]
+        )
+        == 0
+    )
+    assert (
+        pretrain(MUON, *PLAIN, f"run_dir={back}", "train.steps=13") == 0
+        and "resumed" in pretrain.out
+    )
 
 
 def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:
@@ -195,19 +293,33 @@ def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:
     ("base", "weight", "power"),
     [
         (Weight((64, 32)), Weight((256, 128)), 0.0),  # of the width into itself
-        (Weight((16, 32), maps=(8,)), Weight((64, 128), maps=(8,)), -0.5),  # into a head, of which a wider model has more
+        (
+            Weight((16, 32), maps=(8,)),
+            Weight((64, 128), maps=(8,)),
+            -0.5,
+        ),  # into a head, of which a wider model has more
         (Weight((8, 32), mup=OUTPUT), Weight((8, 128), mup=OUTPUT), -0.5),
         (Weight((32, 8), mup=FIXED), Weight((128, 8), mup=FIXED), 0.5),
     ],
 )
-def test_under_mup_an_update_s_norm_follows_the_root_of_out_over_in(base: Weight, weight: Weight, power: float) -> None:
+def test_under_mup_an_update_s_norm_follows_the_root_of_out_over_in(
+    base: Weight, weight: Weight, power: float
+) -> None:
     """arXiv 2310.17813, condition 1; at the base, and in the standard parametrization, its numbers are of the size of AdamW's."""
     mup = MupConfig(base_hidden_size=32)
-    narrow, wide = (ModelConfig(hidden_size=width, parametrization="mup", mup=mup) for width in (32, 128))
+    narrow, wide = (
+        ModelConfig(hidden_size=width, parametrization="mup", mup=mup) for width in (32, 128)
+    )
     (_, base_rows), (_, rows) = next(base.linear_maps()), next(weight.linear_maps())
-    assert update_scale(narrow, base, base_rows) == pytest.approx(0.2 * max(base_rows, base.shape[1]) ** 0.5)
-    assert update_scale(wide, weight, rows) == pytest.approx(4**power * update_scale(narrow, base, base_rows))
-    assert update_scale(ModelConfig(hidden_size=128), weight, rows) == pytest.approx(0.2 * max(rows, weight.shape[1]) ** 0.5)
+    assert update_scale(narrow, base, base_rows) == pytest.approx(
+        0.2 * max(base_rows, base.shape[1]) ** 0.5
+    )
+    assert update_scale(wide, weight, rows) == pytest.approx(
+        4**power * update_scale(narrow, base, base_rows)
+    )
+    assert update_scale(ModelConfig(hidden_size=128), weight, rows) == pytest.approx(
+        0.2 * max(rows, weight.shape[1]) ** 0.5
+    )
 
 
 def test_the_iteration_s_flops_are_those_that_torch_counts() -> None:
@@ -215,13 +327,21 @@ def test_the_iteration_s_flops_are_those_that_torch_counts() -> None:
 
     with FlopCounterMode(display=False) as counter:
         orthogonal(torch.randn(3, 8, 40))
-    assert counter.get_total_flops() == 3 * newton_schulz_flops(8, 40) == 3 * newton_schulz_flops(40, 8)
+    assert (
+        counter.get_total_flops()
+        == 3 * newton_schulz_flops(8, 40)
+        == 3 * newton_schulz_flops(40, 8)
+    )
 
 
 def test_a_plan_counts_one_moment() -> None:
     for words in ([], ["engine.name=deepspeed"]):
         adam, muon = (make_plan(small(*words, *more), 4) for more in ([], [MUON]))
-        muons = sum(weight.size for weight in model_weights(muon.config.model).values() if weight.orthogonal)
+        muons = sum(
+            weight.size for weight in model_weights(muon.config.model).values() if weight.orthogonal
+        )
         assert 0 < muons < muon.total_parameters
-        assert adam.memory[0].optimizer - muon.memory[0].optimizer == pytest.approx(4 * muons / 4, abs=8)
+        assert adam.memory[0].optimizer - muon.memory[0].optimizer == pytest.approx(
+            4 * muons / 4, abs=8
+        )
         assert adam.checkpoint_bytes - muon.checkpoint_bytes == 4 * muons

@@ -32,25 +32,35 @@ def train(engine: Any, steps: int = STEPS) -> list[Any]:
 
 def groups(engine: Any) -> dict[tuple[float, float], int]:
     """(lr_mult, wd_mult) -> how many numbers."""
-    return {(group["lr_mult"], group["wd_mult"]): sum(p.numel() for p in group["params"]) for group in engine.optimizer.param_groups}
+    return {
+        (group["lr_mult"], group["wd_mult"]): sum(p.numel() for p in group["params"])
+        for group in engine.optimizer.param_groups
+    }
 
 
 @pytest.mark.parametrize(("base", "m"), [(8, 4.0), (128, 0.25)])
 def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, m: float) -> None:
     """Every parameter is in the group of its powers, vectors undecayed, lr x decay the base's; the rate told is the schedule's own."""
-    with engine_of([*settings, *MUP, f"model.mup.base_hidden_size={base}", "model.mixer=cem"]) as engine:
+    with engine_of(
+        [*settings, *MUP, f"model.mup.base_hidden_size={base}", "model.mixer=cem"]
+    ) as engine:
         wanted: dict[tuple[float, float], int] = {}
         for name, weight in engine.models[0].named_parameters():
-            power = {"p": -1.0 if "mixer" in name else -0.5, "u": -0.5 if "mixer" in name else 0.0, "v": -1.0, "diagonal": -1.0}.get(
-                name.rpartition(".")[2], 0.0 if weight.ndim == 1 or "embedding" in name else -1.0
-            )
+            power = {
+                "p": -1.0 if "mixer" in name else -0.5,
+                "u": -0.5 if "mixer" in name else 0.0,
+                "v": -1.0,
+                "diagonal": -1.0,
+            }.get(name.rpartition(".")[2], 0.0 if weight.ndim == 1 or "embedding" in name else -1.0)
             key = (m**power, m**-power if weight.ndim > 1 else 0.0)
             wanted[key] = wanted.get(key, 0) + weight.numel()
         assert groups(engine) == wanted and len(wanted) == 6
         told = train(engine)
         ours = engine.config.optimizer
         # Warm-up over 3 steps: at the third the peak.
-        assert [result.lr for result in told] == pytest.approx([ours.lr / 3, ours.lr * 2 / 3, ours.lr], rel=1e-12)
+        assert [result.lr for result in told] == pytest.approx(
+            [ours.lr / 3, ours.lr * 2 / 3, ours.lr], rel=1e-12
+        )
         for group in engine.optimizer.param_groups:
             assert group["lr"] == pytest.approx(ours.lr * group["lr_mult"], rel=1e-12)
             assert group["min_lr"] == pytest.approx(ours.min_lr * group["lr_mult"], rel=1e-12)
@@ -60,7 +70,9 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
 
 @pytest.mark.parametrize("mixer", ["fem_softmax", "differential", "gated_deltanet", "mamba2"])
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
-def test_vectors_are_not_decayed_however_they_are_stored(settings: list[str], mixer: str, engine: str) -> None:
+def test_vectors_are_not_decayed_however_they_are_stored(
+    settings: list[str], mixer: str, engine: str
+) -> None:
     """differential's four lambda vectors are one parameter of two dimensions."""
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -69,16 +81,32 @@ def test_vectors_are_not_decayed_however_they_are_stored(settings: list[str], mi
         sizes = {True: 0, False: 0}
         for group in optimizer.param_groups:
             sizes[bool(group["wd_mult"])] += sum(parameter.numel() for parameter in group["params"])
-        vectors = sum(p.numel() for name, p in made.models[0].named_parameters() if p.ndim == 1 or name.endswith(".lam"))
-        assert sizes == {False: vectors, True: sum(p.numel() for p in made.models[0].parameters()) - vectors}
+        vectors = sum(
+            p.numel()
+            for name, p in made.models[0].named_parameters()
+            if p.ndim == 1 or name.endswith(".lam")
+        )
+        assert sizes == {
+            False: vectors,
+            True: sum(p.numel() for p in made.models[0].parameters()) - vectors,
+        }
 
 
 def test_at_the_base_it_is_the_standard_run_to_the_bit(settings: list[str]) -> None:
     runs = []
-    for overrides in ([UNTIED], [*MUP, "model.mup.base_hidden_size=32", "model.mup.base_head_size=8"]):
+    for overrides in (
+        [UNTIED],
+        [*MUP, "model.mup.base_hidden_size=32", "model.mup.base_head_size=8"],
+    ):
         with engine_of([*settings, *overrides]) as engine:
             kinds = groups(engine)
-            runs.append((kinds, train(engine), [weight.detach().clone() for weight in engine.models[0].parameters()]))
+            runs.append(
+                (
+                    kinds,
+                    train(engine),
+                    [weight.detach().clone() for weight in engine.models[0].parameters()],
+                )
+            )
     (kinds, told, weights), (mup_kinds, mup_told, mup_weights) = runs
     assert kinds == mup_kinds and told == mup_told
     assert all(torch.equal(a, b) for a, b in zip(weights, mup_weights, strict=True))
@@ -95,11 +123,22 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def results(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Done]:
     """One process of 2 + 3 steps in one go, saved after 2; resumed from there where this session's cases say."""
     folder = tmp_path_factory.mktemp("mup")
-    model = ["model.pattern=[cem, cem, transformer, transformer]", "model.num_layers=4", "model.mlp=swiglu", "model.mup.base_hidden_size=8"]
-    data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
+    model = [
+        "model.pattern=[cem, cem, transformer, transformer]",
+        "model.num_layers=4",
+        "model.mlp=swiglu",
+        "model.mup.base_hidden_size=8",
+    ]
+    data = [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        f"data.valid.0.prefix={tiny_data / 'valid'}",
+        "data.test=[]",
+    ]
     base = [*data, *SMALL, *MUP, *model, "train.precision=fp32", f"run_dir={folder / 'run'}"]
     jobs = {1: [Job("whole", base, 2 + STEPS, save_after=2)], 2: []}
     for name in asked(request, "test_resumes_with_its_groups_at_every_layout", "name"):
@@ -108,7 +147,9 @@ def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: p
     found: dict[str, Done] = {}
     for world, some in jobs.items():
         if some:
-            found |= answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}")
+            found |= answer(
+                world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}"
+            )
     return found
 
 
@@ -116,7 +157,9 @@ def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: p
 def test_resumes_with_its_groups_at_every_layout(results: dict[str, Done], name: str) -> None:
     """To the bit at the same one; else to 1e-6, as in test_parity: an fp32 sum in another order."""
     wanted = results["whole"].steps[2:]
-    assert results[name].steps == (wanted if name == "resumed" else [pytest.approx(step, rel=1e-6) for step in wanted])
+    assert results[name].steps == (
+        wanted if name == "resumed" else [pytest.approx(step, rel=1e-6) for step in wanted]
+    )
     assert results[name].initial == results["whole"].initial
 
 
@@ -124,7 +167,10 @@ def test_another_base_is_another_model(pretrain: Command) -> None:
     """A run started under muP does not go on at another base, or without it."""
     base = "model.mup.base_hidden_size=8"
     assert pretrain(*MUP, base, "train.steps=4") == 0
-    for words in ([*MUP, "model.mup.base_hidden_size=16"], [UNTIED, "model.parametrization=standard"]):
+    for words in (
+        [*MUP, "model.mup.base_hidden_size=16"],
+        [UNTIED, "model.parametrization=standard"],
+    ):
         assert pretrain(*words, "train.steps=8") == 2
         assert "is of another model: " in pretrain.err and pretrain.err.count("\n") == 1
 
@@ -132,9 +178,18 @@ def test_another_base_is_another_model(pretrain: Command) -> None:
 # --- exports -------------------------------------------------------------------------------------------------------------------
 
 EXPORTED = {
-    "llama": (ModelConfig(**SIZES, mixer="transformer", parametrization="mup", mup=MupConfig(16)), "LlamaForCausalLM"),
-    "transformer, 1/d": (ModelConfig(**SIZES, mixer="transformer", parametrization="mup", mup=MupConfig(16, 4)), "FemLMForCausalLM"),
-    "cem": (ModelConfig(**SIZES, mixer="cem", parametrization="mup", mup=MupConfig(16)), "FemLMForCausalLM"),
+    "llama": (
+        ModelConfig(**SIZES, mixer="transformer", parametrization="mup", mup=MupConfig(16)),
+        "LlamaForCausalLM",
+    ),
+    "transformer, 1/d": (
+        ModelConfig(**SIZES, mixer="transformer", parametrization="mup", mup=MupConfig(16, 4)),
+        "FemLMForCausalLM",
+    ),
+    "cem": (
+        ModelConfig(**SIZES, mixer="cem", parametrization="mup", mup=MupConfig(16)),
+        "FemLMForCausalLM",
+    ),
 }
 
 
@@ -161,10 +216,15 @@ def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -
         wanted = chunk(tokens, torch.arange(8).repeat(2, 1), None)[..., :50]
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+        torch.testing.assert_close(
+            loaded(tokens).logits, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item()
+        )
     assert hf("import", tmp_path / "hf", tmp_path / "again") == 0
     assert ModelConfig.from_dict(find(tmp_path / "again").manifest["config"]["model"]) == model
-    assert yaml.safe_load((tmp_path / "again" / "model.yaml").read_text())["mup"]["base_hidden_size"] == 16
+    assert (
+        yaml.safe_load((tmp_path / "again" / "model.yaml").read_text())["mup"]["base_hidden_size"]
+        == 16
+    )
 
 
 def test_an_export_s_fresh_weights_start_as_training_s() -> None:
@@ -174,7 +234,11 @@ def test_an_export_s_fresh_weights_start_as_training_s() -> None:
 
     config = replace(EXPORTED["cem"][0], hidden_size=64, mixer="fem_softmax")
     model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__))
-    for name, std in (("lm_head", 0.02 / 4), ("model.embed_tokens", 0.02), ("model.layers.0.mixer.in_proj", 0.01)):
+    for name, std in (
+        ("lm_head", 0.02 / 4),
+        ("model.embed_tokens", 0.02),
+        ("model.layers.0.mixer.in_proj", 0.01),
+    ):
         weight = model.get_submodule(name).weight
         assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel()))
 
@@ -185,7 +249,11 @@ def test_it_trains_as_an_output_multiplier_does(settings: list[str]) -> None:
     m = 4 is a power of two, so that both runs round alike. What differs is Adam's epsilon, taken down here, and what clipping sees, which
     is off: the losses are the same but for how a rate of lr / 4 times a moment is rounded, 1e-6.
     """
-    plain = ["model.mixer=transformer", "model.mup.base_hidden_size=8", "parallel.use_distributed_optimizer=false"]
+    plain = [
+        "model.mixer=transformer",
+        "model.mup.base_hidden_size=8",
+        "parallel.use_distributed_optimizer=false",
+    ]
     quiet = ["optimizer.clip_grad=0", "optimizer.eps=1.0e-20"]
     losses = []
     for multiplied in (False, True):
@@ -194,7 +262,10 @@ def test_it_trains_as_an_output_multiplier_does(settings: list[str]) -> None:
                 layer = engine.models[0].output_layer
                 layer.weight.data.mul_(4.0)
                 layer.register_forward_pre_hook(lambda module, given: (given[0] / 4.0, *given[1:]))
-                by_rate = {(group["lr_mult"], group["wd_mult"]): group["params"] for group in engine.optimizer.param_groups}
+                by_rate = {
+                    (group["lr_mult"], group["wd_mult"]): group["params"]
+                    for group in engine.optimizer.param_groups
+                }
                 hidden = by_rate[0.25, 4.0]
                 (index,) = (i for i, parameter in enumerate(hidden) if parameter is layer.weight)
                 by_rate[1.0, 1.0].append(hidden.pop(index))

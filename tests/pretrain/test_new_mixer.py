@@ -13,7 +13,16 @@ import pytest
 
 from tests.pretrain.conftest import ROOT
 
-ROOMS = ("configs", "data_prep", "fem_common", "fem_megatron", "kernels", "pretrain", "tests", "tools")
+ROOMS = (
+    "configs",
+    "data_prep",
+    "fem_common",
+    "fem_megatron",
+    "kernels",
+    "pretrain",
+    "tests",
+    "tools",
+)
 CONTRACT = (
     "tests/fem_megatron/test_catalogue.py",  # gradients, causality, plan
     "tests/fem_megatron/test_decoding.py",
@@ -28,7 +37,11 @@ def house(tmp_path: Path) -> Path:
     """A copy of the house with the page's mixer."""
     for room in ROOMS:
         # __pycache__: other test processes write there.
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm", "__pycache__"))
+        shutil.copytree(
+            ROOT / room,
+            tmp_path / room,
+            ignore=shutil.ignore_patterns("mutants", "slurm", "__pycache__"),
+        )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     *files, catalogue = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -47,14 +60,28 @@ def house(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("files", "least"), [pytest.param(CONTRACT[:2], 8, id="one process"), pytest.param(CONTRACT, 25, id="all", marks=pytest.mark.slow)]
+    ("files", "least"),
+    [
+        pytest.param(CONTRACT[:2], 8, id="one process"),
+        pytest.param(CONTRACT, 25, id="all", marks=pytest.mark.slow),
+    ],
 )
-def test_the_page_s_mixer_keeps_the_contract(house: Path, files: tuple[str, ...], least: int) -> None:
+def test_the_page_s_mixer_keeps_the_contract(
+    house: Path, files: tuple[str, ...], least: int
+) -> None:
     """Has the right gradients, decodes step by step; trains, splits over ranks, exports."""
     chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"  # of the two models that it is in, one
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    done = subprocess.run(command, cwd=house, env=environment | {"PYTHONPATH": str(house)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=house,
+        env=environment | {"PYTHONPATH": str(house)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= least and "skipped" not in done.stdout, done.stdout
+    assert passed is not None and int(passed[1]) >= least and "skipped" not in done.stdout, (
+        done.stdout
+    )

@@ -23,30 +23,65 @@ from tests.ranks import finished, losses, records
 
 # Every family in one model; its pipeline stages hold different ones.
 MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, differential"
-HYBRID = [f"model.pattern=[{MIXERS}]", "model.num_layers=10", "train.steps=1", "optimizer.warmup_steps=0", "checkpoint.interval=0"]
+HYBRID = [
+    f"model.pattern=[{MIXERS}]",
+    "model.num_layers=10",
+    "train.steps=1",
+    "optimizer.warmup_steps=0",
+    "checkpoint.interval=0",
+]
 HYBRID += ["log.diagnostics_interval=1"]
 
 
 def looks(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> what was seen in it."""
-    found = [{key: value for key, value in line.items() if key == "step" or key.startswith("diagnostics/")} for line in records(run_dir)]
+    found = [
+        {
+            key: value
+            for key, value in line.items()
+            if key == "step" or key.startswith("diagnostics/")
+        }
+        for line in records(run_dir)
+    ]
     return {int(line.pop("step")): line for line in found if len(line) > 1}
 
 
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:
     short = ("train.steps=4", "train.recompute=full")
     looked = ("log.diagnostics_interval=2", "log.diagnostics=[layers, tensors]")
-    assert pretrain(*short, *looked, "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]", "log.profile.memory=true") == 0
+    assert (
+        pretrain(
+            *short,
+            *looked,
+            "log.tensorboard=true",
+            "log.interval=1",
+            "log.profile.steps=[2,3]",
+            "log.profile.memory=true",
+        )
+        == 0
+    )
     traces = sorted((pretrain.run_dir / "profile").iterdir())
-    assert [trace.name for trace in traces] == [f"step_{step:08}_rank_00000.json.gz" for step in (2, 3)]
-    assert all("aten::mm" in {event["name"] for event in json.loads(gzip.decompress(t.read_bytes()))["traceEvents"]} for t in traces)
-    assert f"step 3: trace: {traces[1]}\nstep 3: no memory snapshot: this rank computes on a CPU" in pretrain.out
+    assert [trace.name for trace in traces] == [
+        f"step_{step:08}_rank_00000.json.gz" for step in (2, 3)
+    ]
+    assert all(
+        "aten::mm"
+        in {event["name"] for event in json.loads(gzip.decompress(t.read_bytes()))["traceEvents"]}
+        for t in traces
+    )
+    assert (
+        f"step 3: trace: {traces[1]}\nstep 3: no memory snapshot: this rank computes on a CPU"
+        in pretrain.out
+    )
     seen = looks(pretrain.run_dir)
     assert list(seen) == [2, 4]
     names = set(seen[2])
     assert names == set(seen[4])
     assert {name.split("/")[1] for name in names} == {f"layer_{number:02}" for number in range(2)}
-    assert {"diagnostics/layer_01/mixer/free_energy_gap", "diagnostics/layer_00/mlp/step_norm"} <= names
+    assert {
+        "diagnostics/layer_01/mixer/free_energy_gap",
+        "diagnostics/layer_00/mlp/step_norm",
+    } <= names
     assert all(math.isfinite(value) for look in seen.values() for value in look.values())
     assert "diagnostics" not in pretrain.out and "tensors/" not in pretrain.out
     norm = "tensors/decoder.layers.1.mixer.in_proj.weight/update"
@@ -56,7 +91,10 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     events.Reload()
     # TensorBoard stores float32.
     for name, wanted in (
-        ("diagnostics/layer_01/mixer/free_energy_gap", [look["diagnostics/layer_01/mixer/free_energy_gap"] for look in seen.values()]),
+        (
+            "diagnostics/layer_01/mixer/free_energy_gap",
+            [look["diagnostics/layer_01/mixer/free_energy_gap"] for look in seen.values()],
+        ),
         (norm, list(norms.values())),
         ("loss", [loss for loss, _ in losses(pretrain.run_dir).values()]),
     ):
@@ -67,7 +105,9 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
 
 
-@pytest.mark.parametrize("failure", [None, OSError("full"), RuntimeError("torch"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "failure", [None, OSError("full"), RuntimeError("torch"), KeyboardInterrupt()], ids=repr
+)
 def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
@@ -98,7 +138,11 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
 
     assert run(memory=False) == [f"step 7: trace: {trace}"] and recorded == []
     trace.unlink()
-    with pytest.raises(KeyboardInterrupt) if isinstance(failure, KeyboardInterrupt) else nullcontext():
+    with (
+        pytest.raises(KeyboardInterrupt)
+        if isinstance(failure, KeyboardInterrupt)
+        else nullcontext()
+    ):
         line = f"no memory snapshot: {failure}" if failure else f"memory snapshot: {snapshot}"
         assert run(memory=True) == [f"step 7: trace: {trace}", f"step 7: {line}"]
         assert snapshot.exists() == (failure is None)
@@ -110,9 +154,18 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
 def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path) -> None:
     """TP 2 with SP (x PP 2) sees what one process sees; the weights of the first step are the same at every layout."""
     several = tmp_path / "several"
-    layout = ["tensor_model_parallel_size=2", f"pipeline_model_parallel_size={stages}", "sequence_parallel=true"]
+    layout = [
+        "tensor_model_parallel_size=2",
+        f"pipeline_model_parallel_size={stages}",
+        "sequence_parallel=true",
+    ]
     assert pretrain(*HYBRID) == 0
-    arguments = [*pretrain.settings, *HYBRID, f"run_dir={several}", *(f"parallel.{key}" for key in layout)]
+    arguments = [
+        *pretrain.settings,
+        *HYBRID,
+        f"run_dir={several}",
+        *(f"parallel.{key}" for key in layout),
+    ]
     finished(2 * stages, [DEMO, *arguments], tmp_path / "out")
     wanted, found = looks(pretrain.run_dir)[1], looks(several)[1]
     assert list(found) == list(wanted)

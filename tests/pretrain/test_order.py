@@ -31,17 +31,33 @@ def groups() -> Iterator[None]:
 class Blend:
     """Sources of so many tokens, each with ids of its own that rise by one from token to token."""
 
-    def __init__(self, folder: Path, length: int, tokens: list[int], weights: list[float], dice: random.Random) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        length: int,
+        tokens: list[int],
+        weights: list[float],
+        dice: random.Random,
+    ) -> None:
         self.folder, first, sources = folder, 0, []
         folder.mkdir()
         for number, (count, weight) in enumerate(zip(tokens, weights, strict=True)):
-            cuts = sorted({first, first + count, *dice.sample(range(first, first + count), min(count, 9))})
+            cuts = sorted(
+                {first, first + count, *dice.sample(range(first, first + count), min(count, 9))}
+            )
             documents = [[*range(start, end)] for start, end in zip(cuts, cuts[1:], strict=False)]
             write_pair(folder / str(number), documents)
             sources.append(f"{{prefix: {folder / str(number)}, weight: {weight}}}")
             first += count
-        words = ["data.valid=[]", "data.test=[]", f"model.vocab_size={IDS}", f"data.seq_length={length}"]
-        self.prepared: Prepared = prepare(load_run(DEMO, [*words, f"data.train=[{', '.join(sources)}]"]), 1, plan_only=True)
+        words = [
+            "data.valid=[]",
+            "data.test=[]",
+            f"model.vocab_size={IDS}",
+            f"data.seq_length={length}",
+        ]
+        self.prepared: Prepared = prepare(
+            load_run(DEMO, [*words, f"data.train=[{', '.join(sources)}]"]), 1, plan_only=True
+        )
 
     def longest(self, drawn: int, wanted: int) -> int:
         assert self.prepared.facts is not None
@@ -55,7 +71,11 @@ class Blend:
         """The first token of each sample."""
         config, facts = self.prepared.config, self.prepared.facts
         assert facts is not None
-        given: dict[str, Any] = {"train_samples": samples, "default_cache": self.folder / "index", "say": lambda _: None}
+        given: dict[str, Any] = {
+            "train_samples": samples,
+            "default_cache": self.folder / "index",
+            "say": lambda _: None,
+        }
         made = build_datasets(
             config, vocab_size=IDS, eod_id=0, contents=check_contents(facts), reader=StoreReader(config), **given
         )  # fmt: skip
@@ -63,13 +83,21 @@ class Blend:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(tmp_path: Path, seed: int) -> None:
+def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(
+    tmp_path: Path, seed: int
+) -> None:
     """Random blends, and lengths at the longest accepted one and beyond: through one pass over the data nothing is read twice."""
     dice = random.Random(seed)
     for number in range(6):
         length, count = dice.randint(2, 24), dice.choice([1, 1, 2, 3])
         tokens = [dice.randint(length + 1, 40 * length) for _ in range(count)]
-        blend = Blend(tmp_path / str(number), length, tokens, [dice.choice([1, 2, 9, 0.3]) for _ in range(count)], dice)
+        blend = Blend(
+            tmp_path / str(number),
+            length,
+            tokens,
+            [dice.choice([1, 2, 9, 0.3]) for _ in range(count)],
+            dice,
+        )
         drawn = dice.randint(1, 50)
         longest = blend.longest(drawn, 3 * drawn)
         order = blend.order(longest)
@@ -77,7 +105,9 @@ def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(tmp_pat
         if blend.one_pass(longest):
             assert len(set(order)) == longest
         if longest < 3 * drawn:
-            assert blend.order(longest + 1)[:drawn] != order[:drawn] or drawn < 6, "a shorter one may be the same by chance"
+            assert blend.order(longest + 1)[:drawn] != order[:drawn] or drawn < 6, (
+                "a shorter one may be the same by chance"
+            )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +118,9 @@ def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(tmp_pat
         ([50_000, 340], [9.0, 1.0], 99, 201, 200),
     ],
 )
-def test_at_the_edge_of_a_pass(tmp_path: Path, tokens: list[int], weights: list[float], drawn: int, wanted: int, longest: int) -> None:
+def test_at_the_edge_of_a_pass(
+    tmp_path: Path, tokens: list[int], weights: list[float], drawn: int, wanted: int, longest: int
+) -> None:
     """The last label takes a token more, and Megatron draws samples of a blend's source in excess of its share."""
     blend = Blend(tmp_path / "blend", 16, tokens, weights, random.Random(0))
     assert blend.longest(drawn, wanted) == longest

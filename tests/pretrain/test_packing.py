@@ -26,7 +26,16 @@ from tests.pretrain.test_data import build
 from tests.ranks import losses
 
 EOD, LENGTH = 499, 32
-SIZES = [(1, 1)] * 3 + [(2, 6)] * 6 + [(18, 30)] * 30 + [(31, 31)] * 8 + [(32, 34)] * 12 + [(65, 66)] * 2 + [(97, 98)] * 2 + [(60, 100)] * 6
+SIZES = (
+    [(1, 1)] * 3
+    + [(2, 6)] * 6
+    + [(18, 30)] * 30
+    + [(31, 31)] * 8
+    + [(32, 34)] * 12
+    + [(65, 66)] * 2
+    + [(97, 98)] * 2
+    + [(60, 100)] * 6
+)
 
 
 def corpus(folder: Path, seed: int = 0) -> list[list[int]]:
@@ -53,8 +62,13 @@ def sequences(lengths: list[int], length: int, seed: int) -> list[list[tuple[int
     array = np.array(lengths, np.int32)
     packing = pack(array, length, seed)
     pieces = [(document, before * length) for document, before in packing.pieces.tolist()]
-    spans = [(document, start, min(lengths[document], start + length + 1)) for document, start in pieces]
-    return [spans[first:end] for first, end in zip(packing.first[:-1].tolist(), packing.first[1:].tolist(), strict=True)]
+    spans = [
+        (document, start, min(lengths[document], start + length + 1)) for document, start in pieces
+    ]
+    return [
+        spans[first:end]
+        for first, end in zip(packing.first[:-1].tolist(), packing.first[1:].tolist(), strict=True)
+    ]
 
 
 def naive(sizes: list[int], room: int) -> list[list[int]]:
@@ -78,7 +92,9 @@ def test_the_plan_counts_the_parts_that_sequences_hold() -> None:
         sizes = [min(end - start, LENGTH) for _, start, end in pieces]
         for size in (*sizes, max(0, LENGTH - sum(sizes))):
             tokens[size] += size
-    np.testing.assert_allclose(packed_shares(np.array(lengths, np.int32), LENGTH), tokens / tokens.sum(), rtol=1e-12)
+    np.testing.assert_allclose(
+        packed_shares(np.array(lengths, np.int32), LENGTH), tokens / tokens.sum(), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -95,8 +111,12 @@ def test_it_is_best_fit_decreasing(seed: int) -> None:
         for number in range(first, end):
             ours[number].extend([size] * each)
     wanted = naive(sizes, room)
-    assert Counter(map(sum, ours)) == Counter(map(sum, wanted)) and sorted(chain(*ours)) == sorted(sizes)
-    assert left == {room - total: count for total, count in Counter(map(sum, wanted)).items() if total < room}
+    assert Counter(map(sum, ours)) == Counter(map(sum, wanted)) and sorted(chain(*ours)) == sorted(
+        sizes
+    )
+    assert left == {
+        room - total: count for total, count in Counter(map(sum, wanted)).items() if total < room
+    }
     assert len(placed) <= 4 * len(set(sizes)) * room.bit_length()
 
 
@@ -115,9 +135,19 @@ def test_what_fits_is_whole_and_every_token_is_there_once(seed: int) -> None:
     made, found = sequences(lengths, length, seed), Counter[tuple[int, int]]()
     for pieces in made:
         assert 0 < sum(end - start for _, start, end in pieces) <= length + 1
-        found.update((document, token) for document, start, end in pieces for token in range(start + bool(start), end))
-        assert all(start == 0 and end == lengths[document] for document, start, end in pieces if lengths[document] <= length + 1)
-    assert found == Counter((document, token) for document, size in enumerate(lengths) for token in range(size))
+        found.update(
+            (document, token)
+            for document, start, end in pieces
+            for token in range(start + bool(start), end)
+        )
+        assert all(
+            start == 0 and end == lengths[document]
+            for document, start, end in pieces
+            if lengths[document] <= length + 1
+        )
+    assert found == Counter(
+        (document, token) for document, size in enumerate(lengths) for token in range(size)
+    )
     read = [min(length, sum(end - start for _, start, end in pieces)) for pieces in made]
     cut = sum(size > length + 1 for size in lengths)
     told = Share(len(made), len(made) * length - sum(read), sum(map(bool, lengths)), cut)
@@ -147,7 +177,9 @@ def test_every_pass_is_whole_and_of_its_own_order() -> None:
     assert len(order) == 150 and len(passes(50, 100, 3)) == 100 and len(passes(50, 0, 3)) == 50
     first, second = order[:50].tolist(), order[50:100].tolist()
     assert sorted(first) == sorted(second) == list(range(50)) != first != second
-    assert np.array_equal(order[:50], passes(50, 50, 3)) and not np.array_equal(order[:50], passes(50, 50, 4))
+    assert np.array_equal(order[:50], passes(50, 50, 3)) and not np.array_equal(
+        order[:50], passes(50, 50, 4)
+    )
 
 
 @pytest.fixture
@@ -178,8 +210,15 @@ def test_samples_are_their_pieces_and_padding_is_a_document_of_its_own(tmp_path:
                 positions += range(end - start)
             padding = LENGTH + 1 - len(text)
             kinds[f"{min(padding, 3)} tokens short"] += 1
-            text, counts, positions = text + [0] * padding, counts + [0.0] * padding, [*positions, *range(padding)]
-            assert batch["tokens"][row].tolist() == text[:-1] and batch["labels"][row].tolist() == text[1:]
+            text, counts, positions = (
+                text + [0] * padding,
+                counts + [0.0] * padding,
+                [*positions, *range(padding)],
+            )
+            assert (
+                batch["tokens"][row].tolist() == text[:-1]
+                and batch["labels"][row].tolist() == text[1:]
+            )
             assert batch["loss_mask"][row].tolist() == counts[1:]
             assert batch["position_ids"][row].tolist() == list(range(LENGTH))
             assert batch["context"].positions[:, row].tolist() == positions[:-1]
@@ -187,7 +226,9 @@ def test_samples_are_their_pieces_and_padding_is_a_document_of_its_own(tmp_path:
 
 
 @pytest.mark.usefixtures("groups")
-def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is(tmp_path: Path) -> None:
+def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is(
+    tmp_path: Path,
+) -> None:
     from fem_megatron.megatron.model import Layout
     from fem_megatron.megatron.model import build as build_model
     from pretrain.engines.building import summed_loss
@@ -196,7 +237,14 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
     made = sequences([len(document) for document in documents], LENGTH, 42)
     train = build(packed(tmp_path / "data"), tmp_path / "cache", 1)
     order = passes(len(made), 1, 42).tolist()
-    given = ModelConfig(hidden_size=32, num_layers=2, pattern=("fem_gla", "cem"), num_attention_heads=4, ffn_hidden_size=48, vocab_size=500)
+    given = ModelConfig(
+        hidden_size=32,
+        num_layers=2,
+        pattern=("fem_gla", "cem"),
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        vocab_size=500,
+    )
     (model,) = build_model(given, Layout(params_dtype=torch.float64), LENGTH, seed=1)
 
     def told(total: torch.Tensor, count: torch.Tensor | int) -> list[torch.Tensor]:
@@ -207,15 +255,37 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
     def read(batch: dict[str, Any]) -> list[torch.Tensor]:
         known = batch.get("context")
         return told(
-            *summed_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=known), batch)
+            *summed_loss(
+                model(
+                    batch["tokens"],
+                    batch["position_ids"],
+                    None,
+                    labels=batch["labels"],
+                    packed_seq_params=known,
+                ),
+                batch,
+            )
         )
 
-    batch = next(batches(train, 0, 8, torch.device("cpu"), ends=Ends.of(DataConfig(documents="separate", eod_loss=False), EOD)))
+    batch = next(
+        batches(
+            train,
+            0,
+            8,
+            torch.device("cpu"),
+            ends=Ends.of(DataConfig(documents="separate", eod_loss=False), EOD),
+        )
+    )
     total, count = torch.zeros(()), 0
     for document, start, end in chain(*(made[row] for row in order[:8])):
         text = torch.tensor([documents[document][start:end]])
         if end - start > 1:
-            total = total + model(text[:, :-1], torch.arange(end - start - 1)[None], None, labels=text[:, 1:]).sum()
+            total = (
+                total
+                + model(
+                    text[:, :-1], torch.arange(end - start - 1)[None], None, labels=text[:, 1:]
+                ).sum()
+            )
             count += end - start - 1
     padding = batch["loss_mask"].flip(1).cummax(1).values.flip(1).roll(1, 1) == 0
     padding[:, 0] = False
@@ -223,7 +293,9 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
     assert batch["loss_mask"].sum() == count and 20 < padding.sum() < 8 * LENGTH - count
     other = {key: value.clone() for key, value in batch.items() if key != "context"}
     for key, moved in (("tokens", padding), ("labels", batch["loss_mask"] == 0)):
-        other[key][moved] = torch.randint(1, 60, (int(moved.sum()),), generator=torch.Generator().manual_seed(0))
+        other[key][moved] = torch.randint(
+            1, 60, (int(moved.sum()),), generator=torch.Generator().manual_seed(0)
+        )
     # Megatron's cross-entropy is in float32.
     for got, wanted in zip(read(batch), told(total, count), strict=True):
         assert (got - wanted).abs().max() <= 2e-6 * max(1e-2, wanted.abs().max().item())
@@ -233,11 +305,18 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
             assert (a - b).abs().max() <= by * a.abs().max()
 
 
-def test_a_run_resumes_within_a_pass_and_goes_on_into_more(pretrain: Command, tmp_path: Path) -> None:
+def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
+    pretrain: Command, tmp_path: Path
+) -> None:
     """96 samples, of fewer a pass; what a longer stream would be refused for is no other order here."""
     corpus(tmp_path / "data")
     words = [
-        *packed(tmp_path / "data", "train.global_batch_size=8", "data.documents=separate", "train.precision=fp32"),
+        *packed(
+            tmp_path / "data",
+            "train.global_batch_size=8",
+            "data.documents=separate",
+            "train.precision=fp32",
+        ),
         "train.eval_interval=0",
         "log.diagnostics_interval=0",
     ]
@@ -249,8 +328,15 @@ def test_a_run_resumes_within_a_pass_and_goes_on_into_more(pretrain: Command, tm
     assert pretrain(*words) == 0 and "at step 4" in pretrain.out
     assert losses(pretrain.run_dir) == straight and len(straight) == 12
     assert pretrain(*words, "train.steps=20") == 0, pretrain.err
-    assert pretrain(*words, "data.packing=stream") == 2 and "data.packing is best_fit there, stream here" in pretrain.err
+    assert (
+        pretrain(*words, "data.packing=stream") == 2
+        and "data.packing is best_fit there, stream here" in pretrain.err
+    )
     for verb in ("--plan", "--index"):
         assert pretrain(*words, verb) == 0 and told in pretrain.out.splitlines()
     assert "unchanged" in pretrain.out
-    assert pretrain(*words, "data.packing=stream", "--index") == 0 and "unchanged" not in pretrain.out and "best_fit" not in pretrain.out
+    assert (
+        pretrain(*words, "data.packing=stream", "--index") == 0
+        and "unchanged" not in pretrain.out
+        and "best_fit" not in pretrain.out
+    )

@@ -28,9 +28,15 @@ CP2 = ["parallel.context_parallel_size=2"]
 GATHER = ["parallel.context_parallel_kind=all_gather"]
 AGAIN = ["train.recompute=full"]
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-ZERO1, ZERO2, ZERO3 = (["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))
-ZERO3.append("engine.deepspeed.param_persistence_threshold=0")  # no parameter stays whole between its uses
-IN_CHUNKS = ["train.loss_chunk=10"]  # of 32 tokens of a micro-batch or 64, half of them a context-parallel rank's
+ZERO1, ZERO2, ZERO3 = (
+    ["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3)
+)
+ZERO3.append(
+    "engine.deepspeed.param_persistence_threshold=0"
+)  # no parameter stays whole between its uses
+IN_CHUNKS = [
+    "train.loss_chunk=10"
+]  # of 32 tokens of a micro-batch or 64, half of them a context-parallel rank's
 OTHER = "other micro-batches"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "recompute": (1, AGAIN),
@@ -45,7 +51,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2 x PP2 + SP, selective": (4, [*TP2, *PP2, *SP, "train.recompute=selective"]),
     "TP2 x DP2 + SP, overlapped": (4, TP2 + SP + OVERLAP),
     "PP2 x DP2, overlapped": (4, PP2 + OVERLAP),
-    "PP2 interleaved x DP2, overlapped": (4, [*PP2, "parallel.virtual_pipeline_model_parallel_size=2", *OVERLAP]),
+    "PP2 interleaved x DP2, overlapped": (
+        4,
+        [*PP2, "parallel.virtual_pipeline_model_parallel_size=2", *OVERLAP],
+    ),
     "TP2 x DP2 + SP, ZeRO-3": (4, TP2 + SP + ZERO3),
     "CP2, selective": (2, [*CP2, "train.recompute=selective"]),
     "CP2, all_gather": (2, CP2 + GATHER),
@@ -79,10 +88,17 @@ MODELS: dict[str, list[str]] = {
     "tied": [*PAIR, TIED],
     "plain optimizer": [*PAIR, TIED, "parallel.use_distributed_optimizer=false"],
     "bf16": [*PAIR, "model.tie_embeddings=false", "train.precision=bf16"],
-    "fp8": [*PAIR, "model.tie_embeddings=false", "model.hidden_size=64", "train.fp8=tensorwise"],  # each rank's sizes are 16 times any
+    "fp8": [
+        *PAIR,
+        "model.tie_embeddings=false",
+        "model.hidden_size=64",
+        "train.fp8=tensorwise",
+    ],  # each rank's sizes are 16 times any
 }
 MODELS["fp8, delayed"] = [*MODELS["fp8"], "train.fp8=delayed", "train.fp8_history=5"]
-MIXERS = {name: [TIED, f"model.mixer={name}"] for name in catalogue.MIXERS if not name.startswith("fla.")}
+MIXERS = {
+    name: [TIED, f"model.mixer={name}"] for name in catalogue.MIXERS if not name.startswith("fla.")
+}
 for name in ("fem_linear", "fem_gla"):
     MIXERS[name].append(FEATURES)
 # Four mixers in a model, the last those with the delta rules, whose tolerance is wider; every other group's embeddings are tied.
@@ -91,9 +107,19 @@ _names = sorted(MIXERS, key=lambda name: "deltanet" in name)
 for place in range(0, len(_names), 4):
     _mixers = (_names[place:] + _names)[:4]
     _more = [FEATURES] if any(FEATURES in MIXERS[name] for name in _mixers) else []
-    GROUPS[", ".join(_mixers)] = [f"model.pattern=[{', '.join(_mixers)}]", "model.num_layers=4", *_more, *[TIED] * (place % 8 == 0)]
+    GROUPS[", ".join(_mixers)] = [
+        f"model.pattern=[{', '.join(_mixers)}]",
+        "model.num_layers=4",
+        *_more,
+        *[TIED] * (place % 8 == 0),
+    ]
 SPECIAL: dict[str, list[str]] = {
-    "recurrent hyperset": [TIED, "model.mixer=hyperset", "model.recurrence=3", "model.hyperset.lora_rank=2"],
+    "recurrent hyperset": [
+        TIED,
+        "model.mixer=hyperset",
+        "model.recurrence=3",
+        "model.hyperset.lora_rank=2",
+    ],
     "loop": [TIED, "model.mixer=transformer", "model.recurrence=2"],
     # With a vocabulary of 512: at TP2 the second rank's rows are all padding.
     "switched": [
@@ -108,7 +134,13 @@ SPECIAL: dict[str, list[str]] = {
 }
 # Documents end within sequences and, under sequence parallelism, at and beside the ranks' cuts; micro-batches differ in padding.
 SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
-SPECIAL["separate"] = [TIED, "model.pattern=[fem_gla, cem]", "model.num_layers=4", FEATURES, *SEPARATE]
+SPECIAL["separate"] = [
+    TIED,
+    "model.pattern=[fem_gla, cem]",
+    "model.num_layers=4",
+    FEATURES,
+    *SEPARATE,
+]
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
 _G = tuple(GROUPS)
 # Each layout once, then the models whose own property needs another one. test_tensor_parallel.py proves each mixer's split in float64.
@@ -142,7 +174,10 @@ QUICK: list[tuple[str, str]] = [
     ("tied", "TP2 x DP2, overlapped, in chunks"),
     ("tied", "CP2 x TP2 + SP, ZeRO-1, in chunks"),
     ("tied", "DP2, ZeRO-3, in chunks"),
-    *((model, SPLIT) for model in (_G[0], "bf16", "fp8", "recurrent hyperset", "switched", "separate")),
+    *(
+        (model, SPLIT)
+        for model in (_G[0], "bf16", "fp8", "recurrent hyperset", "switched", "separate")
+    ),
     *((model, "CP2, selective") for model in (_G[1], "separate")),
     *(("fp8, delayed", layout) for layout in ("CP2 x TP2 + SP", OTHER)),
     ("separate", OTHER),
@@ -153,19 +188,39 @@ MORE = [
     *((model, layout) for model in ("tied", "plain optimizer") for layout in SOME),
     *(("bf16", layout) for layout in (SPLIT, "TP2 x PP2 + SP", "TP2 x PP2 + SP, in chunks")),
     *(("fp8", layout) for layout in (SPLIT, ZERO_3, OTHER)),
-    *(("fp8, delayed", layout) for layout in (SPLIT, "CP2 x TP2 + SP", "TP2 x PP2 + SP", ZERO_3, OTHER)),
+    *(
+        ("fp8, delayed", layout)
+        for layout in (SPLIT, "CP2 x TP2 + SP", "TP2 x PP2 + SP", ZERO_3, OTHER)
+    ),
     *((group, layout) for group in GROUPS for layout in (SPLIT, WHOLE, "CP2, selective")),
     *((model, layout) for model in SPECIAL for layout in (SPLIT, "CP2, selective")),
-    *(("separate", layout) for layout in (WHOLE, ZERO_3, OTHER, "PP2 interleaved", "one process, in chunks")),
+    *(
+        ("separate", layout)
+        for layout in (WHOLE, ZERO_3, OTHER, "PP2 interleaved", "one process, in chunks")
+    ),
 ]
 MORE = [pair for pair in dict.fromkeys(MORE) if pair not in QUICK]
 ALONE = MIXERS | SPECIAL
-NOT = [(model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout]  # refused, as are these
+NOT = [
+    (model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout
+]  # refused, as are these
 NOT += [("separate", "CP2, all_gather"), ("separate", "CP2, ring")]
 WIDTHS = {name: ModelConfig(mixer=name).blocks()[0].mixer.cut_widths() for name in MIXERS}
 NOT += [(name, "CP2, all_gather") for name, widths in WIDTHS.items() if not widths.keyed]
-NOT += [(name, "CP2, ring") for name in (*(name for name, widths in WIDTHS.items() if not widths.rings), "recurrent hyperset", "switched")]
-SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + MORE + NOT and "in chunks" not in layout]
+NOT += [
+    (name, "CP2, ring")
+    for name in (
+        *(name for name, widths in WIDTHS.items() if not widths.rings),
+        "recurrent hyperset",
+        "switched",
+    )
+]
+SLOW = [
+    (model, layout)
+    for model in ALONE
+    for layout in LAYOUTS
+    if (model, layout) not in QUICK + MORE + NOT and "in chunks" not in layout
+]
 ALL = MODELS | GROUPS | ALONE
 BEFORE = 8  # steps of the starting checkpoint
 Results = dict[str, Done]
@@ -178,25 +233,47 @@ def steps_after(model: str) -> int:
 
 def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> Results:
     """``MODEL`` -> in one process, its checkpoint in passing; ``MODEL, bf16``; ``MODEL, LAYOUT`` -> from that checkpoint on."""
-    base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL]
+    base = [
+        f"data.train.0.prefix={data / 'train'}",
+        f"data.valid.0.prefix={data / 'valid'}",
+        "data.test=[]",
+        *SMALL,
+    ]
     base += ["data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
 
     dice = random.Random(0)
-    documents = [[*(dice.randrange(20) for _ in range(dice.randint(0, 20))), 499] for _ in range(200)]
-    short = [f"data.train.0.prefix={write_folder(folder / 'short', documents=documents) / 'train'}", "data.valid=[]"]
+    documents = [
+        [*(dice.randrange(20) for _ in range(dice.randint(0, 20))), 499] for _ in range(200)
+    ]
+    short = [
+        f"data.train.0.prefix={write_folder(folder / 'short', documents=documents) / 'train'}",
+        "data.valid=[]",
+    ]
 
     def overrides(model: str, settings: list[str], layout: str = "") -> list[str]:
         data = short if model == "separate" else []
         # A rank sums the gradients of two micro-batches, and of four where pipeline stages take turns. In 8 bits the tolerance is four's.
         halved = "DP2" in layout or "PP2" in layout or ("fp8" in model) != (layout == OTHER)
-        return [*base, f"train.micro_batch_size={2 if halved else 4}", *data, *ALL[model], *settings, f"run_dir={folder / model}"]
+        return [
+            *base,
+            f"train.micro_batch_size={2 if halved else 4}",
+            *data,
+            *ALL[model],
+            *settings,
+            f"run_dir={folder / model}",
+        ]
 
     models = dict.fromkeys(model for model, _ in cases)
-    whole = [Job(model, overrides(model, []), BEFORE + steps_after(model), save_after=BEFORE, norms=True) for model in models]
+    whole = [
+        Job(model, overrides(model, []), BEFORE + steps_after(model), save_after=BEFORE, norms=True)
+        for model in models
+    ]
     jobs: dict[int, list[Job]] = {1: whole, 2: [], 4: []}
     for model, layout in cases:
         if layout is None:
-            jobs[1].append(Job(f"{model}, bf16", [*overrides(model, []), "train.precision=bf16"], 2))
+            jobs[1].append(
+                Job(f"{model}, bf16", [*overrides(model, []), "train.precision=bf16"], 2)
+            )
             continue
         world, settings = LAYOUTS[layout]
         given, load = overrides(model, settings, layout), str(folder / model)
@@ -204,15 +281,36 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
         jobs[world].append(job)
     results: Results = {}
     for world, some in jobs.items():
-        results |= {} if not some else answer(world, run_jobs, some, str(folder / "cache"), output=folder / f"ranks{world}", patience=1400)
+        results |= (
+            {}
+            if not some
+            else answer(
+                world,
+                run_jobs,
+                some,
+                str(folder / "cache"),
+                output=folder / f"ranks{world}",
+                patience=1400,
+            )
+        )
     return results
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """Of the cases that this session asks for."""
-    asked = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return train_all(tiny_data, tmp_path_factory.mktemp("parity"), [(case["model"], case.get("layout")) for case in asked])
+    asked = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return train_all(
+        tiny_data,
+        tmp_path_factory.mktemp("parity"),
+        [(case["model"], case.get("layout")) for case in asked],
+    )
 
 
 def check_equal(results: Results, model: str, layout: str) -> None:
@@ -223,23 +321,44 @@ def check_equal(results: Results, model: str, layout: str) -> None:
     # summation moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million
     # round to the neighbour in 8 bits, which moves a channel of one token by 1e-2.
     other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
-    loss_by, norm_by = {"bf16": (3e-4, 1e-2), "fp8": (1e-5, 1e-4), "fp8, delayed": (1e-5, 1e-4)}.get(model, other)
+    loss_by, norm_by = {
+        "bf16": (3e-4, 1e-2),
+        "fp8": (1e-5, 1e-4),
+        "fp8, delayed": (1e-5, 1e-4),
+    }.get(model, other)
     # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
     # thousandth of the least gradient here. A gamma of yuriiformer has 6e-6 left of a sum over all tokens and channels, 4e-9 off.
     tensor_by = {"bf16": 3e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
-    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(found.steps, wanted.steps[BEFORE:], strict=True)):
+    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(
+        zip(found.steps, wanted.steps[BEFORE:], strict=True)
+    ):
         assert loss == pytest.approx(wanted_loss, rel=loss_by)
-        assert norm == pytest.approx(wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by)
+        assert norm == pytest.approx(
+            wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by
+        )
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
-        assert norms == pytest.approx(wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9) and norms
+        assert (
+            norms
+            == pytest.approx(
+                wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9
+            )
+            and norms
+        )
     assert bool(found.scales) == ("delayed" in model)
-    for name, scales in found.scales.items():  # a slice's or a micro-batch's own largest is mostly further off the whole's
+    for (
+        name,
+        scales,
+    ) in (
+        found.scales.items()
+    ):  # a slice's or a micro-batch's own largest is mostly further off the whole's
         assert scales == pytest.approx(wanted.scales[name], rel=tensor_by)
     if "ZeRO" not in layout:  # there each rank holds a slice of every weight
         assert found.initial == wanted.initial and wanted.initial
 
 
-@pytest.mark.parametrize(("model", "layout"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
+@pytest.mark.parametrize(
+    ("model", "layout"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)]
+)
 def test_equals_one_process(results: Results, model: str, layout: str) -> None:
     check_equal(results, model, layout)
 
@@ -255,5 +374,7 @@ def test_every_mixer_learns_and_trains_in_bf16(results: Results, model: str) -> 
     whole = results[model].steps
     assert min(loss for loss, _ in whole[BEFORE:]) < whole[0][0], "the start was not trivial"
     # From the same start and with weights rounded to 8 bits.
-    assert [loss for loss, _ in results[f"{model}, bf16"].steps] == pytest.approx([loss for loss, _ in whole[:2]], rel=5e-3)
+    assert [loss for loss, _ in results[f"{model}, bf16"].steps] == pytest.approx(
+        [loss for loss, _ in whole[:2]], rel=5e-3
+    )
     assert results[f"{model}, bf16"].steps != whole[:2]

@@ -67,14 +67,24 @@ def total(model: ModelConfig) -> int:
 # --- parameters ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditioners_equations() -> None:
+def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditioners_equations() -> (
+    None
+):
     width, inner, rows, layers = 2048, 5632, 32000, 24
-    layer = 4 * width * width + 3 * width * inner + 2 * width  # q, k, v, o; gate, up, down; two norms
-    assert total(run("transformer_1.3b_100bt.yaml").model) == layers * layer + width + 2 * rows * width
+    layer = (
+        4 * width * width + 3 * width * inner + 2 * width
+    )  # q, k, v, o; gate, up, down; two norms
+    assert (
+        total(run("transformer_1.3b_100bt.yaml").model) == layers * layer + width + 2 * rows * width
+    )
     state, packed = 1024 // 16, 2 * width + 3 * width // 2  # q, k of D; v, lambda, g of D/2
-    conditioner = width + state + 3 * state * width + state * packed  # two norms, W_a W_f W_r, W_out
+    conditioner = (
+        width + state + 3 * state * width + state * packed
+    )  # two norms, W_a W_f W_r, W_out
     assert count_by_component(run(LARGE).model)["conditioner"] == layers * conditioner
-    assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))["embedding.word_embeddings.weight"] == (1024, 768)  # padded
+    assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))[
+        "embedding.word_embeddings.weight"
+    ] == (1024, 768)  # padded
 
 
 @pytest.mark.parametrize("name", ["fem_sm_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml"])
@@ -88,12 +98,23 @@ def test_a_fem_has_the_transformers_parameters_within_2_percent(name: str) -> No
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", [[f"{PP}=3"], [f"{TP}=2"], [f"{TP}=2", f"{PP}=2"], [f"{PP}=2", f"{VPP}=3"]])
-def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layout: list[str], tied: bool) -> None:
+@pytest.mark.parametrize(
+    "layout", [[f"{PP}=3"], [f"{TP}=2"], [f"{TP}=2", f"{PP}=2"], [f"{PP}=2", f"{VPP}=3"]]
+)
+def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
+    layout: list[str], tied: bool
+) -> None:
     config = small(f"model.tie_embeddings={str(tied).lower()}", *layout)
-    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tensor, stages = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
     shapes = parameter_shapes(config.model)
-    vectors = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 1 and not name.endswith("beta"))
+    vectors = sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 1 and not name.endswith("beta")
+    )
     copies = vectors * (tensor - 1)
     if tied and stages > 1:
         copies += math.prod(shapes["embedding.word_embeddings.weight"])
@@ -104,34 +125,52 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layou
 
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
-    model, length = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16), 9
+    model, length = (
+        ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16),
+        9,
+    )
     shape = FemShape.of(model, SoftmaxShape)
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # A pair costs a head one product over d_k for its score, and one over [v | U], twice d_v, for its read.
     whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
-    assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)  # float64 rounding
+    assert forward_flops(model, length)["attention"] * length == pytest.approx(
+        whole, rel=1e-12
+    )  # float64 rounding
 
 
 @pytest.mark.parametrize(("mixer", "width", "heads"), [("mamba2", 512, 12), ("cem", 66, 22)])
 def test_a_plan_needs_no_transformer_of_the_same_heads(mixer: str, width: int, heads: int) -> None:
-    config = small(f"model.mixer={mixer}", f"model.hidden_size={width}", f"model.num_attention_heads={heads}")
+    config = small(
+        f"model.mixer={mixer}", f"model.hidden_size={width}", f"model.num_attention_heads={heads}"
+    )
     assert "a Transformer of this width has" in render(make_plan(config, 1))
 
 
 def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layers() -> None:
     config = run(LARGE)
     forward = forward_flops(config.model, 4096)
-    assert flops_per_token(config) == 3 * sum(forward.values()) and not computed_again(config, forward)
+    assert flops_per_token(config) == 3 * sum(forward.values()) and not computed_again(
+        config, forward
+    )
     again = replace(config, train=replace(config.train, recompute="full"))
     assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
-    assert sum(computed_again(again, forward).values()) == sum(forward.values()) - forward["output layer"]
+    assert (
+        sum(computed_again(again, forward).values())
+        == sum(forward.values()) - forward["output layer"]
+    )
     some = replace(config, train=replace(config.train, recompute="selective"))
     assert computed_again(some, forward) == {part: forward[part] for part in ("attention", "MLP")}
     planned = make_plan(again, 8)
     assert planned.train_flops == flops_per_token(config)
-    assert planned.hardware_flops == flops_per_token(config) + sum(computed_again(again, forward).values())
+    assert planned.hardware_flops == flops_per_token(config) + sum(
+        computed_again(again, forward).values()
+    )
     # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
-    weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) >= 2 and "embed" not in name)
+    weights = sum(
+        math.prod(shape)
+        for name, shape in parameter_shapes(config.model).items()
+        if len(shape) >= 2 and "embed" not in name
+    )
     assert sum(forward.values()) == 2 * weights + forward["attention"]
 
 
@@ -151,7 +190,9 @@ def parts_of(document: int, phase: int, length: int) -> list[int]:
         ([12, 24, 12], 12, (0,)),
     ],
 )
-def test_documents_parts_are_those_of_every_place_where_they_may_begin(documents: list[int], length: int, phases: Sequence[int]) -> None:
+def test_documents_parts_are_those_of_every_place_where_they_may_begin(
+    documents: list[int], length: int, phases: Sequence[int]
+) -> None:
     held = np.zeros(length + 1)
     for document in documents:
         for phase in phases:
@@ -171,41 +212,70 @@ def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
         return {"linear": 3.0 * document + 5, "once": 1 / document, "constant": 7.0}
 
     found = pieces.mean_over(cost)
-    assert len(asked) < 8192 and found["linear"] == pytest.approx(shares[1:] @ (3.0 * length + 5), rel=1e-12)
-    assert found["constant"] == pytest.approx(7.0, rel=1e-12) and found["once"] == pytest.approx(shares[1:] @ (1 / length), rel=1e-6)
+    assert len(asked) < 8192 and found["linear"] == pytest.approx(
+        shares[1:] @ (3.0 * length + 5), rel=1e-12
+    )
+    assert found["constant"] == pytest.approx(7.0, rel=1e-12) and found["once"] == pytest.approx(
+        shares[1:] @ (1 / length), rel=1e-6
+    )
 
 
 def by_documents(folder: Path, documents: list[list[int]], *words: str) -> Plan:
     """The plan of the demo on documents of these lengths, which are read apart."""
     write_folder(folder, documents=[[*document[:-1], 499] for document in documents])
-    words = (f"data.train=[{{prefix: {folder / 'train'}}}]", "data.valid=[]", "data.test=[]", "data.seq_length=16", *words)
-    prepared = prepare(run("demo.yaml", "model.vocab_size=500", "data.documents=separate", *words), None, plan_only=True)
+    words = (
+        f"data.train=[{{prefix: {folder / 'train'}}}]",
+        "data.valid=[]",
+        "data.test=[]",
+        "data.seq_length=16",
+        *words,
+    )
+    prepared = prepare(
+        run("demo.yaml", "model.vocab_size=500", "data.documents=separate", *words),
+        None,
+        plan_only=True,
+    )
     return make_plan(prepared.config, 1, prepared.facts)
 
 
-def test_a_plan_counts_documents_by_their_lengths_and_says_both(tmp_path: Path, wording: Wording) -> None:
+def test_a_plan_counts_documents_by_their_lengths_and_says_both(
+    tmp_path: Path, wording: Wording
+) -> None:
     dense = make_plan(run("demo.yaml", "model.vocab_size=500", "data.seq_length=16"), 1)
     assert dense.pieces is None and dense.train_flops == dense.dense_flops
     whole = by_documents(tmp_path / "whole", [[7] * 16] * 40)
-    assert whole.forward_flops == dense.forward_flops and whole.train_flops == whole.dense_flops == dense.train_flops
+    assert (
+        whole.forward_flops == dense.forward_flops
+        and whole.train_flops == whole.dense_flops == dense.train_flops
+    )
     short = by_documents(tmp_path / "short", [[7] * 4] * 100)
     assert short.dense_flops == dense.train_flops and short.memory == dense.memory
     # Documents of 4 tokens are never cut: a token sees 2.5 keys instead of 8.5, and all else costs what it did.
-    assert short.forward_flops["attention"] == pytest.approx(2.5 / 8.5 * dense.forward_flops["attention"], rel=1e-12)
+    assert short.forward_flops["attention"] == pytest.approx(
+        2.5 / 8.5 * dense.forward_flops["attention"], rel=1e-12
+    )
     rest = {name: value for name, value in dense.forward_flops.items() if name != "attention"}
     assert {name: short.forward_flops[name] for name in rest} == pytest.approx(rest, rel=1e-12)
-    assert by_documents(tmp_path / "cem", [[7] * 4] * 100, "model.mixer=cem").forward_flops["preconditioner"] == pytest.approx(
+    assert by_documents(tmp_path / "cem", [[7] * 4] * 100, "model.mixer=cem").forward_flops[
+        "preconditioner"
+    ] == pytest.approx(
         forward_flops(replace(dense.config.model, mixer="cem"), 16)["preconditioner"], rel=1e-12
     )
     lines = [line for line in render(short).splitlines() if "document" in line]
-    untold = make_plan(run("demo.yaml", "model.vocab_size=500", "data.documents=separate", "data.seq_length=16"), 1)
+    untold = make_plan(
+        run("demo.yaml", "model.vocab_size=500", "data.documents=separate", "data.seq_length=16"), 1
+    )
     assert untold.forward_flops == dense.forward_flops
-    wording("\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)]))
+    wording(
+        "\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)])
+    )
     assert "document" not in render(dense)
     assert "estimated" in render(short) and "estimated" not in render(dense)
 
 
-def test_of_very_many_documents_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_documents_a_part_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of more than are read, runs all over the file stand for them, and the plan says so."""
     monkeypatch.setattr("pretrain.data.pieces._DOCUMENTS", 1 << 9)
     monkeypatch.setattr("pretrain.data.pieces._RUN", 1 << 3)
@@ -216,7 +286,11 @@ def test_of_very_many_documents_a_part_is_read(tmp_path: Path, monkeypatch: pyte
     assert "(512 of 2,000 were read)" in render(some)
     monkeypatch.undo()
     whole = by_documents(tmp_path, every)
-    assert whole.pieces is not None and whole.pieces.read == 2000 and whole.pieces.mean == pytest.approx(lengths.mean(), rel=1e-12)
+    assert (
+        whole.pieces is not None
+        and whole.pieces.read == 2000
+        and whole.pieces.mean == pytest.approx(lengths.mean(), rel=1e-12)
+    )
     # Three standard errors of the mean of 512 lengths, which spread as far as their mean.
     assert some.pieces.mean == pytest.approx(whole.pieces.mean, rel=3 / 512**0.5)
 
@@ -240,25 +314,43 @@ def test_a_device_is_found_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "distributed", "weights", "optimizer"),
-    [("bf16", True, 2, 12 / 4), ("bf16", False, 2, 12), ("fp32", True, 4, 8 / 4), ("fp32", False, 4, 8)],
+    [
+        ("bf16", True, 2, 12 / 4),
+        ("bf16", False, 2, 12),
+        ("fp32", True, 4, 8 / 4),
+        ("fp32", False, 4, 8),
+    ],
 )
-def test_static_memory_is_bytes_a_parameter(precision: str, distributed: bool, weights: int, optimizer: float) -> None:
-    overrides = [f"train.precision={precision}", f"parallel.use_distributed_optimizer={str(distributed).lower()}"]
+def test_static_memory_is_bytes_a_parameter(
+    precision: str, distributed: bool, weights: int, optimizer: float
+) -> None:
+    overrides = [
+        f"train.precision={precision}",
+        f"parallel.use_distributed_optimizer={str(distributed).lower()}",
+    ]
     config = small(*overrides)
     plan = make_plan(config, 4)
     (stage,) = plan.memory
     assert stage.parameters == plan.total_parameters
     assert (stage.weights, stage.gradients) == (weights * stage.parameters, 4 * stage.parameters)
-    assert stage.optimizer == pytest.approx(optimizer * stage.parameters, abs=12)  # the last rank's share is rounded up
+    assert stage.optimizer == pytest.approx(
+        optimizer * stage.parameters, abs=12
+    )  # the last rank's share is rounded up
     # The distributed optimizer stores its fp32 parameters in either precision, the plain one in bf16 alone.
-    stored = {("bf16", True): 14, ("bf16", False): 14, ("fp32", True): 16, ("fp32", False): 12}[precision, distributed]
+    stored = {("bf16", True): 14, ("bf16", False): 14, ("fp32", True): 16, ("fp32", False): 12}[
+        precision, distributed
+    ]
     assert checkpoint_bytes(config) == stored * plan.total_parameters
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
     config = small(f"{PP}=3")
     assert [chunks_in_flight(config, stage, 1) for stage in range(3)] == [3, 2, 1]
-    assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [1, 1, 1]  # one micro-batch a step, no more
+    assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [
+        1,
+        1,
+        1,
+    ]  # one micro-batch a step, no more
     interleaved = small(f"{PP}=2", f"{VPP}=3", "train.global_batch_size=32")
     # Warm-up (PP - rank - 1) * 2 + (VPP - 1) * PP passes of a chunk, and the one under way.
     assert [chunks_in_flight(interleaved, stage, 1) for stage in range(2)] == [7, 5]
@@ -272,21 +364,33 @@ def test_parallelism_and_recompute_save_what_they_should() -> None:
     assert recomputed.activations < peak.activations / 10
     # A layer that is remade needs room, where the loss does not need more.
     few_words = ("model.vocab_size=2048",)
-    plain_small, remade_small = (make_plan(run(LARGE, *more, *few_words), 8).memory[0] for more in ((), ("train.recompute=full",)))
+    plain_small, remade_small = (
+        make_plan(run(LARGE, *more, *few_words), 8).memory[0]
+        for more in ((), ("train.recompute=full",))
+    )
     assert remade_small.workspace > plain_small.workspace
     half = run(LARGE, f"{TP}=2")
     for term, bytes_per_token in activations(half).items():
         whole = activations(plain)[term]
         assert whole / 2 <= bytes_per_token <= whole
-    assert sum(activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true")).values()) < sum(activations(half).values())
+    assert sum(
+        activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true")).values()
+    ) < sum(activations(half).values())
 
 
 def test_a_plan_says_where_its_memory_does_not_fit() -> None:
-    for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
+    for name in (
+        LARGE,
+        "transformer_1.3b_100bt.yaml",
+        "fem_sm_340m_15bt.yaml",
+        "transformer_340m_15bt.yaml",
+    ):
         # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
     for device, micro, fits in (("H100", 1, True), ("H100", 16, False), ("null", 16, True)):
-        text = render(make_plan(run(LARGE, f"log.device={device}", f"train.micro_batch_size={micro}"), 8))
+        text = render(
+            make_plan(run(LARGE, f"log.device={device}", f"train.micro_batch_size={micro}"), 8)
+        )
         assert ("DOES NOT FIT" in text) is not fits
         assert fits or ("has 79 GiB" in text and "train.recompute=full" in text)
 
@@ -297,7 +401,9 @@ def test_a_plan_says_where_its_memory_does_not_fit() -> None:
 def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     plan = make_plan(run(LARGE), 8)
     assert 100e9 <= plan.tokens < 100e9 + plan.schedule.step_tokens == 100e9 + 128 * 4096
-    source = SourceFacts("train", "data.train.0.prefix", "x", 50_000_000_000, 1, "uint16", None, None)
+    source = SourceFacts(
+        "train", "data.train.0.prefix", "x", 50_000_000_000, 1, "uint16", None, None
+    )
     text = render(make_plan(run(LARGE), 8, DataFacts(32000, 2, None, (source,))))
     wording(text)
     assert len(max(text.splitlines(), key=len)) <= 120
@@ -307,7 +413,10 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     # Each rank has an eighth of 14 bytes a parameter; the page-locked blocks of a GPU's save are larger by up to 1/32.
     host = make_plan(run(LARGE), 8, cuda=False).save_memory
     assert host == 14 * timed.total_parameters // 8 and timed.save_memory == host + host // 32
-    assert f"  written in {seconds} s at 5 GB/s while training waits, from up to {timed.save_memory / 2**30:.2f} GiB of" in render(timed)
+    assert (
+        f"  written in {seconds} s at 5 GB/s while training waits, from up to {timed.save_memory / 2**30:.2f} GiB of"
+        in render(timed)
+    )
 
 
 def test_each_switch_takes_exactly_its_own_parameters_away() -> None:
@@ -322,41 +431,74 @@ def test_each_switch_takes_exactly_its_own_parameters_away() -> None:
         "tdc.state_norm.weight",
         "tdc.out_proj.weight",
     }
-    assert everything - names(FemConfig(temperature=False)) == {"beta"} == everything - names(FemConfig(free_energy=False))
+    assert (
+        everything - names(FemConfig(temperature=False))
+        == {"beta"}
+        == everything - names(FemConfig(free_energy=False))
+    )
     assert everything == names(FemConfig(gate=False))
-    untied, tied = (set(parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, tie_embeddings=tie))) for tie in (False, True))
+    untied, tied = (
+        set(parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, tie_embeddings=tie)))
+        for tie in (False, True)
+    )
     assert untied - tied == {"output_layer.weight"}
 
 
 def test_budget_i_costs_what_the_transformer_costs_but_for_the_conditioner() -> None:
     model = run(LARGE).model
-    fem, transformer = (forward_flops(replace(model, mixer=mixer), 4096) for mixer in ("fem_softmax", "transformer"))
+    fem, transformer = (
+        forward_flops(replace(model, mixer=mixer), 4096) for mixer in ("fem_softmax", "transformer")
+    )
     conditioner = fem.pop("conditioner")
     assert fem == transformer
     assert conditioner == 2 * model.num_layers * (3 * 64 * 2048 + 64 * 3.5 * 2048)
 
 
 def test_the_papers_recipes_fit_their_gpus() -> None:
-    for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
+    for name in (
+        LARGE,
+        "transformer_1.3b_100bt.yaml",
+        "fem_sm_340m_15bt.yaml",
+        "transformer_340m_15bt.yaml",
+    ):
         # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
 
 
-@pytest.mark.parametrize("words", [["train.recompute=full"], ["parallel.pipeline_model_parallel_size=2"], ["engine.name=deepspeed"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.recompute=full"],
+        ["parallel.pipeline_model_parallel_size=2"],
+        ["engine.name=deepspeed"],
+    ],
+)
 def test_offloaded_activations_move_to_the_host(words: list[str]) -> None:
     """To the byte, but for a layer's that are back in the backward pass; on a CPU, whose memory is the host's, nothing moves."""
     for cuda in (True, False):
-        kept, sent = (make_plan(small(*words, *more), 2, cuda=cuda) for more in ([], ["train.offload_activations=true"]))
+        kept, sent = (
+            make_plan(small(*words, *more), 2, cuda=cuda)
+            for more in ([], ["train.offload_activations=true"])
+        )
         for before, after in zip(kept.memory, sent.memory, strict=True):
-            assert before.activations == pytest.approx(after.activations + after.host - before.host, abs=1)
+            assert before.activations == pytest.approx(
+                after.activations + after.host - before.host, abs=1
+            )
             assert before.workspace <= after.workspace and (after.host > before.host) == cuda
         assert ("activations on the host" in render(sent)) == cuda
 
 
 def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
     looked = ["log.diagnostics=[tensors]"]
-    for words, updated in (([], 1 / 2), (["parallel.use_distributed_optimizer=false"], 1), (["engine.name=deepspeed"], 1 / 2)):
-        plan, never = (make_plan(small(*words, *looked, *more), 2) for more in ([], ["log.diagnostics_interval=0"]))
+    for words, updated in (
+        ([], 1 / 2),
+        (["parallel.use_distributed_optimizer=false"], 1),
+        (["engine.name=deepspeed"], 1 / 2),
+    ):
+        plan, never = (
+            make_plan(small(*words, *looked, *more), 2)
+            for more in ([], ["log.diagnostics_interval=0"])
+        )
         size = f"{gib(round(4 * plan.total_parameters * updated))} more"
         assert size in render(plan) and "log.diagnostics" not in render(never)
         assert plan.peak_memory >= never.peak_memory
@@ -373,16 +515,32 @@ def test_the_page_tells_what_ranks_send() -> None:
         for line in text.splitlines()
         if re.fullmatch(r"\|( [^|]+ \|)( [\d., ]*\|){4}", line)
     ]
-    fields = ["data.seq_length=32768", "train.micro_batch_size=1", "train.recompute=none", "parallel.context_parallel_size=4"]
+    fields = [
+        "data.seq_length=32768",
+        "train.micro_batch_size=1",
+        "train.recompute=none",
+        "parallel.context_parallel_size=4",
+    ]
     for names, *told in rows:
         for kind, cell in zip((None, "all_to_all", "all_gather", "ring"), told, strict=True):
             numbers = cell.split(", ") if cell else []
             for place, name in enumerate(re.findall(r"`(\w+)`", names)[: 2 if numbers else 0]):
                 config = load_run(
-                    CONFIGS / LARGE, [f"model.mixer={name}", *fields, *([f"parallel.context_parallel_kind={kind}"] if kind else [])]
+                    CONFIGS / LARGE,
+                    [
+                        f"model.mixer={name}",
+                        *fields,
+                        *([f"parallel.context_parallel_kind={kind}"] if kind else []),
+                    ],
                 )
                 training = training_of(config, cuda=True)
-                sent = config.model.blocks()[0].mixer.cut_bytes(training, kinds_of_cut(config)[name]).sent(training) / 8192 / 1024
+                sent = (
+                    config.model.blocks()[0]
+                    .mixer.cut_bytes(training, kinds_of_cut(config)[name])
+                    .sent(training)
+                    / 8192
+                    / 1024
+                )
                 number = numbers[min(place, len(numbers) - 1)]
                 assert f"{sent:.{len(number.partition('.')[2])}f}" == number, (name, kind)
     assert len(rows) == 12
@@ -390,8 +548,21 @@ def test_the_page_tells_what_ranks_send() -> None:
 
 def test_what_does_not_fit_is_told_the_smallest_cut_that_does() -> None:
     """131,072 tokens: an eighth fits an H100 and a quarter does not, by plans of their own."""
-    fields = ["data.seq_length=131072", "train.micro_batch_size=1", "train.global_batch_size=64", "train.recompute=none", "log.device=h100"]
-    plans = [make_plan(load_run(CONFIGS / LARGE, [*fields, f"parallel.context_parallel_size={n}"]), 8) for n in (1, 4, 8)]
+    fields = [
+        "data.seq_length=131072",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=64",
+        "train.recompute=none",
+        "log.device=h100",
+    ]
+    plans = [
+        make_plan(load_run(CONFIGS / LARGE, [*fields, f"parallel.context_parallel_size={n}"]), 8)
+        for n in (1, 4, 8)
+    ]
     said = [memory_excess(plan) for plan in plans]
-    assert said[2] is None and said[0] and said[0].endswith("the smallest parallel.context_parallel_size that fits: 8")
+    assert (
+        said[2] is None
+        and said[0]
+        and said[0].endswith("the smallest parallel.context_parallel_size that fits: 8")
+    )
     assert said[1] and said[1].endswith("fits: 8")

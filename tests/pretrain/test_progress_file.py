@@ -36,7 +36,10 @@ def progress(run_dir: Path) -> dict[str, Any]:
 
 def stand(run_dir: Path) -> tuple[Any, ...]:
     told = progress(run_dir)
-    assert told["consumed_tokens"] == told["step"] * TOKENS and told["total_tokens"] == told["steps"] * TOKENS
+    assert (
+        told["consumed_tokens"] == told["step"] * TOKENS
+        and told["total_tokens"] == told["steps"] * TOKENS
+    )
     return tuple(told[key] for key in ("state", "step", "steps", "checkpoint", "signal"))
 
 
@@ -99,7 +102,13 @@ def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "checkpoint.async_save=false",
+        pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow),
+    ],
+)
 def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     """Every word in its order; a complete run started again has nothing to do; a longer one goes on."""
     with watching(pretrain.run_dir) as seen:
@@ -107,19 +116,31 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     assert seen[0] == ("starting", 0, None)
     assert seen[-1] == ("complete", 12, checkpoint(12))
     states = [state for state, _, _ in seen]
-    assert [states[0], *(b for a, b in zip(states, states[1:], strict=False) if a != b)] == ["starting", "running", "complete"]
+    assert [states[0], *(b for a, b in zip(states, states[1:], strict=False) if a != b)] == [
+        "starting",
+        "running",
+        "complete",
+    ]
     running = [entry for entry in seen if entry[0] == "running"]
     assert running[0] == ("running", 1, None)
     assert {name for _, _, name in running} <= {None, checkpoint(4), checkpoint(8), checkpoint(12)}
     assert all(name is None or int(name[-8:]) <= step for _, step, name in running)
     told = progress(pretrain.run_dir)
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
-    assert (told["format"], told["message"], told["pid"], told["world_size"]) == (1, None, os.getpid(), 1)
+    assert (told["format"], told["message"], told["pid"], told["world_size"]) == (
+        1,
+        None,
+        os.getpid(),
+        1,
+    )
     assert abs(told["time"] - time.time()) < 60
 
     lines = len(records(pretrain.run_dir))
     assert pretrain(how) == 0
-    assert "complete at step 12; raise train.steps" in pretrain.out and "parameters" not in pretrain.out, "no model was built"
+    assert (
+        "complete at step 12; raise train.steps" in pretrain.out
+        and "parameters" not in pretrain.out
+    ), "no model was built"
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
     assert len(records(pretrain.run_dir)) == lines
     assert pretrain(how, "model.hidden_size=48") == 2, "another model is refused here, too"
@@ -133,9 +154,19 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
 
 def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
     """What the run itself gives up on, what the configuration has wrong after the claim, and what nobody expected."""
-    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0", "checkpoint.interval=1") == 3
+    assert (
+        pretrain(
+            "optimizer.lr=1e18",
+            "train.max_bad_steps=3",
+            "optimizer.warmup_steps=0",
+            "checkpoint.interval=1",
+        )
+        == 3
+    )
     assert stand(pretrain.run_dir) == ("failed", 4, 12, checkpoint(3), None)
-    assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
+    assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix(
+        "pretrain: error: "
+    ).rstrip("\n")
     assert pretrain("model.hidden_size=48") == 2
     assert progress(pretrain.run_dir)["message"].startswith("checkpoint ")
     (pretrain.run_dir / "metrics.jsonl").unlink()
@@ -145,14 +176,20 @@ def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
     assert progress(pretrain.run_dir)["message"].startswith("IsADirectoryError: ")
 
 
-def test_a_message_is_one_line_without_secrets_and_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_one_line_without_secrets_and_other_ranks_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schedule = Schedule(10, 8, 32, 0, 0)
     ProgressFile(None, schedule, 2).tell("failed", message="x")
     assert list(tmp_path.iterdir()) == [] and read_progress(tmp_path) is None
     monkeypatch.setenv("MY_SECRET_2", CANARIES["MY_SECRET_2"])
-    ProgressFile(tmp_path, schedule, 2).tell("failed", message="a\n  b" + "c" * 985 + CANARIES["MY_SECRET_2"] + "d" * 5000)
+    ProgressFile(tmp_path, schedule, 2).tell(
+        "failed", message="a\n  b" + "c" * 985 + CANARIES["MY_SECRET_2"] + "d" * 5000
+    )
     message = progress(tmp_path)["message"]
-    assert message.startswith("a bccc") and len(message) == 1000 and "canary" not in message, "cut after what is hidden, not before"
+    assert message.startswith("a bccc") and len(message) == 1000 and "canary" not in message, (
+        "cut after what is hidden, not before"
+    )
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
@@ -161,15 +198,23 @@ def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> N
     assert pretrain("train.steps=4") == 0
     manifest, place = pretrain.run_dir / checkpoint(4) / MANIFEST, pretrain.run_dir / "place"
     content = manifest.read_text()
-    cases = ((manifest, manifest, ""), (place, place / "cache", "the index cache cannot be written: "), (pretrain.run_dir / "lock",) * 2)
+    cases = (
+        (manifest, manifest, ""),
+        (place, place / "cache", "the index cache cannot be written: "),
+        (pretrain.run_dir / "lock",) * 2,
+    )
     for link, path, *begins in cases:
         link.unlink(missing_ok=True)
         link.symlink_to(link.name)
         assert pretrain(*([f"data.index_cache={path}"] if link == place else [])) == 1
         said = pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
-        assert pretrain.err.count("\n") == 1 and f"{path}: Too many levels of symbolic links" in said
+        assert (
+            pretrain.err.count("\n") == 1 and f"{path}: Too many levels of symbolic links" in said
+        )
         assert not begins or (
-            said.startswith(begins[0]) and (progress(pretrain.run_dir)["message"], stand(pretrain.run_dir)[0]) == (said, "failed")
+            said.startswith(begins[0])
+            and (progress(pretrain.run_dir)["message"], stand(pretrain.run_dir)[0])
+            == (said, "failed")
         )
         link.unlink()
         if link == manifest:
@@ -184,20 +229,30 @@ CANARIES = {
 }
 
 
-def test_what_a_run_leaves_holds_no_value_of_a_secret(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_leaves_holds_no_value_of_a_secret(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All files of a run that failed for a path with a secret in it, except what tells the configuration as the user typed it."""
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     load = pretrain.run_dir / CANARIES["HUB_API_KEY"]
     assert pretrain("train.steps=4", f"checkpoint.load={load}") == 2
-    assert progress(pretrain.run_dir)["message"].startswith(f"{pretrain.run_dir}/***: no checkpoint there")
+    assert progress(pretrain.run_dir)["message"].startswith(
+        f"{pretrain.run_dir}/***: no checkpoint there"
+    )
     assert pretrain("train.steps=4") == 0
     written = [path for path in pretrain.run_dir.rglob("*") if path.is_file()]
-    assert {"environment.json", "relaunch.sh", "attempts.jsonl", NAME} <= {path.name for path in written}
-    assert [path for path in written if b"canary" in path.read_bytes() and path.name != "changes.diff"] == []
+    assert {"environment.json", "relaunch.sh", "attempts.jsonl", NAME} <= {
+        path.name for path in written
+    }
+    assert [
+        path for path in written if b"canary" in path.read_bytes() and path.name != "changes.diff"
+    ] == []
 
 
-def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_before_the_first_step_are_not_lost(
+    pretrain: Command, ignored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sent as soon as training's handlers are there, again and again: no step, no checkpoint; nothing is lost for the next attempt."""
     run = Trainer.run
 
@@ -207,7 +262,9 @@ def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: 
 
     monkeypatch.setattr(Trainer, "run", later)
     twice = (signal.SIGUSR1, signal.SIGUSR1)
-    during_start: threading.Thread = send_when(lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, *twice)
+    during_start: threading.Thread = send_when(
+        lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, *twice
+    )
     with watching(pretrain.run_dir) as seen:
         assert pretrain() == 0
     assert [state for state, _, _ in seen] == ["starting", "stopped"]
@@ -215,16 +272,25 @@ def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: 
     assert stand(pretrain.run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
     assert not pretrain.checkpoints.exists() and records(pretrain.run_dir) == []
     assert pretrain("train.steps=4") == 0
-    during_start = send_when(lambda: signal.getsignal(signal.SIGTERM).__module__ == "pretrain.signals", signal.SIGTERM)
+    during_start = send_when(
+        lambda: signal.getsignal(signal.SIGTERM).__module__ == "pretrain.signals", signal.SIGTERM
+    )
     assert pretrain() == 0
     assert stand(pretrain.run_dir) == ("stopped", 4, 12, checkpoint(4), "SIGTERM")
-    assert "continues from" in pretrain.out and max(line["step"] for line in records(pretrain.run_dir)) == 4
+    assert (
+        "continues from" in pretrain.out
+        and max(line["step"] for line in records(pretrain.run_dir)) == 4
+    )
     assert pretrain() == 0
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
 
 
 def test_a_signal_after_the_last_step_changes_nothing(pretrain: Command, ignored: None) -> None:
-    late = send_when(lambda: any(line.get("step") == 12 for line in records(pretrain.run_dir)), signal.SIGUSR1, signal.SIGTERM)
+    late = send_when(
+        lambda: any(line.get("step") == 12 for line in records(pretrain.run_dir)),
+        signal.SIGUSR1,
+        signal.SIGTERM,
+    )
     assert pretrain("checkpoint.interval=0") == 0
     late.join()
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
@@ -240,10 +306,24 @@ def test_started_by_a_launcher(pretrain: Command, tmp_path: Path) -> None:
     assert pretrain("--resolve") == 0
     config = run_dir / "launch" / "config.yaml"
     config.write_text(pretrain.out)
-    torchrun = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    torchrun = {
+        "GROUP_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
-        environment = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": "", "PYTHONSAFEPATH": ""}
+        environment = {
+            **os.environ,
+            **torchrun,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "PYTHONPATH": "",
+            "PYTHONSAFEPATH": "",
+        }
         process = subprocess.Popen([*start, str(config)], cwd=ROOT, env=environment)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=PATIENCE) == 0
@@ -252,14 +332,25 @@ def test_started_by_a_launcher(pretrain: Command, tmp_path: Path) -> None:
     assert stand(run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
     assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["0001"]
     assert len(records(run_dir, "attempts.jsonl")) == 1
-    assert (run_dir / "relaunch.sh").read_text() == f"cd {ROOT} && {sys.executable} -m pretrain {config}\n"
+    assert (
+        run_dir / "relaunch.sh"
+    ).read_text() == f"cd {ROOT} && {sys.executable} -m pretrain {config}\n"
 
 
-def test_the_command_to_relaunch_on_two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_to_relaunch_on_two_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/code/pretrain/__main__.py", "runs/a b/launch/config.yaml"])
-    for name, value in {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "PYTHONPATH": "/a code", "PYTHONSAFEPATH": ""}.items():
+    for name, value in {
+        "GROUP_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "PYTHONPATH": "/a code",
+        "PYTHONSAFEPATH": "",
+    }.items():
         monkeypatch.setenv(name, value)
-    nodes = "--nnodes 2 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    nodes = (
+        "--nnodes 2 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    )
     start = f"cd {tmp_path} && PYTHONPATH='/a code' torchrun --nproc-per-node 4 {nodes}"
     assert relaunch_command(8) == f"{start} -m pretrain 'runs/a b/launch/config.yaml'"

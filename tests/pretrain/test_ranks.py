@@ -53,13 +53,26 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
     monkeypatch.setattr(platform, "prepare", lambda: "nccl")
     called: list[tuple[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("device", device)))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **settings: called.append(("group", settings)))
-    monkeypatch.setattr(torch.distributed, "barrier", lambda **named: called.append(("barrier", named)))
-    sizes = [f"parallel.tensor_model_parallel_size={tensor}", f"parallel.context_parallel_size={context}"]
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda **settings: called.append(("group", settings)),
+    )
+    monkeypatch.setattr(
+        torch.distributed, "barrier", lambda **named: called.append(("barrier", named))
+    )
+    sizes = [
+        f"parallel.tensor_model_parallel_size={tensor}",
+        f"parallel.context_parallel_size={context}",
+    ]
     initialize_distributed(load_run(DEMO, [*sizes, "parallel.collective_timeout_minutes=7"]))
     (_, device), (group, settings), (barrier, named) = called
     assert device == 3 and (group, barrier) == ("group", "barrier") and named == {"device_ids": [3]}
-    assert "device_id" not in settings and settings["backend"] == "nccl" and settings["timeout"] == timedelta(minutes=7)
+    assert (
+        "device_id" not in settings
+        and settings["backend"] == "nccl"
+        and settings["timeout"] == timedelta(minutes=7)
+    )
     assert os.environ.get(name) == found
 
 
@@ -92,35 +105,73 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
     (tmp_path / "circular").symlink_to("circular")
     answer(2, ask_rank_0, tmp_path, output=tmp_path / "out")
     wanted = [line.replace("{folder}", str(tmp_path)) for line in CASES.values()]
-    assert [(tmp_path / f"out.{rank}").read_text().splitlines() for rank in range(2)] == [wanted] * 2
+    assert [(tmp_path / f"out.{rank}").read_text().splitlines() for rank in range(2)] == [
+        wanted
+    ] * 2
 
 
 @pytest.mark.parametrize(
     ("config", "said", "code"),
     [
         pytest.param(DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT, id="wrong input"),
-        pytest.param("failing.yaml", "Input/output error", Exit.FAULT, id="fault", marks=pytest.mark.slow),  # it opens, and reading fails
+        pytest.param(
+            "failing.yaml", "Input/output error", Exit.FAULT, id="fault", marks=pytest.mark.slow
+        ),  # it opens, and reading fails
     ],
 )
-def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: str, code: Exit) -> None:
+def test_torchruns_last_lines_are_the_error(
+    tmp_path: Path, config: str, said: str, code: Exit
+) -> None:
     (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "pretrain",
+    ]
     file = ROOT / config if config == DEMO else tmp_path / config
-    done = subprocess.run([*command, str(file), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [*command, str(file), "model.num_layer=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 1  # torchrun's own, whatever the ranks' are
     (cause,) = done.stderr.split("Root Cause")[1:]
     last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
     assert re.search(last, cause), cause
 
 
-LAYOUTS = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 3, 8), (1, 2, 8), (1, 4)) if dp * tp * pp > 1]
+LAYOUTS = [
+    (dp, tp, pp) for dp, tp, pp in product((1, 2, 3, 8), (1, 2, 8), (1, 4)) if dp * tp * pp > 1
+]
 
 
-def job(dp: int, tp: int, pp: int, dice: random.Random, slow: int, busy_factor: float, matmul_factor: float) -> tuple[list[Place], ...]:
+def job(
+    dp: int,
+    tp: int,
+    pp: int,
+    dice: random.Random,
+    slow: int,
+    busy_factor: float,
+    matmul_factor: float,
+) -> tuple[list[Place], ...]:
     """Megatron's order of ranks (TP fastest, PP slowest); two ranks a node; stages of very different times; 2 % of noise."""
-    places = [Place(f"node{(s * dp + r) * tp // 2}", r, s) for s in range(pp) for r in range(dp) for _ in range(tp)]
+    places = [
+        Place(f"node{(s * dp + r) * tp // 2}", r, s)
+        for s in range(pp)
+        for r in range(dp)
+        for _ in range(tp)
+    ]
     busy = [0.3 * (2 - place.stage / pp) * dice.uniform(1, 1.02) for place in places]
-    busy = [time * (busy_factor if place.replica == places[slow].replica else 1) for time, place in zip(busy, places, strict=True)]
+    busy = [
+        time * (busy_factor if place.replica == places[slow].replica else 1)
+        for time, place in zip(busy, places, strict=True)
+    ]
     matmul = [1e-3 * dice.uniform(1, 1.02) for _ in places]
     matmul[slow] *= matmul_factor
     return places, busy, matmul  # type: ignore[return-value]
@@ -137,18 +188,32 @@ def test_the_slowest_is_named_at_every_layout(dp: int, tp: int, pp: int) -> None
             if dp > 1 or matmul_factor == busy_factor:
                 assert found.ratio == pytest.approx(busy_factor, rel=0.03)
             if matmul_factor > 1:
-                assert (found.rank, found.host, found.by) == (slow, places[slow].host, "step" if dp > 1 else "matmul")
-                assert found.group == tuple(r for r, place in enumerate(places) if place.replica == places[slow].replica)
+                assert (found.rank, found.host, found.by) == (
+                    slow,
+                    places[slow].host,
+                    "step" if dp > 1 else "matmul",
+                )
+                assert found.group == tuple(
+                    r for r, place in enumerate(places) if place.replica == places[slow].replica
+                )
             elif busy_factor > 1 and dp > 1:
-                assert slow in found.group and ("none of them is slow" in found.message(1.2)) == (tp * pp > 1)
+                assert slow in found.group and ("none of them is slow" in found.message(1.2)) == (
+                    tp * pp > 1
+                )
 
 
 def test_what_people_read(wording: Wording) -> None:
     places = [Place("h100-07" if rank == 13 else "h100-01", rank, 0) for rank in range(64)]
     pairs = [Place(f"n{rank // 4}", rank // 2 % 2, rank // 4) for rank in range(8)]
     alone = [Place("a", 0, 0), Place("b", 0, 0)]
-    wording(find_slowest(places, [0.315] * 13 + [0.412] + [0.315] * 50, [1e-3] * 64, 1.2).message(1.2))
-    wording(find_slowest(pairs, [1.0, 1.0, 1.4, 1.4, 0.5, 0.5, 0.7, 0.7], [1.0] * 7 + [1.25], 1.2).message(1.2))
+    wording(
+        find_slowest(places, [0.315] * 13 + [0.412] + [0.315] * 50, [1e-3] * 64, 1.2).message(1.2)
+    )
+    wording(
+        find_slowest(
+            pairs, [1.0, 1.0, 1.4, 1.4, 0.5, 0.5, 0.7, 0.7], [1.0] * 7 + [1.25], 1.2
+        ).message(1.2)
+    )
     wording(find_slowest(alone, [1.0, 1.0], [1e-3, 2e-3], 1.2).message(1.2))
 
 
@@ -159,10 +224,18 @@ def test_the_probe_draws_no_random_number() -> None:
 
 
 NAP = 0.5  # seconds: twice that a step, beside which a busy machine's ups and downs are little
-QUIET = ["train.global_batch_size=8", "log.diagnostics_interval=0", "train.steps=6", "checkpoint.interval=4", "train.eval_interval=0"]
+QUIET = [
+    "train.global_batch_size=8",
+    "log.diagnostics_interval=0",
+    "train.steps=6",
+    "checkpoint.interval=4",
+    "train.eval_interval=0",
+]
 
 
-def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(settings: list[str], tmp_path: Path) -> None:
+def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(
+    settings: list[str], tmp_path: Path
+) -> None:
     """The same run twice: compared at every second step with rank 1's data slow, and never compared with rank 1 stopped for a while."""
     compared, stopped = tmp_path / "compared", tmp_path / "stopped"
     slow = [DEMO, *settings, *QUIET, f"run_dir={compared}", "log.straggler_interval=2"]
@@ -178,10 +251,19 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert sorted(line["waiting_seconds"][0] for line in lines)[1] > 0.1
     for line in lines:
         assert line["seconds"][1] > 2 * NAP
-        assert line["slowest"]["rank"] == 1 and line["slowest"]["ratio"] > 1.2 and line["slowest"]["by"] == "step"
+        assert (
+            line["slowest"]["rank"] == 1
+            and line["slowest"]["ratio"] > 1.2
+            and line["slowest"]["by"] == "step"
+        )
     told = [line for line in records(compared) if "ranks/slowest" in line]
-    assert [(line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told] == [(s, 1, True) for s in (2, 4, 6)]
-    assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said and "times the median of 2 ranks (" in said
+    assert [
+        (line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told
+    ] == [(s, 1, True) for s in (2, 4, 6)]
+    assert (
+        f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said
+        and "times the median of 2 ranks (" in said
+    )
 
     alone = [DEMO, *settings, *QUIET, f"run_dir={stopped}", "log.straggler_interval=0"]
     with started(2, alone, tmp_path / "hung", held=(3, tmp_path / "go on")) as ranks:
@@ -202,19 +284,32 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert read_progress(stopped)["state"] == "complete"  # type: ignore[index]
     assert not (stopped / "ranks.jsonl").exists()
     # The signal had the step after the one that hung traced, on the rank that it came to.
-    assert {trace.name.partition("_rank_")[2] for trace in (stopped / "profile").iterdir()} == {"00000.json.gz"}
+    assert {trace.name.partition("_rank_")[2] for trace in (stopped / "profile").iterdir()} == {
+        "00000.json.gz"
+    }
     assert losses(stopped) == losses(compared) and len(losses(stopped)) == 6, "to the last bit"
 
 
 @pytest.mark.slow
 def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.1"]
+    arguments = [
+        DEMO,
+        *settings,
+        *QUIET,
+        f"run_dir={run_dir}",
+        "train.steps=100000",
+        "parallel.collective_timeout_minutes=0.1",
+    ]
     with started(2, arguments, tmp_path / "away") as ranks:
         wait_until(lambda: len(losses(run_dir)) >= 2, ranks)
         send(ranks[1], signal.SIGSTOP)
         ranks[0].join(PATIENCE)
         assert ranks[0].exitcode == 1, (tmp_path / "away.0").read_text()
     told = read_progress(run_dir)
-    assert told is not None and told["state"] == "failed" and told["step"] - max(losses(run_dir)) in (0, 1)
+    assert (
+        told is not None
+        and told["state"] == "failed"
+        and told["step"] - max(losses(run_dir)) in (0, 1)
+    )
     assert "Timed out waiting" in told["message"] and "\n" not in told["message"]

@@ -30,10 +30,28 @@ from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import micro_batches
 from tests.pretrain.test_deepspeed import BF16, OFFLOADED, SPLIT, deepspeed
-from tests.pretrain.test_parity import AGAIN, CP2, GATHER, IN_CHUNKS, OVERLAP, PAIR, PP2, SP, TIED, TP2
+from tests.pretrain.test_parity import (
+    AGAIN,
+    CP2,
+    GATHER,
+    IN_CHUNKS,
+    OVERLAP,
+    PAIR,
+    PP2,
+    SP,
+    TIED,
+    TP2,
+)
 from tests.ranks import answer
 
-BASE = [*SMALL, "model.vocab_size=512", "train.precision=fp32", "data.train.0.prefix=none", "data.valid=[]", "data.test=[]"]
+BASE = [
+    *SMALL,
+    "model.vocab_size=512",
+    "train.precision=fp32",
+    "data.train.0.prefix=none",
+    "data.valid=[]",
+    "data.test=[]",
+]
 PLAIN = ["model.mixer=transformer", TIED]
 Cases = dict[str, tuple[int, list[str]]]
 QUICK: Cases = {
@@ -48,16 +66,33 @@ SLOW: Cases = {
     "DP2, ZeRO-1": (2, [*deepspeed(1), *PLAIN]),
     "TP2 + SP, in chunks": (2, [*TP2, *SP, *PLAIN, *IN_CHUNKS]),
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
-    "PP2 interleaved": (2, [*PP2, *PAIR, "parallel.virtual_pipeline_model_parallel_size=2", "train.global_batch_size=8"]),
+    "PP2 interleaved": (
+        2,
+        [
+            *PP2,
+            *PAIR,
+            "parallel.virtual_pipeline_model_parallel_size=2",
+            "train.global_batch_size=8",
+        ],
+    ),
     "DP2, plain": (2, [*PLAIN, "parallel.use_distributed_optimizer=false"]),
     "CP2, all_gather": (2, [*CP2, *GATHER, *AGAIN, TIED]),
     "DP2, Muon": (2, [*PLAIN, "optimizer.name=muon"]),
     "DP2, ZeRO-0": (2, [*deepspeed(0), *PLAIN]),
-    "DP2, ZeRO-2, overlapped": (2, [*deepspeed(2), "parallel.overlap_grad_reduce=true", "train.global_batch_size=8", TIED]),
-    "DP2, ZeRO-3, all split": (2, [*SPLIT, "engine.deepspeed.max_live_parameters=30000", "train.global_batch_size=8", TIED]),
+    "DP2, ZeRO-2, overlapped": (
+        2,
+        [*deepspeed(2), "parallel.overlap_grad_reduce=true", "train.global_batch_size=8", TIED],
+    ),
+    "DP2, ZeRO-3, all split": (
+        2,
+        [*SPLIT, "engine.deepspeed.max_live_parameters=30000", "train.global_batch_size=8", TIED],
+    ),
     "CP2, ZeRO-1": (2, [*CP2, *deepspeed(1), TIED]),
     **{f"DP2, ZeRO-{stage}, bf16": (2, [*deepspeed(stage), BF16, TIED]) for stage in (1, 2, 3)},
-    **{f"TP2 x DP2 + SP, ZeRO-{stage}": (4, [*TP2, *SP, *deepspeed(stage), BF16, TIED]) for stage in (1, 3)},
+    **{
+        f"TP2 x DP2 + SP, ZeRO-{stage}": (4, [*TP2, *SP, *deepspeed(stage), BF16, TIED])
+        for stage in (1, 3)
+    },
     "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
 }
 SIX = {
@@ -68,18 +103,45 @@ SIX = {
     **{f"DP2, ZeRO-{stage}": deepspeed(stage) for stage in (1, 3)},
 }
 OURS = [name for name in MIXERS if not name.startswith("fla.")]
-EVERY: Cases = {f"{layout}, {name}": (2, [*more, f"model.mixer={name}"]) for layout, more in SIX.items() for name in OURS}
+EVERY: Cases = {
+    f"{layout}, {name}": (2, [*more, f"model.mixer={name}"])
+    for layout, more in SIX.items()
+    for name in OURS
+}
 # Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
 STEADY = {
     "pretrain/engines/building.py summed_over_ranks tolist",  # loss, norm, stop signals, memory: one all-reduce, before the update
 }
-ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
+ON_A_GPU = [
+    *BASE,
+    "model.hidden_size=256",
+    "data.seq_length=128",
+    "train.precision=bf16",
+    "train.global_batch_size=16",
+]
 GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
 LAYOUTS: Cases = {
     "DP2": (2, PLAIN),
-    "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
+    "TP2 x PP4 + SP, recompute": (
+        16,
+        [
+            *TP2,
+            *SP,
+            *AGAIN,
+            "parallel.pipeline_model_parallel_size=4",
+            "model.num_layers=4",
+            GLA,
+            TIED,
+        ],
+    ),
     "DP2, fp8": (2, [*PLAIN, "train.fp8=delayed"]),
-    **{f"DP4, ZeRO-{stage}": (4, [*deepspeed(stage), *OVERLAP[:1], *PLAIN, "train.global_batch_size=32"]) for stage in (1, 2, 3)},
+    **{
+        f"DP4, ZeRO-{stage}": (
+            4,
+            [*deepspeed(stage), *OVERLAP[:1], *PLAIN, "train.global_batch_size=32"],
+        )
+        for stage in (1, 2, 3)
+    },
 }
 # DeepSpeed's optimizers ask whether the norm is finite, each in its own way.
 ASKED = {
@@ -93,10 +155,23 @@ ZERO = {
 }
 Told = tuple[list[Collective], dict[str, int]]
 MOVING = "yuriiformer"  # its stream is twice as wide, and so is a view's storage that others keep beside it
-PLANNED = [*(name for name in MIXERS if name not in ("fla.*", "mha2nd", MOVING)), "mha2nd"]  # whose backward pass holds most by far
+PLANNED = [
+    *(name for name in MIXERS if name not in ("fla.*", "mha2nd", MOVING)),
+    "mha2nd",
+]  # whose backward pass holds most by far
 LIKE = {
-    "demo": ["model=fem_sm_demo", "data.seq_length=512", "train.micro_batch_size=8", "model.vocab_size=4096"],
-    "340m": ["model=fem_sm_340m", "data.seq_length=512", "train.micro_batch_size=4", "model.vocab_size=4096"],
+    "demo": [
+        "model=fem_sm_demo",
+        "data.seq_length=512",
+        "train.micro_batch_size=8",
+        "model.vocab_size=4096",
+    ],
+    "340m": [
+        "model=fem_sm_340m",
+        "data.seq_length=512",
+        "train.micro_batch_size=4",
+        "model.vocab_size=4096",
+    ],
 }
 WAYS: Cases = {
     "plain": (1, []),
@@ -110,7 +185,9 @@ WAYS: Cases = {
 
 
 def config_of(world: int, overrides: list[str], base: list[str] = BASE) -> RunConfig:
-    return prepare(load_run(DEMO, [*base, *overrides, f"parallel.world_size={world}"]), None, plan_only=True).config
+    return prepare(
+        load_run(DEMO, [*base, *overrides, f"parallel.world_size={world}"]), None, plan_only=True
+    ).config
 
 
 def told(rank: Rank) -> Told:
@@ -120,7 +197,10 @@ def told(rank: Rank) -> Told:
 def rehearsed(cases: Cases) -> dict[str, list[Told]]:
     """Case -> of the first rank of each pipeline stage."""
     platform.import_megatron()
-    return {name: [told(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks] for name, case in cases.items()}
+    return {
+        name: [told(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks]
+        for name, case in cases.items()
+    }
 
 
 def real(cases: Cases) -> dict[str, Told]:
@@ -136,9 +216,14 @@ def real(cases: Cases) -> dict[str, Told]:
         config = config_of(world, overrides)
         with Recorder(StepTrace(), torch.device("cpu")) as recorder:
             initialize_model_parallel(config)
-            schedule, length = Schedule.of(config), config.data.seq_length // config.parallel.context_parallel_size
+            schedule, length = (
+                Schedule.of(config),
+                config.data.seq_length // config.parallel.context_parallel_size,
+            )
             engine = make_engine(config, schedule)
-            found[name] = told(recorded_steps(engine, recorder, micro_batches(length), schedule, world))
+            found[name] = told(
+                recorded_steps(engine, recorder, micro_batches(length), schedule, world)
+            )
             engine.close()
             destroy_model_parallel()
     return found
@@ -148,7 +233,10 @@ def real(cases: Cases) -> dict[str, Told]:
     "cases",
     [
         pytest.param(QUICK, id="quick"),
-        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in (("all", SLOW), ("every mixer", EVERY))),
+        *(
+            pytest.param(each, id=name, marks=pytest.mark.slow)
+            for name, each in (("all", SLOW), ("every mixer", EVERY))
+        ),
     ],
 )
 def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: Cases) -> None:
@@ -158,43 +246,91 @@ def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: C
     for world in {world for world, _ in cases.values()}:
         here = {name: case for name, case in cases.items() if case[0] == world}
         answer(world, real, here, output=tmp_path / f"ranks{world}", patience=600)
-        ranks = [pickle.loads(Path(f"{tmp_path}/ranks{world}.{rank}.answer").read_bytes()) for rank in range(world)]
+        ranks = [
+            pickle.loads(Path(f"{tmp_path}/ranks{world}.{rank}.answer").read_bytes())
+            for rank in range(world)
+        ]
         for name in here:
             for stage, (collectives, memory) in enumerate(on_paper[name]):
                 sent, held = ranks[stage * world // len(on_paper[name])][name]
                 assert collectives == sent and any(len(each.group) > 1 for each in sent), name
-                assert [memory[each] for each in HOLDERS[:3]] == [held[each] for each in HOLDERS[:3]], name
+                assert [memory[each] for each in HOLDERS[:3]] == [
+                    held[each] for each in HOLDERS[:3]
+                ], name
                 assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
 
 
 def on_a_gpu(
     picture: Path, names: list[str]
-) -> tuple[dict[str, list[set[str]]], dict[str, tuple[float, float]], list[float], Any, tuple[int, int], dict[str, Any]]:
+) -> tuple[
+    dict[str, list[set[str]]],
+    dict[str, tuple[float, float]],
+    list[float],
+    Any,
+    tuple[int, int],
+    dict[str, Any],
+]:
     """Layout of these -> each rank's host reads, and (forward, backward) FLOPs of its first; those of 8-bit floats; a plan; what it prints.
 
     Before the last ZeRO-1's gradients, as planned and as held.
     """
     platform.import_megatron()
-    found = {name: rehearse(config_of(*LAYOUTS[name], ON_A_GPU), LAYOUTS[name][0], "h100") for name in names}
+    found = {
+        name: rehearse(config_of(*LAYOUTS[name], ON_A_GPU), LAYOUTS[name][0], "h100")
+        for name in names
+    }
     first = found["DP2"]
-    flops = {name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True)) for name, each in found.items()}
+    flops = {
+        name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True))
+        for name, each in found.items()
+    }
     eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
-    products = [sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)]
-    reads = {name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks] for name, each in found.items()}
+    products = [
+        sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)
+    ]
+    reads = {
+        name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks]
+        for name, each in found.items()
+    }
     zero = found["DP4, ZeRO-1"]
     gradients = zero.plan.memory[0].gradients, zero.ranks[0].peak.by_holder()["gradients"]
     with redirect_stdout(io.StringIO()) as said:
-        assert main([DEMO, *ON_A_GPU, *PLAIN, "--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]) == 0
+        assert (
+            main(
+                [
+                    DEMO,
+                    *ON_A_GPU,
+                    *PLAIN,
+                    "--rehearse",
+                    "--gpus",
+                    "2",
+                    "--device",
+                    "h200",
+                    "--json",
+                    "--picture",
+                    str(picture),
+                ]
+            )
+            == 0
+        )
     return reads, flops, products, first.plan, gradients, json.loads(said.getvalue())
 
 
 @pytest.mark.parametrize(
-    "stages", [pytest.param([1], id="ZeRO-1", marks=pytest.mark.slow), pytest.param([1, 2, 3], id="every stage", marks=pytest.mark.slow)]
+    "stages",
+    [
+        pytest.param([1], id="ZeRO-1", marks=pytest.mark.slow),
+        pytest.param([1, 2, 3], id="every stage", marks=pytest.mark.slow),
+    ],
 )
-def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path, stages: list[int]) -> None:
+def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(
+    tmp_path: Path, stages: list[int]
+) -> None:
     zero = [f"DP4, ZeRO-{stage}" for stage in stages]
     names = [name for name in LAYOUTS if name not in ZERO or name in zero]
-    reads, flops, eight, plan, (planned, held), printed = answer(1, on_a_gpu, tmp_path / "picture.png", names, output=tmp_path / "said")
+    reads, flops, eight, plan, (planned, held), printed = answer(
+        1, on_a_gpu, tmp_path / "picture.png", names, output=tmp_path / "said"
+    )
     steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert reads == {**steady, **{name: [ZERO[name]] for name in zero}}
     assert {flops[name] for name in zero} == {flops["DP2"]}  # whose model it is
@@ -202,11 +338,22 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
-    assert backward == tokens * (2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2)
-    assert eight == [tokens * fp8.forward_flops(plan.config.model), 2 * tokens * fp8.forward_flops(plan.config.model)]
-    assert planned == pytest.approx(held, rel=1e-3)  # which DeepSpeed rounds up to whole parts of a group
+    assert backward == tokens * (
+        2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2
+    )
+    assert eight == [
+        tokens * fp8.forward_flops(plan.config.model),
+        2 * tokens * fp8.forward_flops(plan.config.model),
+    ]
+    assert planned == pytest.approx(
+        held, rel=1e-3
+    )  # which DeepSpeed rounds up to whole parts of a group
     (rank,) = printed["ranks"]
-    assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}  # as the launcher reads it
+    assert fullest(printed) == {
+        "rank": 0,
+        "bytes": rank["peak"]["bytes"],
+        "excess": None,
+    }  # as the launcher reads it
     assert rank["planned"]["weights"] == rank["peak"]["weights"]
     # Each pass reads the weights, and the update writes them.
     assert rank["moved"] > 3 * rank["planned"]["weights"]
@@ -218,18 +365,39 @@ def sized(size: str, *more: str, world: int = 1) -> RunConfig:
     return config_of(world, [*LIKE[size], *steps, *more], BASE[-3:])
 
 
-def planned_and_kept(world: int, more: list[str], sizes: list[str]) -> dict[str, tuple[float, float]]:
+def planned_and_kept(
+    world: int, more: list[str], sizes: list[str]
+) -> dict[str, tuple[float, float]]:
     """Size and mixer -> bytes a token that its layer keeps, of two models that have a layer of each; and the whole models' peaks."""
     platform.import_megatron()
     found = {}
     for size, names in itertools.product(sizes, (PLANNED, [MOVING])):
-        pattern = [f"model.pattern=[{','.join(names)}]", f"model.num_layers={len(names)}", "model.num_query_groups=2", *more]
-        told = rehearse(config := sized(size, *pattern, "train.global_batch_size=16", world=world), world, "h100")
+        pattern = [
+            f"model.pattern=[{','.join(names)}]",
+            f"model.num_layers={len(names)}",
+            "model.num_query_groups=2",
+            *more,
+        ]
+        told = rehearse(
+            config := sized(size, *pattern, "train.global_batch_size=16", world=world),
+            world,
+            "h100",
+        )
         (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
-        turn = min(each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin)
-        found[f"{size}, the peak of {len(names)}"] = float(told.plan.peak_memory), float(rank.peak.bytes)
+        turn = min(
+            each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin
+        )
+        found[f"{size}, the peak of {len(names)}"] = (
+            float(told.plan.peak_memory),
+            float(rank.peak.bytes),
+        )
         for number, (name, block) in enumerate(zip(names, config.model.blocks(), strict=True), 1):
-            own = [each for each in rank.held if each.part == f"layer {number}" and rank.begin < each.born < turn <= (each.gone or turn)]
+            own = [
+                each
+                for each in rank.held
+                if each.part == f"layer {number}"
+                and rank.begin < each.born < turn <= (each.gone or turn)
+            ]
             planned = sum(layer_activations(config, block, cuda=True).values())
             found[f"{size}, {name}"] = planned, sum(each.bytes for each in own) / tokens
     return found
@@ -239,16 +407,29 @@ def planned_and_kept(world: int, more: list[str], sizes: list[str]) -> dict[str,
     ("way", "sizes"),
     [
         pytest.param("plain", ["demo"], id="plain, demo", marks=pytest.mark.slow),
-        *(pytest.param(way, [*LIKE], id=way, marks=pytest.mark.slow) for way in ("plain", "TP2 + SP", "selective")),
+        *(
+            pytest.param(way, [*LIKE], id=way, marks=pytest.mark.slow)
+            for way in ("plain", "TP2 + SP", "selective")
+        ),
     ],
 )
-def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(tmp_path: Path, way: str, sizes: list[str]) -> None:
+def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
+    tmp_path: Path, way: str, sizes: list[str]
+) -> None:
     found = answer(1, planned_and_kept, *WAYS[way], sizes, output=tmp_path / "said", patience=300)
     # mha2nd keeps less than its sister, of whose class it is; the peak is its systems'.
-    off = {name: (planned, kept) for name, (planned, kept) in found.items() if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]}
+    off = {
+        name: (planned, kept)
+        for name, (planned, kept) in found.items()
+        if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]
+    }
     assert len(found) == len(sizes) * (len(PLANNED) + 3) and not off
     # Attention's table is to the byte, but for the norms' numbers a token (8 of 6,000); a repeated key or a gathered input is 5% and more.
-    assert all(planned == pytest.approx(kept, rel=2e-3) for name, (planned, kept) in found.items() if "transformer" in name)
+    assert all(
+        planned == pytest.approx(kept, rel=2e-3)
+        for name, (planned, kept) in found.items()
+        if "transformer" in name
+    )
 
 
 def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
@@ -256,9 +437,16 @@ def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
     platform.import_megatron()
     found = {}
     for size, (way, (world, more)) in itertools.product(LIKE, WAYS.items()):
-        told = rehearse(sized(size, *more, f"model.mixer={mixer}", "model.num_layers=8", world=world), world, "h100")
+        told = rehearse(
+            sized(size, *more, f"model.mixer={mixer}", "model.num_layers=8", world=world),
+            world,
+            "h100",
+        )
         for rank in told.ranks:
-            found[f"{size}, {way}, {rank.stage}"] = told.plan.memory[rank.stage].total, rank.peak.bytes
+            found[f"{size}, {way}, {rank.stage}"] = (
+                told.plan.memory[rank.stage].total,
+                rank.peak.bytes,
+            )
     return found
 
 
@@ -272,7 +460,10 @@ def test_peaks_on_a_gpu_are_planned_within_fifteen_percent(tmp_path: Path, mixer
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([DEMO, *BASE, *PLAIN, "--rehearse", *OFFLOADED]) == Exit.WRONG_INPUT
     assert "engine.offload_optimizer = true cannot be rehearsed" in capsys.readouterr().err
-    assert main([DEMO, *BASE, *PLAIN, "--rehearse", *deepspeed(2), "optimizer.name=muon"]) == Exit.WRONG_INPUT
+    assert (
+        main([DEMO, *BASE, *PLAIN, "--rehearse", *deepspeed(2), "optimizer.name=muon"])
+        == Exit.WRONG_INPUT
+    )
     assert "optimizer.name = muon cannot be rehearsed" in capsys.readouterr().err
     assert main([DEMO, *BASE, "--gpus", "2"]) == Exit.WRONG_INPUT
     assert "--gpus is of --rehearse" in capsys.readouterr().err
@@ -287,5 +478,10 @@ def test_of_stages_the_one_that_needs_most_is_rehearsed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(steps, "rehearse", stop)
     stages = ["stages.0.seq_length=64", "train.steps=null", "--rehearse", "--gpus", "1"]
-    assert main([DEMO.replace("demo.yaml", "demo_stages.yaml"), *BASE, *PLAIN, *stages]) == Exit.WRONG_INPUT
-    assert [(config.data.seq_length, config.train.steps, config.stages) for config in seen] == [(64, 60, ())]
+    assert (
+        main([DEMO.replace("demo.yaml", "demo_stages.yaml"), *BASE, *PLAIN, *stages])
+        == Exit.WRONG_INPUT
+    )
+    assert [(config.data.seq_length, config.train.steps, config.stages) for config in seen] == [
+        (64, 60, ())
+    ]

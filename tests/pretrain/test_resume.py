@@ -40,8 +40,16 @@ CHANGED: dict[str, Any] = {
     "warmup_steps": 5,
     "decay_steps": 2,
 }
-ENGINES = {"megatron": [], "plain": ["parallel.use_distributed_optimizer=false"], "deepspeed": ["engine.name=deepspeed"]}
-MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=16", "model.tie_embeddings=false"]  # groups of other rates
+ENGINES = {
+    "megatron": [],
+    "plain": ["parallel.use_distributed_optimizer=false"],
+    "deepspeed": ["engine.name=deepspeed"],
+}
+MUP = [
+    "model.parametrization=mup",
+    "model.mup.base_hidden_size=16",
+    "model.tie_embeddings=false",
+]  # groups of other rates
 
 
 def leaves() -> list[str]:
@@ -61,27 +69,51 @@ def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def test_every_key_of_the_optimizer_is_changed_here() -> None:
-    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}  # the last: test_fork
+    otherwise_told = {
+        "name",
+        "warmup_tokens",
+        "warmup_fraction",
+        "decay_tokens",
+        "from_step",
+    }  # the last: test_fork
     assert {*CHANGED, *otherwise_told} == {field.name for field in fields(OptimizerConfig)}
     assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
 
 
-@pytest.mark.parametrize("engine", ["megatron", "plain", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(pretrain: Command, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    "engine", ["megatron", "plain", pytest.param("deepspeed", marks=pytest.mark.slow)]
+)
+def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(
+    pretrain: Command, tmp_path: Path, engine: str
+) -> None:
     """Read back from the groups in the next checkpoint, whose rates are the schedule's: those of a run that had the values all along."""
     common = [*ENGINES[engine], *MUP]
     new = [f"optimizer.{key}={value}" for key, value in CHANGED.items()]
     assert pretrain(*common, "train.steps=4") == 0
     assert pretrain(*common, *new, "train.steps=8") == 0
     resumed = pretrain.run_dir
-    assert pretrain(*common, *new, "train.steps=8", f"run_dir={tmp_path / 'fresh'}", "checkpoint.interval=0") == 0
-    rates = {run: {line["step"]: line["lr"] for line in records(run) if "lr" in line} for run in (resumed, tmp_path / "fresh")}
-    assert [rates[resumed][step] for step in range(5, 9)] == [rates[tmp_path / "fresh"][step] for step in range(5, 9)]
+    assert (
+        pretrain(
+            *common, *new, "train.steps=8", f"run_dir={tmp_path / 'fresh'}", "checkpoint.interval=0"
+        )
+        == 0
+    )
+    rates = {
+        run: {line["step"]: line["lr"] for line in records(run) if "lr" in line}
+        for run in (resumed, tmp_path / "fresh")
+    }
+    assert [rates[resumed][step] for step in range(5, 9)] == [
+        rates[tmp_path / "fresh"][step] for step in range(5, 9)
+    ]
     groups, wanted = (groups_of(run / "checkpoints" / "step_00000008") for run in rates)
     assert len(groups) > 2 and {group["lr_mult"] for group in groups} > {1.0}
     settings = ("lr", "max_lr", "min_lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
-    assert [{key: group[key] for key in settings} for group in groups] == [{key: group[key] for key in settings} for group in wanted]
-    assert {group["eps"] for group in groups} == {1e-3} and {tuple(group["betas"]) for group in groups} == {(0.8, 0.5)}
+    assert [{key: group[key] for key in settings} for group in groups] == [
+        {key: group[key] for key in settings} for group in wanted
+    ]
+    assert {group["eps"] for group in groups} == {1e-3} and {
+        tuple(group["betas"]) for group in groups
+    } == {(0.8, 0.5)}
 
 
 @pytest.mark.slow
@@ -92,14 +124,31 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
     for engine, change in (("megatron", True), ("deepspeed", True), ("megatron", False)):
         run_dir = tmp_path / f"{engine}_{change}"
         (run_dir / "checkpoints").mkdir(parents=True)
-        (run_dir / "checkpoints" / "step_00000004").symlink_to(pretrain.checkpoints / "step_00000004")
+        (run_dir / "checkpoints" / "step_00000004").symlink_to(
+            pretrain.checkpoints / "step_00000004"
+        )
         more = [f"optimizer.{key}={value}" for key, value in CHANGED.items()] if change else []
-        assert pretrain(*ENGINES[engine], *more, f"run_dir={run_dir}", "train.steps=8", "checkpoint.interval=0") == 0
-        curves[engine, change] = [(line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line]
+        assert (
+            pretrain(
+                *ENGINES[engine],
+                *more,
+                f"run_dir={run_dir}",
+                "train.steps=8",
+                "checkpoint.interval=0",
+            )
+            == 0
+        )
+        curves[engine, change] = [
+            (line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line
+        ]
     assert len(curves["megatron", True]) == 4
     # 1e-6: an fp32 sum in another order.
-    assert curves["deepspeed", True] == [pytest.approx(step, rel=1e-6) for step in curves["megatron", True]]
-    assert curves["megatron", True][0] == curves["megatron", False][0], "the first loss is of the same weights"
+    assert curves["deepspeed", True] == [
+        pytest.approx(step, rel=1e-6) for step in curves["megatron", True]
+    ]
+    assert curves["megatron", True][0] == curves["megatron", False][0], (
+        "the first loss is of the same weights"
+    )
     assert curves["megatron", True][1] != pytest.approx(curves["megatron", False][1], rel=1e-4)
 
 
@@ -108,7 +157,9 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert all(rule(key) for key in leaves())
-    known = {".".join(word for word in key.split(".") if word != "N") for key, _, _ in walk(RunConfig)}
+    known = {
+        ".".join(word for word in key.split(".") if word != "N") for key, _, _ in walk(RunConfig)
+    }
     assert set(RULES) <= known
 
 
@@ -117,10 +168,17 @@ def test_changes_are_told_and_recorded(pretrain: Command) -> None:
     assert pretrain("train.steps=4") == 0
     assert pretrain("train.steps=4") == 0 and "changed since" not in pretrain.out
     assert pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3") == 0
-    assert "changed since the last attempt: train.steps 4 → 6, optimizer.lr 0.003 → 0.001\n" in pretrain.out
+    assert (
+        "changed since the last attempt: train.steps 4 → 6, optimizer.lr 0.003 → 0.001\n"
+        in pretrain.out
+    )
     attempts = records(pretrain.run_dir, "attempts.jsonl")
     assert ["changed" in attempt for attempt in attempts] == [False, False, True]
-    assert attempts[-1]["changed"] == {"train.steps": [4, 6], "optimizer.lr": [0.003, 0.001], "log.interval": [20, 3]}
+    assert attempts[-1]["changed"] == {
+        "train.steps": [4, 6],
+        "optimizer.lr": [0.003, 0.001],
+        "log.interval": [20, 3],
+    }
 
 
 REFUSED = {
@@ -139,7 +197,9 @@ REFUSED = {
 def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
     """Each by itself and all together; nothing of the run directory is rewritten by an attempt that was refused."""
     assert {key.split("=")[0].replace(".0.", ".").removesuffix(".kind") for key in REFUSED} == {
-        key if RULES[key] != RULES["model"] else "model.hidden_size" for key in RULES if RULES[key] not in (FREE, TOLD)
+        key if RULES[key] != RULES["model"] else "model.hidden_size"
+        for key in RULES
+        if RULES[key] not in (FREE, TOLD)
     }
     assert pretrain("train.steps=4") == 0
     before = (pretrain.run_dir / "config.yaml").read_text()
@@ -147,7 +207,11 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
     for override, way in REFUSED.items():
         assert pretrain("train.steps=8", override) == 2
         key, value = override.split("=")
-        assert f"{key} is " in pretrain.err and f"there, {value}" in pretrain.err and way.format(checkpoint=checkpoint) in pretrain.err
+        assert (
+            f"{key} is " in pretrain.err
+            and f"there, {value}" in pretrain.err
+            and way.format(checkpoint=checkpoint) in pretrain.err
+        )
         assert pretrain.err.count("\n") == 1
     assert pretrain("train.steps=8", *REFUSED) == 2
     assert all(override.split("=")[0] in pretrain.err for override in REFUSED)
@@ -164,7 +228,9 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     assert changes(written, here) == []
     del written["model"]["rope_scaling"]  # whose keys had other names
     written["model"]["attention"] = {"rope_scaling": None, "rope_factor": 4.0}
-    assert [str(change) for change in changes(written, here)] == ["model.rope_scaling.factor 4.0 → 8.0"]
+    assert [str(change) for change in changes(written, here)] == [
+        "model.rope_scaling.factor 4.0 → 8.0"
+    ]
     del written["model"]["attention"]
     others: dict[str, Any] = {
         "attention.qkv_bias": AttentionConfig(qkv_bias=True),
@@ -173,7 +239,10 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     }
     for key, value in others.items():
         other = replace(here, model=replace(here.model, **{key.split(".")[0]: value}))
-        for refuse in (lambda: check(place, changes(written, other), other), lambda: check_model(place, written, other)):  # noqa: B023
+        for refuse in (
+            lambda: check(place, changes(written, other), other),  # noqa: B023
+            lambda: check_model(place, written, other),  # noqa: B023
+        ):
             with pytest.raises(ConfigError, match=f"is of another model: model.{key} is") as error:
                 refuse()
             assert str(error.value).count(" there, ") == 1
@@ -181,18 +250,39 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     written["model"]["gone"] = written["old"] = 1
     with pytest.raises(ConfigError, match="model.gone is 1 there, null here"):
         check_model(place, written, here)
-    assert [(change.key, change.rule) for change in changes(written, here) if change.rule == TOLD] == [("old", TOLD)]
+    assert [
+        (change.key, change.rule) for change in changes(written, here) if change.rule == TOLD
+    ] == [("old", TOLD)]
 
 
-def test_weights_alone_ask_for_the_same_model_and_nothing_more(pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_alone_ask_for_the_same_model_and_nothing_more(
+    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert pretrain("train.steps=4") == 0
-    start = [f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
+    start = [
+        f"run_dir={tmp_path / 'second'}",
+        f"checkpoint.load={pretrain.run_dir}",
+        "train.steps=4",
+    ]
     assert pretrain(*start, "model.hidden_size=48") == 2
     assert "model.hidden_size is 32 there, 48 here" in pretrain.err
-    monkeypatch.setattr("fem_megatron.megatron.model.start", None)  # no weight is drawn that is read
-    assert pretrain(*start, "data.seq_length=64", "train.seed=7", "train.precision=bf16", "parallel.use_distributed_optimizer=false") == 0
+    monkeypatch.setattr(
+        "fem_megatron.megatron.model.start", None
+    )  # no weight is drawn that is read
+    assert (
+        pretrain(
+            *start,
+            "data.seq_length=64",
+            "train.seed=7",
+            "train.precision=bf16",
+            "parallel.use_distributed_optimizer=false",
+        )
+        == 0
+    )
     assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
-    manifest = json.loads((tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text())
+    manifest = json.loads(
+        (tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text()
+    )
     assert manifest["config"]["train"]["precision"] == "bf16"
     assert all(math.isfinite(loss) for loss, _ in losses(tmp_path / "second").values())
 
@@ -218,23 +308,34 @@ class CudaStates:
     """Random states of the sizes that a CUDA rank has, in a process without a GPU; torch's own, of the CPU, is real."""
 
     of_device = {"cuda": torch.arange(16, dtype=torch.uint8)}
-    tracker = {name: torch.full((16,), 7, dtype=torch.uint8) for name in ("model-parallel-rng", "data-parallel-rng")}
+    tracker = {
+        name: torch.full((16,), 7, dtype=torch.uint8)
+        for name in ("model-parallel-rng", "data-parallel-rng")
+    }
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.restored = False
-        patch.setattr(platform, "rng_state", lambda: {"torch": torch.get_rng_state(), "tracker": self.tracker, **self.of_device})
+        patch.setattr(
+            platform,
+            "rng_state",
+            lambda: {"torch": torch.get_rng_state(), "tracker": self.tracker, **self.of_device},
+        )
         patch.setattr(platform, "set_rng_state", self.set)
 
     def set(self, state: dict[str, Any]) -> None:
         assert torch.equal(state["cuda"], self.of_device["cuda"])
         assert state["tracker"].keys() == self.tracker.keys()
-        assert all(torch.equal(state["tracker"][name], value) for name, value in self.tracker.items())
+        assert all(
+            torch.equal(state["tracker"][name], value) for name, value in self.tracker.items()
+        )
         torch.set_rng_state(state["torch"])
         self.restored = True
 
 
 @pytest.mark.parametrize("written", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
-def test_a_checkpoint_of_another_kind_of_device_resumes(pretrain: Command, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+def test_a_checkpoint_of_another_kind_of_device_resumes(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
     """Everything goes on but the random states, which are then those of a run's start; of the same kind they go on, too.
 
     An older manifest does not name the kind of device.
@@ -250,7 +351,15 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(pretrain: Command, monke
         drawn.clear()
         with monkeypatch.context() as patch:
             states = CudaStates(patch) if kind == "cuda" else None
-            assert pretrain("train.steps=4", "checkpoint.interval=2", "train.eval_interval=0", "log.diagnostics_interval=0") == 0
+            assert (
+                pretrain(
+                    "train.steps=4",
+                    "checkpoint.interval=2",
+                    "train.eval_interval=0",
+                    "log.diagnostics_interval=0",
+                )
+                == 0
+            )
         return states is not None and states.restored
 
     monkeypatch.setattr(Trainer, "_step", drawing)

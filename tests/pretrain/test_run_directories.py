@@ -26,8 +26,19 @@ from tests.pretrain.conftest import DEMO, SMALL, Command
 def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run of two steps."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
-    words = [*data, *SMALL, "train.steps=2", "optimizer.warmup_steps=1", "checkpoint.interval=1", "log.diagnostics_interval=0"]
+    data = [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        f"data.valid.0.prefix={tiny_data / 'valid'}",
+        "data.test=[]",
+    ]
+    words = [
+        *data,
+        *SMALL,
+        "train.steps=2",
+        "optimizer.warmup_steps=1",
+        "checkpoint.interval=1",
+        "log.diagnostics_interval=0",
+    ]
     assert main([DEMO, f"run_dir={folder}", *words]) == 0
     return folder
 
@@ -38,28 +49,63 @@ def moved(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "moved"))
 
 
-def test_a_moved_run_continues_where_it_is(pretrain: Command, moved: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_run_continues_where_it_is(
+    pretrain: Command, moved: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its config.yaml by itself is refused, however it is started; the folder is a run."""
     before = sorted(trained.rglob("*"))
-    for words in ([], ["train.steps=4"], ["--check"], ["--resolve"], ["--fork", str(moved.parent / "fork")]):
+    for words in (
+        [],
+        ["train.steps=4"],
+        ["--check"],
+        ["--resolve"],
+        ["--fork", str(moved.parent / "fork")],
+    ):
         assert pretrain(*words, config=str(moved / "config.yaml")) == 2
         (line,) = pretrain.err.splitlines()
         assert str(moved) in line and str(trained) in line and f"pretrain {moved};" in line
     monkeypatch.chdir(moved)
     assert pretrain(config="config.yaml") == 2
-    assert pretrain("train.steps=3", config=".") == 0 and "resumed from checkpoints/step_00000002" in pretrain.out, pretrain.err
+    assert (
+        pretrain("train.steps=3", config=".") == 0
+        and "resumed from checkpoints/step_00000002" in pretrain.out
+    ), pretrain.err
     monkeypatch.chdir(moved.parent)
-    assert pretrain("train.steps=4", config="moved") == 0 and "resumed from moved/checkpoints/step_00000003" in pretrain.out
-    assert pretrain("train.steps=4", config="moved/config.yaml") == 0 and "is complete at step 4" in pretrain.out  # by now its own
+    assert (
+        pretrain("train.steps=4", config="moved") == 0
+        and "resumed from moved/checkpoints/step_00000003" in pretrain.out
+    )
+    assert (
+        pretrain("train.steps=4", config="moved/config.yaml") == 0
+        and "is complete at step 4" in pretrain.out
+    )  # by now its own
     monkeypatch.chdir(moved)
-    assert pretrain(config="config.yaml") == 2 and str(moved / "moved") in pretrain.err  # run_dir is relative
-    assert pretrain("run_dir=elsewhere", config=".") == 2 and "are two run directories" in pretrain.err
+    assert (
+        pretrain(config="config.yaml") == 2 and str(moved / "moved") in pretrain.err
+    )  # run_dir is relative
+    assert (
+        pretrain("run_dir=elsewhere", config=".") == 2 and "are two run directories" in pretrain.err
+    )
     assert pretrain("run_dir=elsewhere", "--check", config="config.yaml") == 0  # asked for
-    assert pretrain(config=str(trained / "checkpoints")) == 2 and "it has no config.yaml" in pretrain.err
+    assert (
+        pretrain(config=str(trained / "checkpoints")) == 2
+        and "it has no config.yaml" in pretrain.err
+    )
     assert sorted(trained.rglob("*")) == before
 
 
-ODD: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, True, [], ["x"], {}, {"x": {}})  # in the place of a value
+ODD: tuple[Any, ...] = (
+    None,
+    "x",
+    -1,
+    2**70,
+    1.5,
+    True,
+    [],
+    ["x"],
+    {},
+    {"x": {}},
+)  # in the place of a value
 
 
 def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -76,7 +122,13 @@ def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[s
         for key in place:
             holder = holder[key]
         for key in [*holder, "added"]:
-            few: tuple[Any, ...] = ODD[:1] if key == "added" else ("deleted", *ODD) if len(place) < 2 else ("deleted", -1, {"x": {}})
+            few: tuple[Any, ...] = (
+                ODD[:1]
+                if key == "added"
+                else ("deleted", *ODD)
+                if len(place) < 2
+                else ("deleted", -1, {"x": {}})
+            )
             for value in few:
                 copy = deepcopy(record)
                 inner = copy
@@ -102,21 +154,39 @@ def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
             if what.startswith("config"):
                 changes(found.manifest["config"], config)
     newer = {what for what, found in wrong.items() if isinstance(found, NewerVersion)}
-    added = {f"{record}{way}" for record in ("progress", "inherited") for way in (".added None", " {'x': {}}")}
+    added = {
+        f"{record}{way}"
+        for record in ("progress", "inherited")
+        for way in (".added None", " {'x': {}}")
+    }
     assert newer == {f"format {2**70}", *added}
-    for key in ("progress", "data", "layout", "config", "files", "sha256", "config.model", "config.data", "config.train"):
+    for key in (
+        "progress",
+        "data",
+        "layout",
+        "config",
+        "files",
+        "sha256",
+        "config.model",
+        "config.data",
+        "config.train",
+    ):
         assert wrong[f"{key} 'deleted'"] and wrong[f"{key} -1"], key
     never: tuple[Any, ...] = (None, -1, 2**70, 1.5, True, {})
     for key in good["progress"]:
         assert all(wrong[f"progress.{key} {value!r}"] for value in never), key
-    assert wrong["progress.step 'deleted'"] and wrong["progress.passed_over 'deleted'"] is None  # which older ones lack
+    assert (
+        wrong["progress.step 'deleted'"] and wrong["progress.passed_over 'deleted'"] is None
+    )  # which older ones lack
     for key in ("files", "sha256"):
         assert wrong[f"{key}..metadata 'deleted'"] and wrong[f"{key}.common.pt 'deleted'"]
     assert wrong["format 'x'"] and wrong["added None"] is None
     assert wrong["rng_device -1"] and wrong["rng_device 'deleted'"] is None  # which older ones lack
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "1", "[" * 100_000, '{"format": 1}', "\x00", '{"format": 1e999}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "1", "[" * 100_000, '{"format": 1}', "\x00", '{"format": 1e999}']
+)
 def test_a_manifest_that_is_none_is_damage(moved: Path, text: str) -> None:
     step, damaged = moved / "checkpoints/step_00000002", dict[Path, str]()
     (step / MANIFEST).write_text(text)
@@ -124,7 +194,9 @@ def test_a_manifest_that_is_none_is_damage(moved: Path, text: str) -> None:
     assert found is not None and found.progress.step == 1 and list(damaged) == [step]
 
 
-def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(pretrain: Command, moved: Path) -> None:
+def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(
+    pretrain: Command, moved: Path
+) -> None:
     """The checkpoint of a newer version stays where it is, and nothing is trained in its place."""
     step = moved / "checkpoints/step_00000002"
     good = json.loads((step / MANIFEST).read_text())
@@ -138,7 +210,10 @@ def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(pretrain: C
         assert sorted((moved / "checkpoints").rglob("*")) == before
     (step / MANIFEST).write_text(json.dumps(good | {"progress": good["progress"] | {"step": 1}}))
     assert pretrain(config=str(moved)) == 0
-    assert f"checkpoint {step} is damaged ({MANIFEST} is of step 1, its folder of step 2); passing over it" in pretrain.out
+    assert (
+        f"checkpoint {step} is damaged ({MANIFEST} is of step 1, its folder of step 2); passing over it"
+        in pretrain.out
+    )
     assert f"resumed from {step.with_name('step_00000001')} at step 1" in pretrain.out
 
 
@@ -146,7 +221,9 @@ def test_odd_small_records_of_a_run_are_told_in_a_line_or_not_read(moved: Path) 
     fork = {"parent": "p", "checkpoint": "c", "step": 1, "order_begin": 0, "manifest_sha256": "x"}
     for what, record in mutated(fork):
         (moved / FORK).write_text(json.dumps(record))
-        if what == "added None" or any(what == f"{key} 'x'" for key in ("parent", "checkpoint", "manifest_sha256")):
+        if what == "added None" or any(
+            what == f"{key} 'x'" for key in ("parent", "checkpoint", "manifest_sha256")
+        ):
             assert read_fork(moved) == record
         else:
             with pytest.raises(ConfigError, match=f"{moved / FORK} is damaged"):
@@ -155,7 +232,11 @@ def test_odd_small_records_of_a_run_are_told_in_a_line_or_not_read(moved: Path) 
     for what, record in mutated(progress):
         (moved / "progress.json").write_text(json.dumps(record))
         told = read_progress(moved)
-        assert told is None or (type(told["step"]), type(told.get("consumed_tokens", 0)), told["state"]) == (int, int, "complete"), what
+        assert told is None or (
+            type(told["step"]),
+            type(told.get("consumed_tokens", 0)),
+            told["state"],
+        ) == (int, int, "complete"), what
     for text in ("[]", "null", "{", "[" * 100_000):
         (moved / FORK).write_text(text)
         (moved / "progress.json").write_text(text)

@@ -28,10 +28,26 @@ from tests.ranks import losses
 
 LENGTH = 16  # tokens of a sample
 BASE = (
-    *("model.num_layers=1", "data.seq_length=16", "data.valid=[]", "optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.warmup_steps=0"),
-    *("log.diagnostics_interval=0", "checkpoint.interval=0", "checkpoint.keep_last=9", "checkpoint.keep=[12,16,18]"),
+    *(
+        "model.num_layers=1",
+        "data.seq_length=16",
+        "data.valid=[]",
+        "optimizer.lr=1e-3",
+        "optimizer.min_lr=0",
+        "optimizer.warmup_steps=0",
+    ),
+    *(
+        "log.diagnostics_interval=0",
+        "checkpoint.interval=0",
+        "checkpoint.keep_last=9",
+        "checkpoint.keep=[12,16,18]",
+    ),
 )
-TOKENS, STEPS, WSD = ("train.steps=null", "train.tokens=1280"), ("train.steps=20",), ("optimizer.schedule=wsd", "optimizer.decay_steps=4")
+TOKENS, STEPS, WSD = (
+    ("train.steps=null", "train.tokens=1280"),
+    ("train.steps=20",),
+    ("optimizer.schedule=wsd", "optimizer.decay_steps=4"),
+)
 ENGINES = ["megatron", "deepspeed"]
 QUICK = [
     ("megatron", "tokens, 4 to 8"),
@@ -53,19 +69,29 @@ CASES: dict[str, tuple[tuple[str, ...], int, list[float]]] = {
     "steps, 4 to 2": (STEPS, 2, cosine(*(n / 20 for n in range(11, 21)))),
     "steps, 4 to 8": (STEPS, 8, cosine(*(n / 20 for n in range(11, 21)))),
     "steps, wsd, 4 to 8": ((*STEPS, *WSD), 8, [1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
-    "warm-up done, 4 to 8": ((*STEPS, "optimizer.warmup_steps=8"), 8, cosine(*(n / 12 for n in range(3, 13)))),
+    "warm-up done, 4 to 8": (
+        (*STEPS, "optimizer.warmup_steps=8"),
+        8,
+        cosine(*(n / 12 for n in range(3, 13))),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def ten_steps(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], None]:
+def ten_steps(
+    tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Path], None]:
     """Copies a run that has done ten steps of four samples, of an engine, to a folder."""
     made = dict[str, Path]()
 
     def copied(engine: str, run_dir: Path) -> None:
         if engine not in made:
             made[engine] = tmp_path_factory.mktemp(engine) / "run"
-            own = [f"run_dir={made[engine]}", f"data.train.0.prefix={tiny_data / 'train'}", "data.test=[]"]
+            own = [
+                f"run_dir={made[engine]}",
+                f"data.train.0.prefix={tiny_data / 'train'}",
+                "data.test=[]",
+            ]
             assert main([DEMO, *SMALL, *BASE, *own, "train.steps=10", f"engine.name={engine}"]) == 0
         shutil.copytree(made[engine], run_dir)
 
@@ -78,20 +104,40 @@ def learning_rates(run_dir: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [pytest.param(engine, name, marks=() if (engine, name) in QUICK else pytest.mark.slow) for engine in ENGINES for name in CASES],
+    [
+        pytest.param(engine, name, marks=() if (engine, name) in QUICK else pytest.mark.slow)
+        for engine in ENGINES
+        for name in CASES
+    ],
 )
-def test_a_resume_with_another_batch_size(engine: str, name: str, pretrain: Command, ten_steps: Callable[[str, Path], None]) -> None:
+def test_a_resume_with_another_batch_size(
+    engine: str, name: str, pretrain: Command, ten_steps: Callable[[str, Path], None]
+) -> None:
     more, batch, wanted = CASES[name]
     ten_steps(engine, pretrain.run_dir)
-    assert pretrain(*BASE, *more, f"engine.name={engine}", f"train.global_batch_size={batch}") == 0, pretrain.err
+    assert (
+        pretrain(*BASE, *more, f"engine.name={engine}", f"train.global_batch_size={batch}") == 0
+    ), pretrain.err
     # Cosines are summed up in another order; 0 is exact.
-    assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(
+        wanted, rel=1e-9, abs=1e-15
+    )
     assert wanted[-1] == list(learning_rates(pretrain.run_dir).values())[-1] == 0
     last = find(pretrain.run_dir).progress
-    assert (last.step, last.consumed_samples, last.batch_changes) == (10 + len(wanted), 40 + batch * len(wanted), ((10, 40),))
-    assert last.order_samples == last.consumed_samples, "samples of the order are left, or read that it was not drawn for"
+    assert (last.step, last.consumed_samples, last.batch_changes) == (
+        10 + len(wanted),
+        40 + batch * len(wanted),
+        ((10, 40),),
+    )
+    assert last.order_samples == last.consumed_samples, (
+        "samples of the order are left, or read that it was not drawn for"
+    )
     told = json.loads((pretrain.run_dir / "progress.json").read_text())
-    assert (told["state"], told["steps"], told["total_tokens"]) == ("complete", last.step, last.consumed_samples * LENGTH)
+    assert (told["state"], told["steps"], told["total_tokens"]) == (
+        "complete",
+        last.step,
+        last.consumed_samples * LENGTH,
+    )
 
 
 def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
@@ -104,16 +150,28 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
     del old["progress"]["batch_changes"]
     manifest.write_text(json.dumps(old))
     wanted, consumed = dict[int, float](), 40
-    for batch, steps, gone in ((8, range(11, 16), range(13, 16)), (2, range(13, 25), range(17, 25)), (4, range(17, 21), ())):
+    for batch, steps, gone in (
+        (8, range(11, 16), range(13, 16)),
+        (2, range(13, 25), range(17, 25)),
+        (4, range(17, 21), ()),
+    ):
         assert pretrain(*BASE, *TOKENS, f"train.global_batch_size={batch}") == 0, pretrain.err
         assert pretrain.out.count(f" {steps[-1]} steps of {batch * LENGTH} tokens") == 1
         kept = [step for step in steps if step not in gone]
-        wanted |= dict(zip(kept, cosine(*((consumed + batch * n) / 80 for n in range(1, len(kept) + 1))), strict=True))
+        wanted |= dict(
+            zip(
+                kept,
+                cosine(*((consumed + batch * n) / 80 for n in range(1, len(kept) + 1))),
+                strict=True,
+            )
+        )
         consumed += batch * len(kept)
         for step in gone:
             shutil.rmtree(step_of(pretrain.run_dir, step), ignore_errors=True)
     told = learning_rates(pretrain.run_dir)
-    assert {step: told[step] for step in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-15) and consumed == 80
+    assert {step: told[step] for step in wanted} == pytest.approx(
+        wanted, rel=1e-9, abs=1e-15
+    ) and consumed == 80
     assert find(pretrain.run_dir).progress.batch_changes == ((10, 40), (12, 56), (16, 64))
     through = losses(pretrain.run_dir)
     shutil.rmtree(step_of(pretrain.run_dir, 20))
@@ -124,13 +182,24 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        pytest.param((*STEPS, "optimizer.warmup_steps=8"), cosine(*(n / 12 for n in range(3, 13))), marks=pytest.mark.slow),
-        ((*TOKENS, "optimizer.from_step=4", "optimizer.schedule=linear"), [0.5, 0.375, 0.25, 0.125, 0]),
+        pytest.param(
+            (*STEPS, "optimizer.warmup_steps=8"),
+            cosine(*(n / 12 for n in range(3, 13))),
+            marks=pytest.mark.slow,
+        ),
+        (
+            (*TOKENS, "optimizer.from_step=4", "optimizer.schedule=linear"),
+            [0.5, 0.375, 0.25, 0.125, 0],
+        ),
     ],
     ids=["warm-up done", "from_step"],
 )
 def test_a_fork_with_another_batch_size(
-    more: tuple[str, ...], wanted: list[float], pretrain: Command, ten_steps: Callable[[str, Path], None], tmp_path: Path
+    more: tuple[str, ...],
+    wanted: list[float],
+    pretrain: Command,
+    ten_steps: Callable[[str, Path], None],
+    tmp_path: Path,
 ) -> None:
     """Its steps before are its parent's, also after a kill of a fork that is older than the record of changes."""
     ten_steps("megatron", pretrain.run_dir)
@@ -143,7 +212,9 @@ def test_a_fork_with_another_batch_size(
             old = json.loads(manifest.read_text())
             assert old["progress"].pop("batch_changes") == [[10, 40]]
             manifest.write_text(json.dumps(old))
-        assert fork(pretrain, pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8") == 0, pretrain.err
+        assert (
+            fork(pretrain, pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8") == 0
+        ), pretrain.err
         assert list(learning_rates(new).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert find(new).progress.consumed_samples == 40 + 8 * len(wanted)
 
@@ -155,19 +226,34 @@ def test_training_goes_back_from_a_spike_up_to_the_change(
     spikes = iter(["loss", "loss"])
     monkeypatch.setattr(Spikes, "found", lambda *given: next(spikes, None))
     ten_steps("megatron", pretrain.run_dir)
-    shutil.copytree(step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8))  # there to go back to
-    guard = ("train.on_spike=rewind", "train.spike_rewind=2", "checkpoint.interval=2", "train.global_batch_size=8")
+    shutil.copytree(
+        step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8)
+    )  # there to go back to
+    guard = (
+        "train.on_spike=rewind",
+        "train.spike_rewind=2",
+        "checkpoint.interval=2",
+        "train.global_batch_size=8",
+    )
     assert pretrain(*BASE, *STEPS, *guard) == 0, pretrain.err
-    assert "step 11 skipped" in pretrain.out and "back at" in pretrain.out and "step_00000010, 16 samples passed over" in pretrain.out
+    assert (
+        "step 11 skipped" in pretrain.out
+        and "back at" in pretrain.out
+        and "step_00000010, 16 samples passed over" in pretrain.out
+    )
     last = find(pretrain.run_dir).progress
     assert (last.consumed_samples, last.passed_over, last.batch_changes) == (120, 16, ((10, 40),))
-    assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(CASES["steps, 4 to 8"][2], rel=1e-9, abs=1e-15)
+    assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(
+        CASES["steps, 4 to 8"][2], rel=1e-9, abs=1e-15
+    )
 
 
 def test_a_change_that_was_not_recorded_counts_from_the_checkpoint_on() -> None:
     part = Part(config_of({"tokens": 1280, "global_batch_size": 8}, {}))
     assert part.resumed(Progress(12, 56, 80)).batch_changes == ((12, 56),)
-    assert part.resumed(Progress(12, 56, 80, batch_changes=((10, 40),))).batch_changes == ((10, 40),)
+    assert part.resumed(Progress(12, 56, 80, batch_changes=((10, 40),))).batch_changes == (
+        (10, 40),
+    )
     assert part.schedule(part.resumed(Progress(12, 56, 80))).total_samples == 80
 
 
@@ -185,7 +271,11 @@ def config_of(train: dict[str, Any], optimizer: dict[str, Any]) -> RunConfig:
 def histories(draw: some.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]]:
     """Settings of train and optimizer, and (steps, batch size) in turn; warm-up and decay fit into the run at every batch size."""
     in_steps = draw(some.booleans())
-    train = {"steps": draw(some.integers(30, 60))} if in_steps else {"tokens": draw(some.integers(240 * LENGTH, 400 * LENGTH))}
+    train = (
+        {"steps": draw(some.integers(30, 60))}
+        if in_steps
+        else {"tokens": draw(some.integers(240 * LENGTH, 400 * LENGTH))}
+    )
     optimizer: dict[str, Any] = {"schedule": draw(some.sampled_from(["cosine", "linear", "wsd"]))}
     warmup = {
         "warmup_steps": some.integers(0, 9),
@@ -202,7 +292,9 @@ def histories(draw: some.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[t
 
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(histories())
-def test_the_rate_through_random_changes_of_the_batch_size(history: tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]]) -> None:
+def test_the_rate_through_random_changes_of_the_batch_size(
+    history: tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]],
+) -> None:
     """At a change it is, after the same samples, what it was; it rises in warm-up alone; it ends at min_lr, at the last step.
 
     In a run of steps, whose warm-up and decay are steps too, it is that of the batch size of the beginning, step by step.
@@ -224,7 +316,9 @@ def test_the_rate_through_random_changes_of_the_batch_size(history: tuple[dict[s
         if step == schedule.steps:
             break
     top = curve.index(max(curve))
-    assert curve[: top + 1] == sorted(curve[: top + 1]) and curve[top:] == sorted(curve[top:], reverse=True)
+    assert curve[: top + 1] == sorted(curve[: top + 1]) and curve[top:] == sorted(
+        curve[top:], reverse=True
+    )
     assert curve[-1] == 1e-5 < curve[-2], "it ends at min_lr, and not earlier"
     asked = train["steps"] if "steps" in train else -(-train["tokens"] // LENGTH)
     assert len(curve) == asked if "steps" in train else consumed - batch < asked <= consumed

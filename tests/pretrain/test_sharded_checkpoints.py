@@ -35,8 +35,18 @@ def test_boxes_are_the_range() -> None:
         start, end = sorted(dice.choices(range(whole.numel() + 1), k=2))
         for largest in (whole.numel(), dice.randint(1, 7)):
             found = list(boxes(shape, start, end, largest))
-            cut = [whole[tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))] for offset, size in found]
-            assert [number for box in cut for number in box.flatten().tolist()] == list(range(start, end))
+            cut = [
+                whole[
+                    tuple(
+                        slice(begin, begin + length)
+                        for begin, length in zip(offset, size, strict=True)
+                    )
+                ]
+                for offset, size in found
+            ]
+            assert [number for box in cut for number in box.flatten().tolist()] == list(
+                range(start, end)
+            )
             assert all(box.numel() == 1 + int(box.max()) - int(box.min()) <= largest for box in cut)
             assert largest < whole.numel() or len(found) <= max(1, 2 * len(shape) - 1)
 
@@ -78,12 +88,18 @@ def everything(step: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, as torch's own reader gives them; without random states."""
     reader = FileSystemReader(step)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items() if not name.startswith("rng.")}
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in stored.items()
+        if not name.startswith("rng.")
+    }
     load(state, storage_reader=reader, no_dist=True)
     return state
 
 
-@pytest.mark.parametrize("layouts", [FEW, pytest.param([*LAYOUTS], marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "layouts", [FEW, pytest.param([*LAYOUTS], marks=pytest.mark.slow)], ids=["few", "all"]
+)
 def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_read(
     tiny_data: Path, tmp_path: Path, layouts: list[str]
 ) -> None:
@@ -93,7 +109,15 @@ def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_re
     jobs, last = [], str(tmp_path / "older/step_00000002")
     for number, name in enumerate(layouts):
         data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-        jobs.append(Job(name, [*MODEL, *data, f"run_dir={tmp_path / str(number)}", *LAYOUTS[name]], 0, 0, last))
+        jobs.append(
+            Job(
+                name,
+                [*MODEL, *data, f"run_dir={tmp_path / str(number)}", *LAYOUTS[name]],
+                0,
+                0,
+                last,
+            )
+        )
         last = str(tmp_path / str(number) / "checkpoints/step_00000002")
     answer(2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "out")
     wanted = everything(tmp_path / "older/step_00000002")
@@ -142,7 +166,9 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
         clock = time.monotonic()
         told: dict[str, float] = {}
         opened: list[str] = []
-        sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+        sys.addaudithook(
+            lambda event, given: opened.append(str(given[0])) if event == "open" else None
+        )
 
         def save() -> None:
             opened.clear()
@@ -150,7 +176,9 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
             checkpoints.save(engine, Progress(1, 4, 100), {"data": ""})
             told["stall"] = time.monotonic() - clock
             files = sum(name.endswith(TENSORS) for name in opened)
-            told["written"], told["files"] = sum_over_ranks([_bytes_moved("wchar") - written, files])
+            told["written"], told["files"] = sum_over_ranks(
+                [_bytes_moved("wchar") - written, files]
+            )
             checkpoints.complete(blocking=True)
 
         peak = _peak_beside(save)
@@ -160,11 +188,18 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
                 tensor.fill_(7)
         read, clock = _bytes_moved("rchar"), time.monotonic()
         checkpoints.load(engine, find(Path(source) / "step_00000001"))
-        told |= {"load": time.monotonic() - clock, "read": sum_over_ranks([_bytes_moved("rchar") - read])[0]}
-        (told["different"],) = sum_over_ranks([sum(not torch.equal(a, b) for a, b in zip(ours, before, strict=True))])
+        told |= {
+            "load": time.monotonic() - clock,
+            "read": sum_over_ranks([_bytes_moved("rchar") - read])[0],
+        }
+        (told["different"],) = sum_over_ranks(
+            [sum(not torch.equal(a, b) for a, b in zip(ours, before, strict=True))]
+        )
         peaks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(peaks, peak)
-        parameters = sum(model_tensor.numel() for model in engine.models for model_tensor in model.parameters())
+        parameters = sum(
+            model_tensor.numel() for model in engine.models for model_tensor in model.parameters()
+        )
         checkpoints.close()
         return {**told, "parameters": parameters, "peak": max(peaks)}
 
@@ -174,7 +209,10 @@ SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the 
 
 @pytest.mark.parametrize(
     ("ranks", "writers", "hidden"),
-    [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2, 512), (2, 2, 1024), (4, 4, 1024), (4, 2, 1024))],
+    [
+        pytest.param(*sizes, marks=pytest.mark.slow)
+        for sizes in ((2, 2, 512), (2, 2, 1024), (4, 4, 1024), (4, 2, 1024))
+    ],
 )
 def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_each_byte_once(
     tiny_data: Path, tmp_path: Path, ranks: int, writers: int, hidden: int
@@ -188,18 +226,35 @@ def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_ea
             "model.num_attention_heads=8",
             f"model.ffn_hidden_size={hidden * 11 // 4}",
         ),
-        *("model.num_layers=5", "data.seq_length=8", f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"),
-        *("train.micro_batch_size=2", "train.global_batch_size=8", "optimizer.warmup_steps=0", "checkpoint.async_save=true"),
+        *(
+            "model.num_layers=5",
+            "data.seq_length=8",
+            f"data.train.0.prefix={tiny_data / 'train'}",
+            "data.valid=[]",
+            "data.test=[]",
+        ),
+        *(
+            "train.micro_batch_size=2",
+            "train.global_batch_size=8",
+            "optimizer.warmup_steps=0",
+            "checkpoint.async_save=true",
+        ),
     ]
     source = str(tmp_path / f"by {writers}")
     for world in dict.fromkeys((writers, ranks)):
         folder = str(tmp_path / f"by {world}")
-        found = answer(world, save_and_load, overrides, folder, source, output=tmp_path / "out", patience=300)
+        found = answer(
+            world, save_and_load, overrides, folder, source, output=tmp_path / "out", patience=300
+        )
     print({name: round(value, 2) for name, value in found.items()})
-    size = sum(file.stat().st_size for file in (tmp_path / f"by {writers}" / "step_00000001").iterdir())
+    size = sum(
+        file.stat().st_size for file in (tmp_path / f"by {writers}" / "step_00000001").iterdir()
+    )
     least, most = SIZES[hidden]
     assert least < found["parameters"] < most and (found["different"] == 0 or ranks != writers)
-    planned = make_plan(prepare(load_run(DEMO, overrides), ranks).config, ranks, cuda=False).save_memory
+    planned = make_plan(
+        prepare(load_run(DEMO, overrides), ranks).config, ranks, cuda=False
+    ).save_memory
     # A tenth: what the libraries allocate meanwhile, and the last rank's padding. Of a small model a part finds memory that is free.
     assert found["peak"] <= 1.1 * planned == 1.1 * (16 * int(found["parameters"]) // ranks)
     assert found["peak"] >= 0.9 * planned or hidden < 1024

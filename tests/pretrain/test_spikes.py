@@ -39,7 +39,10 @@ def series(steps: int, seed: int) -> list[tuple[float, float]]:
     """Losses that fall as a run's do, 8 to 3 nats, and norms that fall from a start ten times as large; both scatter from step to step."""
     dice = random.Random(seed)
     losses = [3 + 5 / (1 + step / 20) + dice.gauss(0, 0.08) for step in range(steps)]
-    return [(loss, (0.5 + 5 * math.exp(-step / 50)) * math.exp(dice.gauss(0, 0.25))) for step, loss in enumerate(losses)]
+    return [
+        (loss, (0.5 + 5 * math.exp(-step / 50)) * math.exp(dice.gauss(0, 0.25)))
+        for step, loss in enumerate(losses)
+    ]
 
 
 def alarms(steps: list[tuple[float, float]], guard: Spikes = GUARD) -> dict[int, str]:
@@ -58,50 +61,107 @@ def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
     for seed in range(10):
         steps = series(2000, seed)
         assert not alarms(steps)
-        steps[700], steps[702], steps[50] = (steps[700][0] + 1.5, 0.5), (steps[702][0], 50.0), (20.0, 1000.0)
+        steps[700], steps[702], steps[50] = (
+            (steps[700][0] + 1.5, 0.5),
+            (steps[702][0], 50.0),
+            (20.0, 1000.0),
+        )
         steps[1500] = (0.0, 1e-6)  # downwards is no spike
         found = alarms(steps)
         assert list(found) == [700, 702], "and step 50 is within the first window"
-        assert found[700].startswith("loss ") and found[702].startswith("gradient norm 50, ") and "last 100 steps" in found[702]
+        assert (
+            found[700].startswith("loss ")
+            and found[702].startswith("gradient norm 50, ")
+            and "last 100 steps" in found[702]
+        )
 
 
 def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     """With a guard that takes any rise for a spike. Skipped steps are told with their samples; what is unlike is not the finite loss."""
-    guard = ("train.on_spike=skip", "train.spike_window=2", "train.spike_deviations=0.5", "train.max_bad_steps=12", "log.interval=1")
+    guard = (
+        "train.on_spike=skip",
+        "train.spike_window=2",
+        "train.spike_deviations=0.5",
+        "train.max_bad_steps=12",
+        "log.interval=1",
+    )
     assert pretrain(*guard) == 0, pretrain.err
-    told = {line["step"]: (line["loss"], line["grad_norm"], line["skipped"]) for line in records(pretrain.run_dir) if "loss" in line}
+    told = {
+        line["step"]: (line["loss"], line["grad_norm"], line["skipped"])
+        for line in records(pretrain.run_dir)
+        if "loss" in line
+    }
     skipped = [step for step, (*_, skip) in told.items() if skip]
-    assert skipped and min(skipped) > 2 and len(skipped) < 10 and all(math.isfinite(loss) for loss, *_ in told.values())
-    assert skipped == [1 + at for at in alarms([told[step][:2] for step in sorted(told)], Spikes(deviations=0.5, window=2))]
+    assert (
+        skipped
+        and min(skipped) > 2
+        and len(skipped) < 10
+        and all(math.isfinite(loss) for loss, *_ in told.values())
+    )
+    assert skipped == [
+        1 + at
+        for at in alarms(
+            [told[step][:2] for step in sorted(told)], Spikes(deviations=0.5, window=2)
+        )
+    ]
     first = skipped[0]
-    assert f"step {first} skipped, a spike: " in pretrain.out and f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
-    assert pretrain.out.count("SPIKE, step skipped") == len(skipped) and "NOT FINITE" not in pretrain.out
+    assert (
+        f"step {first} skipped, a spike: " in pretrain.out
+        and f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
+    )
+    assert (
+        pretrain.out.count("SPIKE, step skipped") == len(skipped)
+        and "NOT FINITE" not in pretrain.out
+    )
     for step in (8, 12):
         shutil.rmtree(pretrain.checkpoints / f"step_{step:08}")
     (pretrain.run_dir / "metrics.jsonl").unlink()
     assert pretrain(*guard) == 0, pretrain.err
-    again = {line["step"]: (line["loss"], line["grad_norm"], line["skipped"]) for line in records(pretrain.run_dir) if "loss" in line}
+    again = {
+        line["step"]: (line["loss"], line["grad_norm"], line["skipped"])
+        for line in records(pretrain.run_dir)
+        if "loss" in line
+    }
     assert again == {step: line for step, line in told.items() if step > 4}
     assert pretrain("run_dir=" + str(pretrain.run_dir) + "2") == 0
-    plain = {line["step"]: line["loss"] for line in records(pretrain.run_dir.with_name("run2")) if "loss" in line}
-    assert all(plain[step] == told[step][0] for step in range(1, first + 1)), "until a step is skipped the guard changes nothing"
+    plain = {
+        line["step"]: line["loss"]
+        for line in records(pretrain.run_dir.with_name("run2"))
+        if "loss" in line
+    }
+    assert all(plain[step] == told[step][0] for step in range(1, first + 1)), (
+        "until a step is skipped the guard changes nothing"
+    )
     assert plain[first + 1] != told[first + 1][0]
 
 
-@pytest.mark.parametrize(("kept", "of"), [(6, "run"), *(pytest.param(kept, "straight", marks=pytest.mark.slow) for kept in (6, 4))])
+@pytest.mark.parametrize(
+    ("kept", "of"),
+    [(6, "run"), *(pytest.param(kept, "straight", marks=pytest.mark.slow) for kept in (6, 4))],
+)
 def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     kept: int, of: str, pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A spike at the seventh of twelve steps; killed after the checkpoint that follows it, before that one, and before the spike."""
     bad, begun, most = set[float](), list[int](), [99.0]
-    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if loss in bad or recent[:1] > (most[0],) else None)
+    monkeypatch.setattr(
+        Spikes,
+        "found",
+        lambda ours, recent, loss, norm: "loss" if loss in bad or recent[:1] > (most[0],) else None,
+    )
 
     def noted(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
         begun.append(first)
         return batches(data, first, *rest)
 
     monkeypatch.setattr(trainer, "batches", noted)
-    base = ["checkpoint.interval=2", "checkpoint.keep_last=9", "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]"]
+    base = [
+        "checkpoint.interval=2",
+        "checkpoint.keep_last=9",
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+        "data.valid=[]",
+    ]
     base, straight = [*base, "train.spike_rewind=2"], tmp_path / "straight"
     rewind = (*base, "train.on_spike=rewind")
     assert pretrain(*base, "train.on_spike=skip", f"run_dir={straight}") == 0
@@ -109,7 +169,9 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     bad.add(before[7][0])
     assert pretrain(*rewind) == 0, pretrain.err
     wanted, run = losses(pretrain.run_dir), pretrain.run_dir
-    assert begun == [0, 0, 28], "after the seventh step the order goes on at its eighth's first sample"
+    assert begun == [0, 0, 28], (
+        "after the seventh step the order goes on at its eighth's first sample"
+    )
     assert all((wanted[step] == before[step]) == (step < 5) for step in before)
     back = f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run} --sample 27; back at {run}/"
     assert f"step 7, {back}checkpoints/step_00000004, 12 samples passed over so far" in pretrain.out
@@ -121,16 +183,26 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     for later in (resumed / "checkpoints").glob("step_*"):
         if int(later.name[5:]) > kept:
             shutil.rmtree(later)
-    assert pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0 and f"resumed from {resumed}" in pretrain.out
+    assert (
+        pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0
+        and f"resumed from {resumed}" in pretrain.out
+    )
     assert losses(resumed) == wanted
     most[0] = 3.0
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
-    assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err
+    assert (
+        pretrain.out.count("back at") == 2
+        and "training has gone back 2 times from about here" in pretrain.err
+    )
 
 
 @pytest.mark.parametrize("blended", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_told(
-    blended: bool, pretrain: Command, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blended: bool,
+    pretrain: Command,
+    tiny_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A blend's order has no samples to spare and is drawn further; one that ends with its only source's tokens begins again."""
     heard, read = list[float](), list[tuple[int, ...]]()
@@ -147,28 +219,56 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
             yield batch
 
     monkeypatch.setattr(trainer, "batches", noted)
-    base = ["checkpoint.interval=2", "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "train.on_spike=rewind"]
+    base = [
+        "checkpoint.interval=2",
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+        "data.valid=[]",
+        "train.on_spike=rewind",
+    ]
     if blended:
-        base.append(f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]")
+        base.append(
+            f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
+        )
     else:
-        write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")  # 48 samples and a last label: what twelve steps read
+        write_pair(
+            tmp_path / "short", [[*range(49 * 32)]], "int32"
+        )  # 48 samples and a last label: what twelve steps read
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
     base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
     assert pretrain(*base) == 0, pretrain.err
     assert "12 samples passed over so far" in pretrain.out
-    assert len(set(read)) == (60 if blended else 48), "of twelve steps, and three that were gone back from"
+    assert len(set(read)) == (60 if blended else 48), (
+        "of twelve steps, and three that were gone back from"
+    )
     again = "the data order ends 12 samples before the run, whose last steps will read its first samples again"
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")
-    assert pretrain(*base) == 0 and losses(pretrain.run_dir) == wanted and (again in pretrain.out) is not blended
+    assert (
+        pretrain(*base) == 0
+        and losses(pretrain.run_dir) == wanted
+        and (again in pretrain.out) is not blended
+    )
 
 
 # --- where loss or norm change their meaning ---------------------------------------------------------------------------------------------
 
 ENGINES = ["engine.name=megatron", "engine.name=deepspeed"]
-TINY = ["model.hidden_size=16", "model.ffn_hidden_size=16", "model.num_layers=1", "data.seq_length=16", "train.global_batch_size=2"]
-TINY += ["data.valid=[]", "train.eval_interval=0", "log.diagnostics_interval=0", "optimizer.warmup_steps=1", "checkpoint.keep_last=9"]
+TINY = [
+    "model.hidden_size=16",
+    "model.ffn_hidden_size=16",
+    "model.num_layers=1",
+    "data.seq_length=16",
+    "train.global_batch_size=2",
+]
+TINY += [
+    "data.valid=[]",
+    "train.eval_interval=0",
+    "log.diagnostics_interval=0",
+    "optimizer.warmup_steps=1",
+    "checkpoint.keep_last=9",
+]
 STATE = (100.0, 3.0, 0.1, 0.5, 0.2)
 
 
@@ -177,8 +277,13 @@ def ids(tmp_path: Path) -> dict[str, str]:
     """Name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents of one token."""
     dice, found = random.Random(0), {}
     for name, most in (("low", 8), ("high", 400), ("ends", 0)):
-        documents = [[*(dice.randrange(most) for _ in range(30 if most else 0)), 499] for _ in range(200 if most else 3000)]
-        found[name] = f"[{{prefix: {write_folder(tmp_path / name, documents=documents) / 'train'}}}]"
+        documents = [
+            [*(dice.randrange(most) for _ in range(30 if most else 0)), 499]
+            for _ in range(200 if most else 3000)
+        ]
+        found[name] = (
+            f"[{{prefix: {write_folder(tmp_path / name, documents=documents) / 'train'}}}]"
+        )
     return found
 
 
@@ -195,45 +300,104 @@ def ids(tmp_path: Path) -> dict[str, str]:
         (["train.z_loss=1e-4"], False),
         (["model.rope_scaling.factor=2"], False),
         (["data.train.0.prefix=moved/train", "run_dir=moved"], True),
-        (["optimizer.lr=1", "optimizer.clip_grad=9", "train.micro_batch_size=1", "train.steps=99", "train.spike_deviations=2"], True),
-        (["train.on_spike=rewind", "engine.name=deepspeed", "parallel.sequence_parallel=true", "train.loss_chunk=9"], True),
+        (
+            [
+                "optimizer.lr=1",
+                "optimizer.clip_grad=9",
+                "train.micro_batch_size=1",
+                "train.steps=99",
+                "train.spike_deviations=2",
+            ],
+            True,
+        ),
+        (
+            [
+                "train.on_spike=rewind",
+                "engine.name=deepspeed",
+                "parallel.sequence_parallel=true",
+                "train.loss_chunk=9",
+            ],
+            True,
+        ),
     ],
 )
-def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(changed: list[str], kept: bool) -> None:
-    manifest = {"config": plain(load_run(DEMO)), "progress": {"step": 9, "consumed_samples": 9, "order_samples": 99, "recent": STATE}}
+def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(
+    changed: list[str], kept: bool
+) -> None:
+    manifest = {
+        "config": plain(load_run(DEMO)),
+        "progress": {"step": 9, "consumed_samples": 9, "order_samples": 99, "recent": STATE},
+    }
     assert carried_over(Found(Path(), manifest), load_run(DEMO, changed)) == (STATE if kept else ())
     assert carried_over(Found(Path(), manifest), load_run(DEMO), other_data=True) == ()
-    manifest["progress"]["recent"] = (100.0, math.nan, math.nan, 0.5, 0.2)  # as older versions wrote
+    manifest["progress"]["recent"] = (
+        100.0,
+        math.nan,
+        math.nan,
+        0.5,
+        0.2,
+    )  # as older versions wrote
     assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
+def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
+    engine: str, pretrain: Command, ids: dict[str, str]
+) -> None:
     """The loss goes up by 9 nats; the norm of a batch of 1 scatters more than that of 8. Within "again" the guard stays awake."""
     stages = "{name: low, steps: 60}, {name: again, steps: 4, lr: 1e-2, schedule: constant}, "
     stages += f"{{name: high, steps: 12, data: {ids['high']}}}, "
     stages += "{name: one, steps: 12, global_batch_size: 1, micro_batch_size: 1}"
-    guard = ["train.on_spike=skip", "train.spike_window=12", "checkpoint.interval=0", "optimizer.lr=1e-2"]
-    base = [*TINY, "train.global_batch_size=8", f"data.train={ids['low']}", "train.steps=null", engine]
+    guard = [
+        "train.on_spike=skip",
+        "train.spike_window=12",
+        "checkpoint.interval=0",
+        "optimizer.lr=1e-2",
+    ]
+    base = [
+        *TINY,
+        "train.global_batch_size=8",
+        f"data.train={ids['low']}",
+        "train.steps=null",
+        engine,
+    ]
     assert pretrain(*base, *guard, f"stages=[{stages}]") == 0, pretrain.err
     told = losses(pretrain.run_dir)
     assert told[65][0] > told[64][0] + 6 and "SPIKE" not in pretrain.out
-    steps = {find(path).progress.step: find(path).progress.recent[0] for path in pretrain.checkpoints.glob("step_*")}
+    steps = {
+        find(path).progress.step: find(path).progress.recent[0]
+        for path in pretrain.checkpoints.glob("step_*")
+    }
     assert steps == {60: 12, 64: 12, 76: 12, 88: 12}
     shutil.rmtree(pretrain.checkpoints / "step_00000088")
-    assert pretrain(*base, *guard, f"stages=[{stages.replace('steps: 12, global', 'steps: 3, global')}]") == 0, pretrain.err
+    assert (
+        pretrain(
+            *base, *guard, f"stages=[{stages.replace('steps: 12, global', 'steps: 3, global')}]"
+        )
+        == 0
+    ), pretrain.err
     assert find(pretrain.run_dir).progress.recent[0] == 3
 
 
 @pytest.mark.parametrize(
-    ("engine", "every"), [(ENGINES[0], False), *(pytest.param(engine, True, marks=pytest.mark.slow) for engine in ENGINES)]
+    ("engine", "every"),
+    [
+        (ENGINES[0], False),
+        *(pytest.param(engine, True, marks=pytest.mark.slow) for engine in ENGINES),
+    ],
 )
 def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measured(
     engine: str, every: bool, pretrain: Command, ids: dict[str, str], tmp_path: Path
 ) -> None:
     """After six steps and two more: how many the guard has learned from."""
-    base = [*TINY, f"data.train={ids['low']}", engine, "train.on_spike=skip", "train.spike_deviations=1e6"]
+    base = [
+        *TINY,
+        f"data.train={ids['low']}",
+        engine,
+        "train.on_spike=skip",
+        "train.spike_deviations=1e6",
+    ]
     assert pretrain(*base, "train.steps=6") == 0, pretrain.err
     forks = {f"data.train={ids['high']}": 2, "optimizer.lr=2e-3": 8}
     resumes = {"train.global_batch_size=4": 2, "train.on_spike=none": 0}
@@ -243,7 +407,10 @@ def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measur
     for number, (change, learned) in enumerate([*forks.items(), *resumes.items()]):
         run = tmp_path / f"run{number}"
         if number < len(forks):
-            assert pretrain("train.steps=8", change, "--fork", str(run), config=str(pretrain.run_dir)) == 0, pretrain.err
+            assert (
+                pretrain("train.steps=8", change, "--fork", str(run), config=str(pretrain.run_dir))
+                == 0
+            ), pretrain.err
         else:
             shutil.copytree(pretrain.run_dir, run)
             assert pretrain(*base, f"run_dir={run}", "train.steps=8", change) == 0, pretrain.err
@@ -263,26 +430,60 @@ def test_going_back_past_such_a_change_starts_the_guard_anew(
         return "loss" if len(asked) == 8 else None
 
     monkeypatch.setattr(Spikes, "found", found)
-    base = [*TINY, engine, f"data.train={ids['low']}", "train.on_spike=rewind", "train.spike_rewind=4", "checkpoint.interval=2"]
+    base = [
+        *TINY,
+        engine,
+        f"data.train={ids['low']}",
+        "train.on_spike=rewind",
+        "train.spike_rewind=4",
+        "checkpoint.interval=2",
+    ]
     assert pretrain(*base, "train.steps=4") == 0, pretrain.err
     assert pretrain(*base, "train.steps=12", "data.documents=separate") == 0, pretrain.err
-    assert "step_00000004, 8 samples passed over" in pretrain.out and find(pretrain.run_dir).progress.recent[0] == 12 - 4
+    assert (
+        "step_00000004, 8 samples passed over" in pretrain.out
+        and find(pretrain.run_dir).progress.recent[0] == 12 - 4
+    )
 
 
 @pytest.mark.parametrize("how", ["staged", "forked", "staged, rewound"])
 def test_the_commands_that_messages_name_print_the_samples_that_they_name(
-    how: str, pretrain: Command, ids: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: str,
+    pretrain: Command,
+    ids: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two steps that the guard learns from, in an order of samples that begins at step 3, then spikes alone."""
-    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if recent[:1] > (1.0,) else None)
-    base = [*TINY, f"data.train={ids['low']}", "train.max_bad_steps=3", "checkpoint.interval=2", "train.on_spike=skip", "optimizer.lr=1e-2"]
+    monkeypatch.setattr(
+        Spikes, "found", lambda ours, recent, loss, norm: "loss" if recent[:1] > (1.0,) else None
+    )
+    base = [
+        *TINY,
+        f"data.train={ids['low']}",
+        "train.max_bad_steps=3",
+        "checkpoint.interval=2",
+        "train.on_spike=skip",
+        "optimizer.lr=1e-2",
+    ]
     run = tmp_path / "a run"
     if how == "forked":
         assert pretrain(*base, "train.steps=2") == 0, pretrain.err
-        code = pretrain("train.steps=12", f"data.train={ids['high']}", "--fork", str(run), config=str(pretrain.run_dir))
+        code = pretrain(
+            "train.steps=12",
+            f"data.train={ids['high']}",
+            "--fork",
+            str(run),
+            config=str(pretrain.run_dir),
+        )
     else:
         stages = f"stages=[{{name: low, steps: 2, seq_length: 8}}, {{name: my data, steps: 8, data: {ids['high']}}}]"
-        more = ["train.on_spike=rewind", "train.spike_rewind=1", "train.max_bad_steps=1"] if "rewound" in how else []
+        more = (
+            ["train.on_spike=rewind", "train.spike_rewind=1", "train.max_bad_steps=1"]
+            if "rewound" in how
+            else []
+        )
         code = pretrain(*base, "train.steps=null", stages, f"run_dir={run}", *more)
     assert code == 3
     hint = r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m tools.tokens ([^;\n]+)"
@@ -293,7 +494,12 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
         assert command == [str(run), "--sample", "my data:5"]
         assert tokens(command) == 0 and " my data:5  True" in capsys.readouterr().out
         return
-    assert [samples[:3] for samples in told] == [("4", "5", ""), ("6", "7", ""), ("8", "9", ""), ("", "", "5")]
+    assert [samples[:3] for samples in told] == [
+        ("4", "5", ""),
+        ("6", "7", ""),
+        ("8", "9", ""),
+        ("", "", "5"),
+    ]
     for first, last, begin, command in told:
         assert tokens([*shlex.split(command), "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -305,21 +511,37 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(engine: str, pretrain: Command, ids: dict[str, str]) -> None:
+def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(
+    engine: str, pretrain: Command, ids: dict[str, str]
+) -> None:
     """Documents that are their end alone. Validation has no token that counts either."""
     blends = [f"data.train={ids['ends']}", f"data.valid={ids['ends'].replace('/train', '/valid')}"]
-    assert pretrain(*TINY, *blends, "data.eod_loss=false", engine, "train.steps=4", "train.on_spike=skip") == 0, pretrain.err
+    assert (
+        pretrain(
+            *TINY, *blends, "data.eod_loss=false", engine, "train.steps=4", "train.on_spike=skip"
+        )
+        == 0
+    ), pretrain.err
 
     def refused(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
 
-    lines = [json.loads(line, parse_constant=refused) for line in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["loss"], line["grad_norm"], line["skipped"]) for line in lines if "loss" in line] == [(None, None, True)] * 4
+    lines = [
+        json.loads(line, parse_constant=refused)
+        for line in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [
+        (line["loss"], line["grad_norm"], line["skipped"]) for line in lines if "loss" in line
+    ] == [(None, None, True)] * 4
     assert [line["valid_loss"] for line in lines if "valid_loss" in line] == [None]
     assert math.isnan(History.read(pretrain.run_dir).validations[0][1])
-    manifest = json.loads((find(pretrain.run_dir).path / MANIFEST).read_text(), parse_constant=refused)
+    manifest = json.loads(
+        (find(pretrain.run_dir).path / MANIFEST).read_text(), parse_constant=refused
+    )
     assert (manifest["progress"]["skipped_steps"], manifest["progress"]["recent"]) == (4, [])
-    assert all(weight.isfinite().all() for weight in load_full_model_state(pretrain.run_dir)[0].values())
+    assert all(
+        weight.isfinite().all() for weight in load_full_model_state(pretrain.run_dir)[0].values()
+    )
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------------------------
@@ -350,7 +572,11 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 
     def without(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
         per_step = 4 // (rest[0] * parallel_state.get_data_parallel_world_size())
-        return (batch for number, batch in enumerate(batches(data, first, *rest)) if number // per_step not in range(12)[lost])
+        return (
+            batch
+            for number, batch in enumerate(batches(data, first, *rest))
+            if number // per_step not in range(12)[lost]
+        )
 
     Spikes.found = found  # type: ignore[method-assign]
     vars(trainer)["batches"] = without
@@ -359,15 +585,34 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", quick_or_slow(LAYOUTS, ("DP2",)))
-def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(layout: str, settings: list[str], tmp_path: Path) -> None:
+def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
+    layout: str, settings: list[str], tmp_path: Path
+) -> None:
     """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
-    base = [*settings, "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "checkpoint.interval=2", *LAYOUTS[layout]]
-    base += ["train.steps=9", "checkpoint.keep_last=9", "train.on_spike=rewind", "train.spike_rewind=2", "train.micro_batch_size=1"]
+    base = [
+        *settings,
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+        "data.valid=[]",
+        "checkpoint.interval=2",
+        *LAYOUTS[layout],
+    ]
+    base += [
+        "train.steps=9",
+        "checkpoint.keep_last=9",
+        "train.on_spike=rewind",
+        "train.spike_rewind=2",
+        "train.micro_batch_size=1",
+    ]
 
-    def run(name: str, bad: float = math.nan, lost: slice = slice(0)) -> dict[int, tuple[float, float]]:
+    def run(
+        name: str, bad: float = math.nan, lost: slice = slice(0)
+    ) -> dict[int, tuple[float, float]]:
         output = tmp_path / f"{name}.out"
         answer(2, guarded, [*base, f"run_dir={tmp_path / name}"], bad, lost, output=output)
-        (code, asked), other = (pickle.loads(Path(f"{output}.{rank}.answer").read_bytes()) for rank in range(2))
+        (code, asked), other = (
+            pickle.loads(Path(f"{output}.{rank}.answer").read_bytes()) for rank in range(2)
+        )
         assert code == 0 and (code, asked) == other, "both ranks were asked the same"
         return losses(tmp_path / name)
 
@@ -379,6 +624,10 @@ def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
     assert "back at" in (tmp_path / "back.out.0").read_text()
     straight = run("straight", lost=slice(4, 7))
     assert back == straight and all((back[step] == plain[step]) == (step < 5) for step in plain)
-    assert run("killed", bad=plain[7][0]) == straight, "killed after step 6, it meets the spike and decides again"
+    assert run("killed", bad=plain[7][0]) == straight, (
+        "killed after step 6, it meets the spike and decides again"
+    )
     weights = [load_full_model_state(tmp_path / name)[0] for name in ("back", "straight", "killed")]
-    assert all(torch.equal(weights[0][key], other[key]) for other in weights[1:] for key in weights[0])
+    assert all(
+        torch.equal(weights[0][key], other[key]) for other in weights[1:] for key in weights[0]
+    )

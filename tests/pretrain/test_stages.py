@@ -48,40 +48,71 @@ def test_no_document_comes_again_before_all_have_come() -> None:
     taken = [stage_documents(lengths, needs[: n + 1], seed=7) for n in range(len(needs))]
     for need, documents in zip(needs, taken, strict=True):
         tokens = lengths[documents]
-        assert tokens.sum() >= need > tokens.sum() - tokens[-1:].sum() or need == 0 == len(documents)
+        assert tokens.sum() >= need > tokens.sum() - tokens[-1:].sum() or need == 0 == len(
+            documents
+        )
     order = np.concatenate(taken)
     for epoch in range(len(order) // 50 + 1):
         counts = Counter(order[epoch * 50 : (epoch + 1) * 50].tolist())
         assert max(counts.values()) == 1
-    assert not np.array_equal(order[:50], order[50:100]) and not np.array_equal(order[:50], np.arange(50))
+    assert not np.array_equal(order[:50], order[50:100]) and not np.array_equal(
+        order[:50], np.arange(50)
+    )
 
 
 def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole() -> None:
-    sizes = ["data.seq_length=32", "train.global_batch_size=4", "optimizer.warmup_steps=8", "optimizer.warmup_fraction=null"]
+    sizes = [
+        "data.seq_length=32",
+        "train.global_batch_size=4",
+        "optimizer.warmup_steps=8",
+        "optimizer.warmup_fraction=null",
+    ]
     parts = parts_of(load_run(DEMO, [*STAGED, *sizes]))
     assert [(part.name, part.begin_step, part.end_step, part.begin_tokens) for part in parts] == [
         ("ramp", 0, 3, 0), ("main", 3, 7, 3 * 32), ("decay", 7, 10, 3 * 32 + 4 * 128)
     ]  # fmt: skip
     ramp, main, decay = (part.schedule(None) for part in parts)
     # Warm-up is eight steps of the first stage: 256 tokens, in each stage's own sequences; the end is the whole run's, 992 tokens.
-    assert (ramp.warmup_samples, ramp.rate_end, main.warmup_samples, main.rate_end) == (16, 62, 8, 31)
-    assert (decay.warmup_samples, decay.rate_end, decay.steps, decay.last_step, decay.total_tokens) == (0, 12, 10, 10, 992)
+    assert (ramp.warmup_samples, ramp.rate_end, main.warmup_samples, main.rate_end) == (
+        16,
+        62,
+        8,
+        31,
+    )
+    assert (
+        decay.warmup_samples,
+        decay.rate_end,
+        decay.steps,
+        decay.last_step,
+        decay.total_tokens,
+    ) == (0, 12, 10, 10, 992)
 
 
 # Gone from these steps on: behind a boundary, within a stage, all. The others are as costly, and slow.
-@pytest.mark.parametrize("first_gone", [(8, 5), pytest.param((9, 4, 1), marks=pytest.mark.slow)], ids=["8 and 5", "9, 4 and 1"])
+@pytest.mark.parametrize(
+    "first_gone",
+    [(8, 5), pytest.param((9, 4, 1), marks=pytest.mark.slow)],
+    ids=["8 and 5", "9, 4 and 1"],
+)
 def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
     pretrain: Command, tmp_path: Path, first_gone: tuple[int, ...]
 ) -> None:
     """Killed within each stage and at each boundary: what is newer than a step is gone, and the same command is given again."""
-    assert pretrain(*STAGED, "--index") == 0 and pretrain.out.count(" samples of training and ") == 3
+    assert (
+        pretrain(*STAGED, "--index") == 0 and pretrain.out.count(" samples of training and ") == 3
+    )
     assert pretrain(*STAGED) == 0, pretrain.err
     assert "building it" not in pretrain.out
     run = pretrain.run_dir
     wanted, curve = losses(run), {record["step"]: record for record in lines(run)}
     assert list(curve) == list(range(1, 11))
-    read = [np.load(file) for file in (run / "index_cache").glob("*/*StageGPTDataset-train-document_index.npy")]
-    assert len(read) == 3 and len(np.unique(np.concatenate(read))) == sum(map(len, read))  # no document in two stages
+    read = [
+        np.load(file)
+        for file in (run / "index_cache").glob("*/*StageGPTDataset-train-document_index.npy")
+    ]
+    assert len(read) == 3 and len(np.unique(np.concatenate(read))) == sum(
+        map(len, read)
+    )  # no document in two stages
     assert [curve[step]["consumed_tokens"] for step in (3, 7, 10)] == [96, 96 + 512, 992]
     assert curve[10]["lr"] == 0.0 and curve[8]["lr"] == pytest.approx(1e-3 * 2 / 3)
     for gone in first_gone:
@@ -90,10 +121,16 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
         for step in range(gone, 11):
             shutil.rmtree(step_of(kept, step), ignore_errors=True)
         assert pretrain(*STAGED, f"run_dir={kept}") == 0 and losses(kept) == wanted, gone
-    assert find(run).progress.stage == 2 and pretrain(*STAGED) == 0 and "is complete at step 10" in pretrain.out
+    assert (
+        find(run).progress.stage == 2
+        and pretrain(*STAGED) == 0
+        and "is complete at step 10" in pretrain.out
+    )
 
 
-def test_ranks_share_out_the_documents_that_each_stage_reads(pretrain: Command, tiny_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_out_the_documents_that_each_stage_reads(
+    pretrain: Command, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At DP 1, 2 and 4: every sample of a stage once, of the (source, document) pairs that the plan sets apart for it."""
     built = list[datasets.Datasets]()
 
@@ -102,59 +139,107 @@ def test_ranks_share_out_the_documents_that_each_stage_reads(pretrain: Command, 
         return built[-1]
 
     monkeypatch.setattr(run_module, "build_datasets", noted)
-    blend = f"data: [{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
-    staged = [STAGES.replace("steps: 4}", f"steps: 4, {blend}}}") if text == STAGES else text for text in STAGED]
+    blend = (
+        f"data: [{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
+    )
+    staged = [
+        STAGES.replace("steps: 4}", f"steps: 4, {blend}}}") if text == STAGES else text
+        for text in STAGED
+    ]
     assert pretrain(*staged, "--index") == 0, pretrain.err
-    parts, seen = parts_of(load_run(DEMO, [*pretrain.settings, *staged])), Counter[tuple[str, int]]()
+    parts, seen = (
+        parts_of(load_run(DEMO, [*pretrain.settings, *staged])),
+        Counter[tuple[str, int]](),
+    )
     for part, made in zip(parts, built, strict=True):
         for source in getattr(made.train, "datasets", [made.train]):
             needs = [each.needs().get(source.dataset_path, 0) for each in parts[: part.number + 1]]
-            documents = stage_documents(source.dataset.sequence_lengths, needs, part.config.train.seed)
+            documents = stage_documents(
+                source.dataset.sequence_lengths, needs, part.config.train.seed
+            )
             assert sorted(source.document_index) == sorted(documents)
             seen.update((source.dataset_path, int(document)) for document in documents)
         wanted = Counter(made.train[n]["tokens"].numpy().tobytes() for n in range(part.samples))
         for size in (1, 2, 4):
             found = Counter[bytes]()
             for rank in range(size):
-                place = {"get_data_parallel_rank": rank, "get_data_parallel_world_size": size, "get_context_parallel_world_size": 1}
+                place = {
+                    "get_data_parallel_rank": rank,
+                    "get_data_parallel_world_size": size,
+                    "get_context_parallel_world_size": 1,
+                }
                 told = {name: lambda number=number: number for name, number in place.items()}
                 monkeypatch.setattr(datasets, "parallel_state", SimpleNamespace(**told))
                 batches = datasets.batches(made.train, 0, 1, torch.device("cpu"))
                 mine = islice(batches, len(range(rank, part.samples, size)))
                 found.update(batch["tokens"][0].numpy().tobytes() for batch in mine)
             assert found == wanted, (part.name, size)
-    assert len({source for source, _ in seen}) == 2 and max(seen.values()) == 1, "no source has come to its end"
+    assert len({source for source, _ in seen}) == 2 and max(seen.values()) == 1, (
+        "no source has come to its end"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["engine.name=deepspeed", "engine.zero_stage=3"]], ids=["megatron", "ZeRO-3"])
+@pytest.mark.parametrize(
+    "more", [[], ["engine.name=deepspeed", "engine.zero_stage=3"]], ids=["megatron", "ZeRO-3"]
+)
 def test_stages_are_those_of_one_process_where_ranks_share_each_sequence(
     pretrain: Command, settings: list[str], tmp_path: Path, more: list[str]
 ) -> None:
     """Each stage cuts sequences of its own length, the last one's documents apart."""
     cut = tmp_path / "cut"
-    finished(2, [DEMO, *settings[1:], *STAGED, *more, f"run_dir={cut}", "parallel.context_parallel_size=2"], tmp_path / "out")
+    finished(
+        2,
+        [DEMO, *settings[1:], *STAGED, *more, f"run_dir={cut}", "parallel.context_parallel_size=2"],
+        tmp_path / "out",
+    )
     assert pretrain(*STAGED) == 0
     wanted = losses(pretrain.run_dir)
     # fp32 sums in another order: losses are off by 6e-8, norms by 5e-8.
-    assert len(wanted) == 10 and losses(cut) == {step: pytest.approx(pair, rel=1e-6) for step, pair in wanted.items()}
+    assert len(wanted) == 10 and losses(cut) == {
+        step: pytest.approx(pair, rel=1e-6) for step, pair in wanted.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_over_three_stages_with_muon_change_no_bit(settings: list[str], tmp_path: Path) -> None:
+def test_twenty_kills_over_three_stages_with_muon_change_no_bit(
+    settings: list[str], tmp_path: Path
+) -> None:
     """SIGKILL to both ranks at random steps and at both boundaries, with a guard whose moments go over them too."""
     seed = random.randrange(10**6)
     dice = random.Random(seed)
-    stages = STAGES.replace("steps: 3", "steps: 12").replace("steps: 4", "steps: 16").replace("tokens: 380", "steps: 12")
-    more = ["train.micro_batch_size=1", "optimizer.name=muon", "train.on_spike=skip", "train.spike_window=4", "checkpoint.interval=3"]
+    stages = (
+        STAGES.replace("steps: 3", "steps: 12")
+        .replace("steps: 4", "steps: 16")
+        .replace("tokens: 380", "steps: 12")
+    )
+    more = [
+        "train.micro_batch_size=1",
+        "optimizer.name=muon",
+        "train.on_spike=skip",
+        "train.spike_window=4",
+        "checkpoint.interval=3",
+    ]
     more += ["train.spike_deviations=2"]
     base = [DEMO, *settings[1:], *(stages if text == STAGES else text for text in STAGED), *more]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for run_dir, kills in ((whole, []), (killed, sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]))):
+    for run_dir, kills in (
+        (whole, []),
+        (
+            killed,
+            sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]),
+        ),
+    ):
         arguments = [*base, f"run_dir={run_dir}"]
         for step in kills:
-            with started(2, arguments, tmp_path / "out.killed", {0: 0.05, 1: 0.05}, (step, tmp_path / "never")) as ranks:
+            with started(
+                2,
+                arguments,
+                tmp_path / "out.killed",
+                {0: 0.05, 1: 0.05},
+                (step, tmp_path / "never"),
+            ) as ranks:
                 wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
             wait_for_lock(run_dir)
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
@@ -168,18 +253,31 @@ def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
         ["stages=[{name: one, steps: 3}]"],
         ["train.steps=null", "stages=[{name: one}]"],
         ["train.steps=null", "stages=[{name: one, steps: 3}, {name: one, steps: 3}]"],
-        ["train.steps=null", "stages=[{name: one, steps: 3}, {name: two, steps: 3, global_batch_size: 3}]"],
+        [
+            "train.steps=null",
+            "stages=[{name: one, steps: 3}, {name: two, steps: 3, global_batch_size: 3}]",
+        ],
         ["train.steps=null", "stages=[{name: one, steps: 3, schedule: linear, warmup_steps: 3}]"],
         ["train.steps=null", "stages=[{name: one, steps: 4}]", "optimizer.warmup_steps=9"],
     ):
         assert pretrain(*wrong) == 2
         wording(pretrain.err)
-    base = (*STAGED[:1], "optimizer.warmup_steps=1", "checkpoint.interval=1", "checkpoint.keep_last=9")
+    base = (
+        *STAGED[:1],
+        "optimizer.warmup_steps=1",
+        "checkpoint.interval=1",
+        "checkpoint.keep_last=9",
+    )
     assert pretrain(*base, "stages=[{name: one, tokens: 256}, {name: two, steps: 2}]") == 0
     assert pretrain(*base, "stages=[{name: one, steps: 3}, {name: two, steps: 2}]") == 2
     wording(pretrain.err)
     for step in (2, 3, 4):
         shutil.rmtree(step_of(pretrain.run_dir, step))
     # Within the stage: the documents set apart for it are the same, what is left of its steps is not.
-    assert pretrain(*base, "stages=[{name: one, tokens: 256, global_batch_size: 2}, {name: two, steps: 2}]") == 2
+    assert (
+        pretrain(
+            *base, "stages=[{name: one, tokens: 256, global_batch_size: 2}, {name: two, steps: 2}]"
+        )
+        == 2
+    )
     wording(pretrain.err)

@@ -45,17 +45,28 @@ def sources(place: object, *splits: str) -> list[str]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder of 12 MB of short documents: three times what its manifest's sample is of."""
     dice = random.Random(1)
-    folder = write_folder(tmp_path_factory.mktemp("large"), documents=[dice.choices(range(499), k=600) for _ in range(10_000)])
+    folder = write_folder(
+        tmp_path_factory.mktemp("large"),
+        documents=[dice.choices(range(499), k=600) for _ in range(10_000)],
+    )
     for name in ("valid.bin", "valid.idx", "test.bin", "test.idx"):
         (folder / name).unlink()
     return folder
 
 
 @pytest.fixture(scope="module")
-def expected(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+def expected(
+    large: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[float, float]]:
     """The losses of a run on it from the folder."""
     folder = tmp_path_factory.mktemp("local")
-    with forked(1, _pretrain, [DEMO, f"run_dir={folder}", *SMALL, *sources(large, "train"), *MANY], {}, output=folder / "said") as (rank,):
+    with forked(
+        1,
+        _pretrain,
+        [DEMO, f"run_dir={folder}", *SMALL, *sources(large, "train"), *MANY],
+        {},
+        output=folder / "said",
+    ) as (rank,):
         rank.join(PATIENCE)
     assert len(losses(folder)) == 16
     return losses(folder)
@@ -69,7 +80,9 @@ class Heard:
         store.proxy.fault = self
 
     def __call__(self, client: socket.socket, data: bytes) -> bytes:
-        for first, last in re.findall(rb"^GET \S+\.bin HTTP.*?^range: bytes=(\d+)-(\d+)", data, re.I | re.S | re.M):
+        for first, last in re.findall(
+            rb"^GET \S+\.bin HTTP.*?^range: bytes=(\d+)-(\d+)", data, re.I | re.S | re.M
+        ):
             self.ranges.append((int(first), int(last) + 1))
         return data
 
@@ -92,13 +105,19 @@ def trained(environ: dict[str, str], patience: float, arguments: list[str]) -> N
     _pretrain(arguments, {})
 
 
-def train(store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience: float = 600.0) -> tuple[list[int | None], str]:
+def train(
+    store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience: float = 600.0
+) -> tuple[list[int | None], str]:
     """(exit codes, what they said) of a run."""
     arguments = [DEMO, f"run_dir={run_dir}", *SMALL, *settings]
-    with forked(ranks, trained, store.environ, patience, arguments, output=run_dir.with_suffix(".said")) as processes:
+    with forked(
+        ranks, trained, store.environ, patience, arguments, output=run_dir.with_suffix(".said")
+    ) as processes:
         for process in processes:
             process.join(PATIENCE)
-        said = "".join(Path(f"{run_dir.with_suffix('.said')}.{rank}").read_text() for rank in range(ranks))
+        said = "".join(
+            Path(f"{run_dir.with_suffix('.said')}.{rank}").read_text() for rank in range(ranks)
+        )
         assert SECRET not in said
         return [process.exitcode for process in processes], said
 
@@ -112,25 +131,49 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
     What `tools.tokens` says of a step differs by prefixes and ids, which lie in the store."""
     url = store.upload(tiny_data)
     for place, run_dir in ((tiny_data, tmp_path / "local"), (url, tmp_path / "stored")):
-        blend = [f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]", *sources(place, "valid")]
-        codes, said = train(store, run_dir, *blend, "data.test=[]", "data.packing=best_fit", ranks=2)
+        blend = [
+            f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]",
+            *sources(place, "valid"),
+        ]
+        codes, said = train(
+            store, run_dir, *blend, "data.test=[]", "data.packing=best_fit", ranks=2
+        )
         assert codes == [0, 0], said
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
-    valid = [[line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line] for name in ("local", "stored")]
+    valid = [
+        [line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line]
+        for name in ("local", "stored")
+    ]
     assert valid[0] == valid[1] and len(valid[0]) == 2
     pieces: list[list[dict[str, Any]]] = []
     for name in ("local", "stored"):
         (tmp_path / name).rename(tmp_path / f"moved_{name}")
         assert tokens([str(tmp_path / f"moved_{name}"), "--step", "9", "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        pieces.append([{**row, "source": Path(row["source"]).name, "id": row["source"].startswith("/") and row["id"]} for row in rows])
-    assert {row["source"] for row in pieces[1]} == {"train", "valid"} and len({row["sample"] for row in pieces[1]}) == 4
-    assert [{**row, "id": there["id"] and row["id"]} for row, there in zip(*pieces, strict=True)] == pieces[1]
+        pieces.append(
+            [
+                {
+                    **row,
+                    "source": Path(row["source"]).name,
+                    "id": row["source"].startswith("/") and row["id"],
+                }
+                for row in rows
+            ]
+        )
+    assert {row["source"] for row in pieces[1]} == {"train", "valid"} and len(
+        {row["sample"] for row in pieces[1]}
+    ) == 4
+    assert [
+        {**row, "id": there["id"] and row["id"]} for row, there in zip(*pieces, strict=True)
+    ] == pieces[1]
 
 
 def damaged(prefix: Path) -> None:
     """A flipped byte in every block, and a table whose second half is nothing, which ends within a hash and has some hashes of others."""
-    content, table = bytearray(prefix.with_suffix(".bin").read_bytes()), prefix.with_suffix(".bin.blocks")
+    content, table = (
+        bytearray(prefix.with_suffix(".bin").read_bytes()),
+        prefix.with_suffix(".bin.blocks"),
+    )
     content[100::BLOCK] = bytes(byte ^ 1 for byte in content[100::BLOCK])
     prefix.with_suffix(".bin").write_bytes(content)
     hashes = bytearray(table.read_bytes())
@@ -149,7 +192,14 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
         if damage:
             damage(Path(local_prefix(f"{url}/train", cache)))
         heard.ranges.clear()
-        codes, said = train(here, tmp_path / f"run{number}", *sources(url, "train"), *MANY, room, f"data.store_cache={cache}")
+        codes, said = train(
+            here,
+            tmp_path / f"run{number}",
+            *sources(url, "train"),
+            *MANY,
+            room,
+            f"data.store_cache={cache}",
+        )
         assert codes == [0], said
         assert losses(tmp_path / f"run{number}") == expected
         asked.append(len(heard.ranges) - 64 * (number < 2))  # without the manifest's sample
@@ -158,10 +208,18 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
 
 
 @pytest.mark.parametrize("gigabytes", [0.009, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: Store, gigabytes: float) -> None:
+def test_what_is_kept_stays_within_its_bound(
+    large: Path, tmp_path: Path, here: Store, gigabytes: float
+) -> None:
     """Every byte read twice; the cache is asked the second time, as far as it may hold, and a third time with damage in it."""
     url, content = here.upload(large), (large / "train.bin").read_bytes()
-    words = [*sources(url, "train"), f"data.store_cache={tmp_path}", f"data.store_cache_gb={gigabytes}", "data.valid=[]", "data.test=[]"]
+    words = [
+        *sources(url, "train"),
+        f"data.store_cache={tmp_path}",
+        f"data.store_cache_gb={gigabytes}",
+        "data.valid=[]",
+        "data.test=[]",
+    ]
     config = load_run(DEMO, words)
     check_contents(check_data(config))
     heard, size = Heard(here), len(content)
@@ -177,7 +235,11 @@ def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: 
         asked = sum(end - start for start, end in heard.ranges)
         assert reader.read((0, 5, 70_000)) == content[5:70_005]  # without a plan
         reader.close()
-    kept = sum(min(BLOCK, size - number * BLOCK) for number in range(count) if may_keep(number, allowed, count))
+    kept = sum(
+        min(BLOCK, size - number * BLOCK)
+        for number in range(count)
+        if may_keep(number, allowed, count)
+    )
     assert asked == size - kept and abs(kept - allowed * BLOCK) < 4 * BLOCK
     held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.bin*"))
     assert kept <= held <= gigabytes * 1e9
@@ -207,7 +269,9 @@ class Dying(Heard):
 
 
 @pytest.mark.slow
-def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
+def test_a_store_may_be_away_for_a_while(
+    large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]
+) -> None:
     url = store.upload(large)
     dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
     codes, said = train(store, tmp_path / "run", *sources(url, "train"), *MANY, NONE)
@@ -217,7 +281,9 @@ def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Sto
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
+def test_a_run_goes_on_where_its_store_died(
+    large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]
+) -> None:
     url = store.upload(large)
     settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")
     Dying(store, 64 + 90, lambda: False)
@@ -232,17 +298,36 @@ def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: 
     assert losses(tmp_path / "run") == expected
 
 
-def test_samples_are_asked_for_before_they_are_needed(large: Path, tmp_path: Path, here: Store) -> None:
+def test_samples_are_asked_for_before_they_are_needed(
+    large: Path, tmp_path: Path, here: Store
+) -> None:
     """Sixteen micro-batches are there before the first is used up: a store that is away then is not missed."""
     from pretrain.data.datasets import batches, build_datasets
 
     def stream(place: object, reader: StoreReader | None = None) -> tuple[Any, StoreReader]:
-        words = [*SMALL, *sources(place, "train"), *MANY, NONE, f"data.store_cache={tmp_path / 'cache'}"]
+        words = [
+            *SMALL,
+            *sources(place, "train"),
+            *MANY,
+            NONE,
+            f"data.store_cache={tmp_path / 'cache'}",
+        ]
         prepared = prepare(load_run(DEMO, words), 1)
         assert prepared.facts is not None
         reader = StoreReader(prepared.config)
-        given = {"contents": check_contents(prepared.facts), "train_samples": 200, "default_cache": tmp_path / "index"}
-        data = build_datasets(prepared.config, vocab_size=500, eod_id=0, say=lambda _: None, reader=reader, **given)  # type: ignore[arg-type]
+        given = {
+            "contents": check_contents(prepared.facts),
+            "train_samples": 200,
+            "default_cache": tmp_path / "index",
+        }
+        data = build_datasets(
+            prepared.config,
+            vocab_size=500,
+            eod_id=0,
+            say=lambda _: None,
+            reader=reader,
+            **given,  # type: ignore[arg-type]
+        )
         return batches(data.train, 8, 2, torch.device("cpu"), reader), reader
 
     url = here.upload(large)
@@ -265,10 +350,16 @@ def test_samples_are_asked_for_before_they_are_needed(large: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_index_plan_and_resume_know_urls(
-    tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    here: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, cache = here.upload(tiny_data), f"data.store_cache={tmp_path / 'cache'}"
-    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]", cache], capsys)
+    pretrain = Command(
+        [f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]", cache], capsys
+    )
     assert pretrain("--plan") == 0 and "512" in pretrain.out
     assert pretrain("--check") == 0 and "the configuration and the data are right" in pretrain.out
     heard = Heard(here)
@@ -276,29 +367,57 @@ def test_index_plan_and_resume_know_urls(
     assert pretrain() == 0 and "building it" not in pretrain.out
     assert url in (tmp_path / "run/config.yaml").read_text()
     assert pretrain("train.steps=14", *sources(tiny_data)) == 0  # it lies elsewhere now
-    assert "resumed from" in pretrain.out and f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
+    assert (
+        "resumed from" in pretrain.out
+        and f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
+    )
     # Another run's index is the same where the URL and what it holds are.
-    assert pretrain(f"run_dir={tmp_path / 'other'}", f"data.index_cache={tmp_path / 'run/index_cache'}", "data.store_cache=null") == 0
+    assert (
+        pretrain(
+            f"run_dir={tmp_path / 'other'}",
+            f"data.index_cache={tmp_path / 'run/index_cache'}",
+            "data.store_cache=null",
+        )
+        == 0
+    )
     assert "building it" not in pretrain.out and (tmp_path / "other/tokens").is_dir()
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
 
 
 def test_a_wrong_place_is_one_line(
-    tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path,
+    tmp_path: Path,
+    here: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = here.upload(tiny_data)
-    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]"], capsys)
+    pretrain = Command(
+        [f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]"], capsys
+    )
 
     def refused_with(code: int, *settings: str) -> str:
-        assert pretrain(*settings) == code and pretrain.err.count("\n") == 1 and "Traceback" not in pretrain.err, pretrain.err
+        assert (
+            pretrain(*settings) == code
+            and pretrain.err.count("\n") == 1
+            and "Traceback" not in pretrain.err
+        ), pretrain.err
         assert SECRET not in pretrain.err
         return pretrain.err
 
-    assert "data.train.0.prefix = s3://no-such-bucket/data/train: " in refused_with(2, "data.train.0.prefix=s3://no-such-bucket/data/train")
-    assert f"data.valid.0.prefix = {url}/vlid: {url}/vlid.idx: not found" in refused_with(2, f"data.valid.0.prefix={url}/vlid")
+    assert "data.train.0.prefix = s3://no-such-bucket/data/train: " in refused_with(
+        2, "data.train.0.prefix=s3://no-such-bucket/data/train"
+    )
+    assert f"data.valid.0.prefix = {url}/vlid: {url}/vlid.idx: not found" in refused_with(
+        2, f"data.valid.0.prefix={url}/vlid"
+    )
     assert "names no pair in a folder" in refused_with(2, "data.train.0.prefix=s3://train")
-    assert "data.train.0.prefix has a password in it" in refused_with(2, f"data.train.0.prefix=s3://me:{SECRET}@bucket/folder/train")
-    assert "no-such-kind" in refused_with(2, "data.train.0.prefix=no-such-kind://bucket/folder/train")
+    assert "data.train.0.prefix has a password in it" in refused_with(
+        2, f"data.train.0.prefix=s3://me:{SECRET}@bucket/folder/train"
+    )
+    assert "no-such-kind" in refused_with(
+        2, "data.train.0.prefix=no-such-kind://bucket/folder/train"
+    )
     here.proxy.fault = forbidden
     assert "data.train.0.prefix = s3://" in refused_with(2)
     here.proxy.fault = lambda client, data: None
@@ -307,9 +426,14 @@ def test_a_wrong_place_is_one_line(
     here.proxy.fault = lambda client, data: data
     assert pretrain("--index") == 0
     here.flip("data/train.bin")
-    assert f"data.train.0.prefix = {url}/train: its .bin is not the file that" in refused_with(2, "--index")
+    assert f"data.train.0.prefix = {url}/train: its .bin is not the file that" in refused_with(
+        2, "--index"
+    )
     here.client.put_object(Bucket=here.name, Key="data/train.bin", Body=b"short")
-    assert re.search(rf"data.train.0.prefix = {url}/train: .*/train.bin has 5 bytes, but .*/manifest.json records", refused_with(2))
+    assert re.search(
+        rf"data.train.0.prefix = {url}/train: .*/train.bin has 5 bytes, but .*/manifest.json records",
+        refused_with(2),
+    )
     here.upload(tiny_data)
     assert pretrain("--index") == 0
     shutil.rmtree(tmp_path / "run")
@@ -318,14 +442,18 @@ def test_a_wrong_place_is_one_line(
             here.client.delete_object(Bucket=here.name, Key=name)
     assert pretrain("--index") == 0 and "trying again" not in pretrain.err
     here.flip("data/train.idx")
-    assert "its .idx is not the one that the manifest.json beside it records" in refused_with(2, "--index")
+    assert "its .idx is not the one that the manifest.json beside it records" in refused_with(
+        2, "--index"
+    )
 
 
 def forbidden(client: socket.socket, data: bytes) -> None:
     client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: Path, here: Store) -> None:
+def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
+    tmp_path: Path, here: Store
+) -> None:
     """And what was kept of the old one is not taken for it, not even zeros, which a hole is too."""
     read = []
     for filling in (0, 8):
@@ -333,13 +461,24 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: P
         folder.mkdir()
         write_pair(folder / "train", [[filling] * 6_500_000])
         url = here.upload(folder)
-        words = [*sources(url, "train"), f"data.store_cache={tmp_path}/cache", "model.vocab_size=500", "data.valid=[]", "data.test=[]"]
+        words = [
+            *sources(url, "train"),
+            f"data.store_cache={tmp_path}/cache",
+            "model.vocab_size=500",
+            "data.valid=[]",
+            "data.test=[]",
+        ]
         config = load_run(DEMO, words)
         contents = check_contents(check_data(config))
         reader = StoreReader(config)
-        read.append((contents.key, reader.read((0, 140_000, 4))))  # between two blocks of the sample
+        read.append(
+            (contents.key, reader.read((0, 140_000, 4)))
+        )  # between two blocks of the sample
         reader.close()
-    assert read[0][0] != read[1][0] and [content for _, content in read] == [bytes(4), b"\x08\0\x08\0"]
+    assert read[0][0] != read[1][0] and [content for _, content in read] == [
+        bytes(4),
+        b"\x08\0\x08\0",
+    ]
 
 
 @pytest.mark.slow
@@ -353,18 +492,45 @@ def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here:
         killed.wait()
     together = [subprocess.Popen(command, env=beside.environ()) for _ in range(3)]
     assert [process.wait() for process in together] == [0, 0, 0]
-    facts = check_data(load_run(DEMO, [*sources(url, "train"), f"data.store_cache={tmp_path}", "data.valid=[]", "data.test=[]"]))
-    assert check_contents(facts).sources[0].bin == json.loads((large / "manifest.json").read_text())["splits"]["train"]["bin_sha256"]
+    facts = check_data(
+        load_run(
+            DEMO,
+            [
+                *sources(url, "train"),
+                f"data.store_cache={tmp_path}",
+                "data.valid=[]",
+                "data.test=[]",
+            ],
+        )
+    )
+    assert (
+        check_contents(facts).sources[0].bin
+        == json.loads((large / "manifest.json").read_text())["splits"]["train"]["bin_sha256"]
+    )
     assert facts.tokenizer is not None and (facts.tokenizer / "tokenizer.json").is_file()
     (folder,) = tmp_path.iterdir()
     names = {path.name for path in folder.iterdir()}
-    assert names == {".lock", "brought.json", "manifest.json", "tokenizer", "train.bin", "train.idx"}
+    assert names == {
+        ".lock",
+        "brought.json",
+        "manifest.json",
+        "tokenizer",
+        "train.bin",
+        "train.idx",
+    }
 
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Store) -> None:
     url = store.upload(large)
-    arguments = [DEMO, f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url, "train"), *MANY, "train.steps=100000"]
+    arguments = [
+        DEMO,
+        f"run_dir={tmp_path / 'run'}",
+        *SMALL,
+        *sources(url, "train"),
+        *MANY,
+        "train.steps=100000",
+    ]
     with forked(1, trained, store.environ, 600.0, arguments, output=tmp_path / "said") as ranks:
         wait_until(lambda: len(records(tmp_path / "run")) > 3, ranks)
         helpers = []

@@ -37,32 +37,65 @@ LAYOUTS: dict[str, list[str]] = {
 }
 
 
-NOTICED = ("DP2, overlapped", "TP2 + SP", "stage 0", "stage 2, offload", "stage 3", "muon, stage 1", "bf16, stage 1")
+NOTICED = (
+    "DP2, overlapped",
+    "TP2 + SP",
+    "stage 0",
+    "stage 2, offload",
+    "stage 3",
+    "muon, stage 1",
+    "bf16, stage 1",
+)
 QUICK = ("plain", "DP2, overlapped", "TP2 + SP", "stage 2", "stage 3", "muon, TP2", "bf16, stage 1")
 QUICK_NOTICED = ("TP2 + SP", "stage 3")
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Done], Path]:
+def results(
+    request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Done], Path]:
     """Of the cases that this session asks for."""
     folder = tmp_path_factory.mktemp("norms")
-    model = ["model.pattern=[fem_softmax, hyperset, mamba2, cem]", "model.num_layers=4", "model.mlp=swiglu", "model.tie_embeddings=true"]
+    model = [
+        "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
+        "model.num_layers=4",
+        "model.mlp=swiglu",
+        "model.tie_embeddings=true",
+    ]
     data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
-    base = [*data, *SMALL, *model, "train.precision=fp32", "data.seq_length=16", f"optimizer.clip_grad={CLIP}"]
+    base = [
+        *data,
+        *SMALL,
+        *model,
+        "train.precision=fp32",
+        "data.seq_length=16",
+        f"optimizer.clip_grad={CLIP}",
+    ]
 
     def job(name: str, more: list[str], steps: int = STEPS, saved: int | None = None) -> Job:
         return Job(name, [*base, *more, f"run_dir={folder / name}"], steps, saved, norms=True)
 
-    alone = [job(f"{kind}{steps}", more, steps, steps) for kind, more in (("adamw", []), ("muon", [MUON])) for steps in (2, 3)]
+    alone = [
+        job(f"{kind}{steps}", more, steps, steps)
+        for kind, more in (("adamw", []), ("muon", [MUON]))
+        for steps in (2, 3)
+    ]
     alone.append(job("plain", PLAIN))
     found = answer(1, run_jobs, alone, str(folder / "cache"), output=folder / "one", patience=300)
     noticed = asked(request, "test_training_does_not_notice", "name")
-    told = {*asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"), *noticed}
+    told = {
+        *asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"),
+        *noticed,
+    }
     several = [job(name, more) for name, more in LAYOUTS.items() if name in told]
-    several += [replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in noticed]
+    several += [
+        replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in noticed
+    ]
     if not several:
         return found, folder
-    return found | answer(2, run_jobs, several, str(folder / "cache"), output=folder / "two", patience=600), folder
+    return found | answer(
+        2, run_jobs, several, str(folder / "cache"), output=folder / "two", patience=600
+    ), folder
 
 
 def named(done: Done) -> dict[str, dict[str, float]]:
@@ -77,20 +110,42 @@ def named(done: Done) -> dict[str, dict[str, float]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_they_are_the_checkpoints_in_float64(results: tuple[dict[str, Done], Path], optimizer: str) -> None:
+def test_they_are_the_checkpoints_in_float64(
+    results: tuple[dict[str, Done], Path], optimizer: str
+) -> None:
     """1e-5: fp32 sums of a tensor's squares. A gradient is what the momentum took in, the difference of two rounded ones: 1e-4."""
     done, folder = results
     before, after = (
-        {name: value.double() for name, value in everything(folder / f"{optimizer}{step}/checkpoints/step_{step:08}").items()}
+        {
+            name: value.double()
+            for name, value in everything(
+                folder / f"{optimizer}{step}/checkpoints/step_{step:08}"
+            ).items()
+        }
         for step in (2, 3)
     )
     last, found = done[f"{optimizer}3"], named(done[f"{optimizer}3"])
     assert last.steps[:2] == done[f"{optimizer}2"].steps
-    names = [name.removeprefix("optimizer.state.param.") for name in after if name.startswith("optimizer.state.param.")]
-    assert sorted(found["weight"]) == sorted(names) == sorted(found["gradient"]) == sorted(found["update"])
+    names = [
+        name.removeprefix("optimizer.state.param.")
+        for name in after
+        if name.startswith("optimizer.state.param.")
+    ]
+    assert (
+        sorted(found["weight"])
+        == sorted(names)
+        == sorted(found["gradient"])
+        == sorted(found["update"])
+    )
     for kind in ("exp_avg", "exp_avg_sq"):
-        wanted = {name.removeprefix(f"optimizer.state.{kind}."): value for name, value in after.items() if f".{kind}." in name}
-        assert found[kind] == pytest.approx({name: float(value.norm()) for name, value in wanted.items()}, rel=1e-5)
+        wanted = {
+            name.removeprefix(f"optimizer.state.{kind}."): value
+            for name, value in after.items()
+            if f".{kind}." in name
+        }
+        assert found[kind] == pytest.approx(
+            {name: float(value.norm()) for name, value in wanted.items()}, rel=1e-5
+        )
     assert (len(found["exp_avg_sq"]) < len(names)) == (optimizer == "muon")
     clipped = CLIP / last.steps[-1][1]
     assert clipped < 1
@@ -100,18 +155,24 @@ def test_they_are_the_checkpoints_in_float64(results: tuple[dict[str, Done], Pat
         assert found["update"][name] == pytest.approx(float((new - old).norm()), rel=1e-5)
         kept = 0.9 if name in found["exp_avg_sq"] else 0.95
         mean, earlier = (state[f"optimizer.state.exp_avg.{name}"] for state in (after, before))
-        assert found["gradient"][name] == pytest.approx(float((mean - kept * earlier).norm()) / (1 - kept) / clipped, rel=1e-4)
+        assert found["gradient"][name] == pytest.approx(
+            float((mean - kept * earlier).norm()) / (1 - kept) / clipped, rel=1e-4
+        )
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick_or_slow(["plain", *LAYOUTS], QUICK))
-def test_every_layout_and_engine_tells_what_one_process_does(results: tuple[dict[str, Done], Path], name: str) -> None:
+def test_every_layout_and_engine_tells_what_one_process_does(
+    results: tuple[dict[str, Done], Path], name: str
+) -> None:
     """1e-4 of fp32: sums in another order, which Adam's first updates, near signs, show in gradients near zero. bf16 is its own model."""
     done, _ = results
     found = named(done[name])
     # Each element once: the squares of all gradients are those of the step's norm. Of bf16 gradients DeepSpeed sums other roundings.
     for (_, grad_norm), told in zip(done[name].steps, done[name].norms, strict=True):
-        gradients = torch.tensor([value for key, value in told.items() if key.endswith("/gradient")], dtype=torch.float64)
+        gradients = torch.tensor(
+            [value for key, value in told.items() if key.endswith("/gradient")], dtype=torch.float64
+        )
         assert float(gradients.norm()) == pytest.approx(grad_norm, rel=1e-5)
     if "bf16" in name:
         assert {kind: len(values) for kind, values in found.items()} == {
@@ -133,7 +194,9 @@ def test_training_does_not_notice(results: tuple[dict[str, Done], Path], name: s
 
 
 @pytest.mark.parametrize("engine", [[], PLAIN, deepspeed(2)], ids=["split", "plain", "deepspeed"])
-def test_of_a_step_that_is_not_finite_the_gradients_are_told_where_they_can_be(settings: list[str], engine: list[str]) -> None:
+def test_of_a_step_that_is_not_finite_the_gradients_are_told_where_they_can_be(
+    settings: list[str], engine: list[str]
+) -> None:
     with engine_of([*settings, *engine]) as made:
         norms = TensorNorms(made, 2)
         for step, weight in ((1, 1.0), (2, math.nan)):

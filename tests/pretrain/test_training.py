@@ -38,16 +38,27 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
     folder = pretrain.run_dir
     again = load_run(folder / "config.yaml")
     assert again.train.steps == 4
-    assert again.model.vocab_size == 512, "the resolved configuration names the vocabulary that the data gave"
+    assert again.model.vocab_size == 512, (
+        "the resolved configuration names the vocabulary that the data gave"
+    )
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    assert environment["git_revision"] == git.stdout.strip(), "none of a checkout that git takes for another user's"
+    git = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    assert environment["git_revision"] == git.stdout.strip(), (
+        "none of a checkout that git takes for another user's"
+    )
     assert "-m pretrain" in (folder / "relaunch.sh").read_text()
     steps = [record for record in records(folder) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert [record["consumed_tokens"] for record in steps] == [128, 256, 384, 512]
-    assert all(record["tokens_per_second"] > 0 and record["peak_memory_bytes"] > 2**20 and record["mfu"] is None for record in steps)
+    assert all(
+        record["tokens_per_second"] > 0
+        and record["peak_memory_bytes"] > 2**20
+        and record["mfu"] is None
+        for record in steps
+    )
     assert steps[2]["lr"] > steps[0]["lr"] > 0
     assert [record["step"] for record in records(folder) if "valid_loss" in record] == [4]
     line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
@@ -57,38 +68,73 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
 
 def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
     """By the documents' lengths, which the plan has too, and dense; a run of joined documents tells one."""
-    apart = ["train.steps=2", "optimizer.warmup_steps=1", "log.interval=1", "log.device=H100", "data.documents=separate"]
+    apart = [
+        "train.steps=2",
+        "optimizer.warmup_steps=1",
+        "log.interval=1",
+        "log.device=H100",
+        "data.documents=separate",
+    ]
     assert pretrain(*apart) == 0
     prepared = prepare(load_run(DEMO, [*pretrain.settings, *apart]), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
-    assert plan.pieces is not None and plan.train_flops < plan.dense_flops == flops_per_token(prepared.config)
+    assert plan.pieces is not None and plan.train_flops < plan.dense_flops == flops_per_token(
+        prepared.config
+    )
     for record in (record for record in records(pretrain.run_dir) if "loss" in record):
         rate = record["tokens_per_second"]
-        assert record["tflops_per_device"] == pytest.approx(rate * plan.train_flops / 1e12, rel=1e-12)
-        assert record["dense_tflops_per_device"] == pytest.approx(rate * plan.dense_flops / 1e12, rel=1e-12)
+        assert record["tflops_per_device"] == pytest.approx(
+            rate * plan.train_flops / 1e12, rel=1e-12
+        )
+        assert record["dense_tflops_per_device"] == pytest.approx(
+            rate * plan.dense_flops / 1e12, rel=1e-12
+        )
         assert record["mfu"] * 989 == pytest.approx(record["tflops_per_device"], rel=1e-12)
-        assert record["dense_mfu"] * 989 == pytest.approx(record["dense_tflops_per_device"], rel=1e-12)
+        assert record["dense_mfu"] * 989 == pytest.approx(
+            record["dense_tflops_per_device"], rel=1e-12
+        )
     said = [line for line in pretrain.out.splitlines() if "dense" in line]
-    assert len(said) == 3 and "by the documents' lengths" in said[0] and all(line.count("(dense ") == 2 for line in said[1:])
+    assert (
+        len(said) == 3
+        and "by the documents' lengths" in said[0]
+        and all(line.count("(dense ") == 2 for line in said[1:])
+    )
 
 
 def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     """With a learning rate of almost nothing, validations at different steps agree to fp32 rounding of the loss."""
     assert pretrain("optimizer.lr=1e-12", "optimizer.min_lr=0", "checkpoint.interval=0") == 0
-    first, second = (record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record)
+    first, second = (
+        record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record
+    )
     assert first == pytest.approx(second, rel=1e-6)
     assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
 
 
-def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(pretrain: Command, tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
+    pretrain: Command, tmp_path: Path
+) -> None:
     """In validation data in this process, and in training data where both ranks hold half of the embedding."""
     write_pair(tmp_path / "good", [[7] * 400, [8] * 400])
     write_pair(tmp_path / "bad", [[7] * 40, [60_000] * 800])
-    words = [f"run_dir={tmp_path / 'run'}", "data.test=[]", *SMALL, "model.vocab_size=500", "train.steps=4"]
+    words = [
+        f"run_dir={tmp_path / 'run'}",
+        "data.test=[]",
+        *SMALL,
+        "model.vocab_size=500",
+        "train.steps=4",
+    ]
     good, bad = (f"[{{prefix: {tmp_path / name}}}]" for name in ("good", "bad"))
     wanted = f"pretrain: error: {tmp_path / 'bad'} holds token id 60000, but model.vocab_size = 500 has ids 0 to 499; "
-    assert pretrain(*words, f"data.train={good}", f"data.valid={bad}") == 2 and pretrain.err.splitlines()[-1].startswith(wanted)
-    tensor = [f"data.train={bad}", "data.valid=[]", "parallel.tensor_model_parallel_size=2", f"run_dir={tmp_path / 'two'}"]
+    assert pretrain(
+        *words, f"data.train={good}", f"data.valid={bad}"
+    ) == 2 and pretrain.err.splitlines()[-1].startswith(wanted)
+    tensor = [
+        f"data.train={bad}",
+        "data.valid=[]",
+        "parallel.tensor_model_parallel_size=2",
+        f"run_dir={tmp_path / 'two'}",
+    ]
     codes, said = ended(2, [DEMO, *words, *tensor], tmp_path / "out")
     assert codes == [2, 2] and wanted in said[0] and "Traceback" not in "".join(said)
 
@@ -120,7 +166,11 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
     "layout",
     [
         ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
-        ["engine.name=deepspeed", "engine.zero_stage=3", "engine.deepspeed.param_persistence_threshold=0"],
+        [
+            "engine.name=deepspeed",
+            "engine.zero_stage=3",
+            "engine.deepspeed.param_persistence_threshold=0",
+        ],
     ],
     ids=["Megatron", "ZeRO-3"],
 )
@@ -137,8 +187,12 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("chunk", "fp8"), [(0, []), (7, []), (0, ["train.fp8=delayed", "model.hidden_size=64"])])
-def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int, fp8: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "fp8"), [(0, []), (7, []), (0, ["train.fp8=delayed", "model.hidden_size=64"])]
+)
+def test_a_step_that_is_not_finite_changes_nothing(
+    settings: list[str], chunk: int, fp8: list[str]
+) -> None:
     """One poisoned micro-batch, no token that counts, or a step that is unwanted: weights and optimizer state keep every bit."""
     with engine_of([*settings, f"train.loss_chunk={chunk}", *fp8]) as engine:
 
@@ -146,7 +200,11 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
             adam = engine.optimizer.chained_optimizers[0].optimizer
             moments = [value.clone() for entry in adam.state.values() for value in entry.values()]
             scales = [engine.scales.history.clone()] if engine.scales else []
-            return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments + scales
+            return (
+                [weight.detach().clone() for weight in engine.models[0].parameters()]
+                + moments
+                + scales
+            )
 
         assert not engine.train_step(micro_batches(32), 8).skipped
         before = state()
@@ -161,7 +219,11 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
             return True
 
         refused = engine.train_step(micro_batches(32), 16, unwanted=unwanted)
-        assert refused.skipped and [refused.loss, refused.grad_norm] == seen and math.isfinite(sum(seen))
+        assert (
+            refused.skipped
+            and [refused.loss, refused.grad_norm] == seen
+            and math.isfinite(sum(seen))
+        )
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert not engine.train_step(micro_batches(32), 24).skipped
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
@@ -169,12 +231,24 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", ["tensorwise", "delayed"])
-def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path, fp8: str) -> None:
+def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
+    pretrain: Command, tmp_path: Path, fp8: str
+) -> None:
     """Two attempts are one to the bit: no scale is kept, or all history; a checkpoint has the same weights as without, in their types."""
-    wide = ["model.hidden_size=64", "train.precision=bf16", "train.steps=8", "train.eval_interval=0", "log.diagnostics_interval=0"]
+    wide = [
+        "model.hidden_size=64",
+        "train.precision=bf16",
+        "train.steps=8",
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+    ]
     runs = {name: tmp_path / name for name in ("sixteen", "eight", "resumed")}
     for name, run_dir in runs.items():
-        given = [f"run_dir={run_dir}", *wide, *([] if name == "sixteen" else [f"train.fp8={fp8}", "train.fp8_history=4"])]
+        given = [
+            f"run_dir={run_dir}",
+            *wide,
+            *([] if name == "sixteen" else [f"train.fp8={fp8}", "train.fp8_history=4"]),
+        ]
         assert pretrain(*given) == 0, pretrain.err
         if name == "resumed":
             shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
@@ -183,32 +257,58 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain:
     assert told["resumed"] == told["eight"]
     kept = {name: load_full_model_state(run_dir)[0] for name, run_dir in runs.items()}
     assert all(torch.equal(one, kept["resumed"][name]) for name, one in kept["eight"].items())
-    shapes = [{name: (one.shape, one.dtype) for name, one in kept[each].items()} for each in ("sixteen", "eight")]
+    shapes = [
+        {name: (one.shape, one.dtype) for name, one in kept[each].items()}
+        for each in ("sixteen", "eight")
+    ]
     assert shapes[0] == shapes[1]
     # An operand is within 2^-4 of itself, its errors of either sign, and a product sums 64 of them or more: 4% of a product's norm.
-    for (loss, norm), (wanted, wanted_norm) in zip(told["eight"].values(), told["sixteen"].values(), strict=True):
-        assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=0.05)
+    for (loss, norm), (wanted, wanted_norm) in zip(
+        told["eight"].values(), told["sixteen"].values(), strict=True
+    ):
+        assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(
+            wanted_norm, rel=0.05
+        )
 
 
 @pytest.mark.slow
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
-    quick = ("checkpoint.interval=0", "train.eval_interval=0", "log.diagnostics_interval=0", "optimizer.schedule=wsd")
+    quick = (
+        "checkpoint.interval=0",
+        "train.eval_interval=0",
+        "log.diagnostics_interval=0",
+        "optimizer.schedule=wsd",
+    )
     assert pretrain(*quick, "optimizer.decay_steps=4") == 0
-    tokens = ["train.steps=null", f"train.tokens={12 * 128 - 1}", "optimizer.warmup_steps=null", f"optimizer.warmup_tokens={3 * 128}"]
+    tokens = [
+        "train.steps=null",
+        f"train.tokens={12 * 128 - 1}",
+        "optimizer.warmup_steps=null",
+        f"optimizer.warmup_tokens={3 * 128}",
+    ]
     other = tmp_path / "tokens"
     assert pretrain(f"run_dir={other}", *tokens, *quick, f"optimizer.decay_tokens={4 * 128}") == 0
     rates = [record["lr"] for record in records(pretrain.run_dir) if "loss" in record]
     assert rates == [record["lr"] for record in records(other) if "loss" in record]
     peak, last = 3e-3, 3e-4
     # Warm-up over 3 steps, plateau, linear decay over the last 4.
-    expected = [peak / 3, peak * 2 / 3, *[peak] * 6, *(peak - (peak - last) * i / 4 for i in (1, 2, 3, 4))]
+    expected = [
+        peak / 3,
+        peak * 2 / 3,
+        *[peak] * 6,
+        *(peak - (peak - last) * i / 4 for i in (1, 2, 3, 4)),
+    ]
     assert rates == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEM_KERNELS", "time_decay_scan=fastest")
     assert pretrain() == 2
-    assert pretrain.err.startswith("pretrain: error: FEM_KERNELS: time_decay_scan has no implementation 'fastest'; it has ")
+    assert pretrain.err.startswith(
+        "pretrain: error: FEM_KERNELS: time_decay_scan has no implementation 'fastest'; it has "
+    )
     assert pretrain.err.count("\n") == 1 and not pretrain.run_dir.exists()
 
 
@@ -220,7 +320,11 @@ def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> No
         assert any(line.startswith("kernels: fem_attention") for line in lines)
     else:  # a line of all, without the reasons, which are one
         (line,) = lines
-        assert len(line) < 140 and "fused runs for fem_attention" in line and line.count(" runs for ") == 2
+        assert (
+            len(line) < 140
+            and "fused runs for fem_attention" in line
+            and line.count(" runs for ") == 2
+        )
 
 
 def test_a_run_beyond_its_end_is_complete(pretrain: Command) -> None:
@@ -242,16 +346,26 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
     etas, left = {}, {}
     for step in range(1, 101):
         now += 2.0
-        save, validation = (1 + sum(at % every == 0 for at in range(step, 100)) for every in (10, 5))
+        save, validation = (
+            1 + sum(at % every == 0 for at in range(step, 100)) for every in (10, 5)
+        )
         measured = meter.measure(100 - step, {"save": save, "validation": validation})
         assert measured["step_seconds"] == 2.0
-        etas[step], left[step] = measured["eta_seconds"], 2.0 * (100 - step) + 60.0 * save + 8.0 * validation
-        for kind, seconds, due in (("validation", 8.0, step % 5 == 0), ("save", 60.0, step % 10 == 0)):
+        etas[step], left[step] = (
+            measured["eta_seconds"],
+            2.0 * (100 - step) + 60.0 * save + 8.0 * validation,
+        )
+        for kind, seconds, due in (
+            ("validation", 8.0, step % 5 == 0),
+            ("save", 60.0, step % 10 == 0),
+        ):
             if due:
                 now += seconds
                 meter.restart(kind)
     assert etas[1] == 198.0, "before the first one nobody knows how long it takes"
-    assert {step: etas[step] for step in range(11, 101)} == pytest.approx({step: left[step] for step in range(11, 101)})
+    assert {step: etas[step] for step in range(11, 101)} == pytest.approx(
+        {step: left[step] for step in range(11, 101)}
+    )
 
 
 def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
@@ -259,7 +373,11 @@ def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
     told: list[str] = []
     log = logging.getLogger("kernels.of_a_test")
     with kernels_told(told.append):
-        for operation, choice in (("a", "one runs"), ("b", "another runs"), ("c", "one runs (the other does not: no GPU)")):
+        for operation, choice in (
+            ("a", "one runs"),
+            ("b", "another runs"),
+            ("c", "one runs (the other does not: no GPU)"),
+        ):
             log.info(f"{operation}: {choice}")
     log.info("d: one runs")
     assert told == ["kernels: one runs for a, c; another runs for b"]
@@ -270,6 +388,14 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
     assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 3
     assert pretrain.err.count("\n") == 1
     assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: " in pretrain.err
-    assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [False, True, True, True]
+    assert (
+        "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: "
+        in pretrain.err
+    )
+    assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     assert not pretrain.checkpoints.exists()

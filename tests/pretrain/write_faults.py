@@ -36,8 +36,19 @@ TINY = (
         "model.ffn_hidden_size=8",
         "model.tie_embeddings=true",
     ),
-    *("data.seq_length=8", "data.valid=[]", "data.test=[]", "train.micro_batch_size=1", "train.global_batch_size=2"),
-    *("train.steps=2", "train.precision=fp32", "optimizer.warmup_steps=0", "checkpoint.keep_last=1"),
+    *(
+        "data.seq_length=8",
+        "data.valid=[]",
+        "data.test=[]",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=2",
+    ),
+    *(
+        "train.steps=2",
+        "train.precision=fp32",
+        "optimizer.warmup_steps=0",
+        "checkpoint.keep_last=1",
+    ),
 )
 # Files that are written at the same time are counted each for itself: the order of all their calls is another at every save.
 OTHERS = "!(*.distcp|*.distcp.xxh3)"
@@ -76,7 +87,9 @@ class Faults:
 
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            self.library.fault_arm(ctypes.c_long(number), error, os.fsencode(self.folder), files.encode())
+            self.library.fault_arm(
+                ctypes.c_long(number), error, os.fsencode(self.folder), files.encode()
+            )
         torch.distributed.barrier()
 
     def met(self) -> tuple[str, str]:
@@ -112,7 +125,10 @@ def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
                 saves.check(outcome, step)
                 step += 1
                 saves.save(step)
-                assert sorted(os.listdir(folder)) == ["latest", f"step_{step:08d}"] and damage(folder / f"step_{step:08d}") is None, outcome
+                assert (
+                    sorted(os.listdir(folder)) == ["latest", f"step_{step:08d}"]
+                    and damage(folder / f"step_{step:08d}") is None
+                ), outcome
                 found += [outcome] if (met := bool(call)) else []
                 number += stride
         saves.checkpoints.close()
@@ -127,7 +143,9 @@ class Saves:
 
         self.engine, self.folder = engine, folder
         self.checkpoints = Checkpoints(folder, engine.config, lambda text: None)
-        self.tensors: list[torch.Tensor] = [tensor for model in engine.models for tensor in model.parameters()]
+        self.tensors: list[torch.Tensor] = [
+            tensor for model in engine.models for tensor in model.parameters()
+        ]
         self.tensors += [tensor for part in engine.split.held() for tensor in part.tensors.values()]
 
     def save(self, step: int, *, wait: int = 0) -> None:
@@ -160,9 +178,14 @@ class Saves:
         """The save failed, in one line of the file system's words, and the old checkpoint or the new one is whole; or the new one is."""
         told, newest = outcome.told, self.newest()
         assert newest in ((step - 1, step) if told else (step,)), outcome
-        assert {*os.listdir(self.folder)} <= {"latest", *(f"step_{one:08d}" for one in (step - 1, step))}, outcome
+        assert {*os.listdir(self.folder)} <= {
+            "latest",
+            *(f"step_{one:08d}" for one in (step - 1, step)),
+        }, outcome
         if told is not None:
-            assert outcome.call and told.startswith(f"checkpoint {self.folder}/step_{step:08d} cannot be written: "), outcome
+            assert outcome.call and told.startswith(
+                f"checkpoint {self.folder}/step_{step:08d} cannot be written: "
+            ), outcome
             assert os.strerror(outcome.error or errno.EIO) in told and "\n" not in told, outcome
 
     def newest(self) -> int:
@@ -180,9 +203,16 @@ class Saves:
         assert read_common(found.path) and json.loads((found.path / "metadata.json").read_text())
         latest = self.folder / (self.folder / "latest").read_text().strip()
         assert damage(latest) is None, latest
-        of = {name: tensor.unique().tolist() for name, tensor in everything(found.path).items() if not name.endswith("step")}
+        of = {
+            name: tensor.unique().tolist()
+            for name, tensor in everything(found.path).items()
+            if not name.endswith("step")
+        }
         step = found.progress.step
-        assert len(of) >= len(self.tensors) and [name for name, values in of.items() if values != [step]] == [], of
+        assert (
+            len(of) >= len(self.tensors)
+            and [name for name, values in of.items() if values != [step]] == []
+        ), of
         torch.distributed.barrier()
         return step
 
@@ -197,29 +227,60 @@ class Saves:
 def failing_saves(plans: list[Plan], folder: Path, library: Path) -> list[list[Outcome]]:
     """Each plan's outcomes, from processes of its own. AssertionError, with what they wrote: one did harm, hung or said too much."""
     source = ROOT / "tests/fixtures/write_faults.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"],
+        check=True,
+    )
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.pretrain.write_faults", str(folder), json.dumps([asdict(plan) for plan in plans])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pretrain.write_faults",
+        str(folder),
+        json.dumps([asdict(plan) for plan in plans]),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [[Outcome(**one) for one in told] for told in json.loads((folder / "outcomes.json").read_text())]
+    return [
+        [Outcome(**one) for one in told]
+        for told in json.loads((folder / "outcomes.json").read_text())
+    ]
 
 
 def main(folder: Path, plans: list[dict[str, Any]]) -> None:
     """Runs the plans, and leaves what came of them in ``outcomes.json``."""
     from tests.pretrain.data_folder import write_folder
 
-    ranks._context.set_forkserver_preload(["tests.pretrain.preloaded"])  # DeepSpeed, which no plan has, takes seconds
+    ranks._context.set_forkserver_preload(
+        ["tests.pretrain.preloaded"]
+    )  # DeepSpeed, which no plan has, takes seconds
     data, told = write_folder(folder / "data"), []
     for number, plan in enumerate(Plan(**each) for each in plans):
         asynchronous = f"checkpoint.async_save={str(plan.asynchronous).lower()}"
-        overrides = [*TINY, asynchronous, f"run_dir={folder / 'run'}", f"data.train.0.prefix={data / 'train'}"]
+        overrides = [
+            *TINY,
+            asynchronous,
+            f"run_dir={folder / 'run'}",
+            f"data.train.0.prefix={data / 'train'}",
+        ]
         output = folder / f"output_{number}"
-        told.append(answer(plan.ranks, outcomes, plan, folder / f"plan_{number}", overrides, output=output, patience=300))
+        told.append(
+            answer(
+                plan.ranks,
+                outcomes,
+                plan,
+                folder / f"plan_{number}",
+                overrides,
+                output=output,
+                patience=300,
+            )
+        )
         for rank in range(plan.ranks):
             said = Path(f"{output}.{rank}").read_text()
             assert "Traceback" not in said and "Exception" not in said, said
-    (folder / "outcomes.json").write_text(json.dumps([[asdict(one) for one in each] for each in told]))
+    (folder / "outcomes.json").write_text(
+        json.dumps([[asdict(one) for one in each] for each in told])
+    )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,11 @@ def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) ->
     etc = root / "etc"
     # A node is DOWN after slurmd_timeout and two messages that were not answered in time.
     patience = max(5, min(10, shape.slurmd_timeout))
-    (etc / "slurm.conf").write_text(SLURM.format(root=root, port=ports[0], shape=shape, nodes="\n".join(lines), message_timeout=patience))
+    (etc / "slurm.conf").write_text(
+        SLURM.format(
+            root=root, port=ports[0], shape=shape, nodes="\n".join(lines), message_timeout=patience
+        )
+    )
     (etc / "node.conf").write_text(SLURMD.format(root=root))
     (etc / "hosts").write_text(f"127.0.0.1 localhost control {' '.join(nodes)}\n")
     key = etc / "munge.key"

@@ -38,12 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed test's report gets the ends of the logs of its clusters."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for value in item.funcargs.values():
-            for cluster in value.made if isinstance(value, MakeCluster) else [value] if isinstance(value, MiniSlurm) else []:
+            for cluster in (
+                value.made
+                if isinstance(value, MakeCluster)
+                else [value]
+                if isinstance(value, MiniSlurm)
+                else []
+            ):
                 report.sections.append((f"Slurm's logs in {cluster.root}", cluster.logs()))
     return report
 

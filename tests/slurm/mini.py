@@ -23,12 +23,37 @@ from typing import Self
 from launch.cluster.slurm import fields
 from tests.slurm import configuration, processes
 
-NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol", "sinfo", "srun", "scancel", "unshare", "mount", "hostname")
+NEEDED = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "squeue",
+    "scontrol",
+    "sinfo",
+    "srun",
+    "scancel",
+    "unshare",
+    "mount",
+    "hostname",
+)
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # what it makes below its root
 LONGEST_ROOT = 50  # a unix socket's path has at most 107 characters, and slurmstepd's is <root>/spool/nodeN/nodeN_JOB.STEP
-PORTS = range(61000, 65400, 8)  # first ports of the blocks; above the ports that Linux gives away by itself
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+PORTS = range(
+    61000, 65400, 8
+)  # first ports of the blocks; above the ports that Linux gives away by itself
+OVER = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
 # A node's own host name and tables, and the mount point that tells its processes (see processes.py).
 NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --bind "$0/nodes/$1" "$0/nodes/$1"; shift; exec "$@"'
 
@@ -53,10 +78,20 @@ class MiniSlurm:
         gpu_types: tuple[str, ...] = (),
     ) -> None:
         self.nodes = tuple(f"node{number}" for number in range(1, nodes + 1))
-        self.shape = configuration.Shape(cpus, gpus, 16000, grace_seconds, slurmd_timeout, gpu_types)
+        self.shape = configuration.Shape(
+            cpus, gpus, 16000, grace_seconds, slurmd_timeout, gpu_types
+        )
         inside = tempfile.gettempdir()
-        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp")).resolve()
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_"))}
+        self.root = Path(
+            tempfile.mkdtemp(
+                prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp"
+            )
+        ).resolve()
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH_"))
+        }
         self.environment["SLURM_CONF"] = str(self.root / "etc" / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -77,7 +112,17 @@ class MiniSlurm:
                 os.mknod(f"{folder}/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
             except OSError as error:
                 return f"no device can be made: {error.strerror}"
-            trial = ["unshare", "--uts", "--mount", "--propagation", "private", "mount", "--bind", folder, folder]
+            trial = [
+                "unshare",
+                "--uts",
+                "--mount",
+                "--propagation",
+                "private",
+                "mount",
+                "--bind",
+                folder,
+                folder,
+            ]
             tried = subprocess.run(trial, capture_output=True, text=True, check=False)
         return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
@@ -85,7 +130,12 @@ class MiniSlurm:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -96,10 +146,15 @@ class MiniSlurm:
             TimeoutError: the nodes are not ready after a minute.
         """
         self._claim, ports = _claim_ports(1 + len(self.nodes))
-        for folder in (*FOLDERS, *(f"{kind}/{name}" for kind in ("nodes", "spool") for name in (*self.nodes, "control"))):
+        for folder in (
+            *FOLDERS,
+            *(f"{kind}/{name}" for kind in ("nodes", "spool") for name in (*self.nodes, "control")),
+        ):
             (self.root / folder).mkdir(parents=True)
         script = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(self.root)]
-        self._watcher = subprocess.Popen(script, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
+        self._watcher = subprocess.Popen(
+            script, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        )
         try:
             configuration.write(self.root, self.nodes, self.shape, ports)
             self._start_daemons()
@@ -109,24 +164,63 @@ class MiniSlurm:
 
     def _start_daemons(self) -> None:
         run, log = self.root / "run", self.root / "log"
-        munge = [f"--{what}={run / f'munge.{what}'}" for what in ("socket", "pid-file", "seed-file")]
-        munge += [f"--key-file={self.root / 'etc' / 'munge.key'}", f"--log-file={log / 'munged.log'}"]
+        munge = [
+            f"--{what}={run / f'munge.{what}'}" for what in ("socket", "pid-file", "seed-file")
+        ]
+        munge += [
+            f"--key-file={self.root / 'etc' / 'munge.key'}",
+            f"--log-file={log / 'munged.log'}",
+        ]
         self._spawn("munged", "control", "munged", "-F", "--force", *munge)
         self._until("munged", lambda: (run / "munge.socket").exists())
-        self._spawn("slurmctld", "control", "slurmctld", "-D", "-c", "-f", str(self.root / "etc" / "slurm.conf"))
+        self._spawn(
+            "slurmctld",
+            "control",
+            "slurmctld",
+            "-D",
+            "-c",
+            "-f",
+            str(self.root / "etc" / "slurm.conf"),
+        )
         for name in self.nodes:
-            self._spawn(name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf"))
+            self._spawn(
+                name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf")
+            )
         self._until("the nodes", lambda: all(map(self._ready, self.nodes)))
 
     def _spawn(self, daemon: str, node: str, program: str, *argv: str) -> None:
         """Start a daemon in namespaces of its own, under its own pid and in its own session (Ctrl-C is not for it)."""
         path = _program(program)
         assert path is not None
-        command = ["unshare", "--uts", "--mount", "--propagation", "private", "sh", "-c", NODE, str(self.root), node, path, *argv]
-        clean = {"PATH": SEARCH, "HOME": "/", "LANG": "C.UTF-8", "SLURM_CONF": self.environment["SLURM_CONF"]}
+        command = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            NODE,
+            str(self.root),
+            node,
+            path,
+            *argv,
+        ]
+        clean = {
+            "PATH": SEARCH,
+            "HOME": "/",
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": self.environment["SLURM_CONF"],
+        }
         with (self.root / "log" / f"{daemon}.out").open("ab") as out:
             self._daemons[daemon] = subprocess.Popen(
-                command, env=clean, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.root / "log", start_new_session=True
+                command,
+                env=clean,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=self.root / "log",
+                start_new_session=True,
             )
 
     def _until(self, what: str, met: Callable[[], bool]) -> None:
@@ -157,19 +251,29 @@ class MiniSlurm:
             self._claim = None
 
     def run(
-        self, *argv: str | Path, check: bool = True, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
+        self,
+        *argv: str | Path,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
-        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=240, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=wanted, cwd=cwd, timeout=240, capture_output=True, text=True, check=False
+        )
         if check and done.returncode:
-            error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+            error = subprocess.CalledProcessError(
+                done.returncode, command, done.stdout, done.stderr
+            )
             error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
             raise error
         return done
 
-    def sbatch(self, *argv: str | Path, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> int:
+    def sbatch(
+        self, *argv: str | Path, cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+    ) -> int:
         """Submit; the job's id."""
         return int(self.run("sbatch", "--parsable", *argv, cwd=cwd, env=env).stdout.split(";")[0])
 
@@ -199,22 +303,34 @@ class MiniSlurm:
             if time.monotonic() > deadline:
                 shown = " ".join(f"{name}={value}" for name, value in self.job(job_id).items())
                 wanted = " or ".join(states or OVER)
-                raise TimeoutError(f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{shown}\n{self.logs()}")
+                raise TimeoutError(
+                    f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{shown}\n{self.logs()}"
+                )
             time.sleep(0.1)
         return state
 
     def logs(self, lines: int = 20) -> str:
         """The tails of all daemons' logs."""
         tails = []
-        for path in sorted((self.root / "log").glob("*.log")) or sorted((self.root / "log").glob("*.out")):
+        for path in sorted((self.root / "log").glob("*.log")) or sorted(
+            (self.root / "log").glob("*.out")
+        ):
             text = path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
             tails += [f"--- {path.name}", *text] if text else []
         return "\n".join(tails)
 
     def pids(self, job_id: int | str) -> list[int]:
         """Living processes of a job, as this machine numbers them, not slurmstepd; a job is RUNNING some time before it has any."""
-        wanted, found = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(), processes.by_node(self.root)
-        return [pid for name in self.nodes for pid in found.get(name, ()) if wanted in processes.environment(pid)]
+        wanted, found = (
+            f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(),
+            processes.by_node(self.root),
+        )
+        return [
+            pid
+            for name in self.nodes
+            for pid in found.get(name, ())
+            if wanted in processes.environment(pid)
+        ]
 
     def batch_pid(self, job_id: int | str, timeout: float = 60) -> int:
         """The process of the job's batch script; a job that has not ended gets ``timeout`` seconds to have one.
@@ -226,9 +342,14 @@ class MiniSlurm:
         while True:
             known = self.job(job_id)
             for pid in self.pids(job_id):
-                if processes.command(processes.parent(pid)).startswith(f"slurmstepd: [{known['JobId']}.batch]"):
+                if processes.command(processes.parent(pid)).startswith(
+                    f"slurmstepd: [{known['JobId']}.batch]"
+                ):
                     return pid
-            if known["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING") or time.monotonic() > deadline:
+            if (
+                known["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING")
+                or time.monotonic() > deadline
+            ):
                 raise LookupError(f"job {job_id} is {known['JobState']} and has no batch script")
             time.sleep(0.05)
 
@@ -245,7 +366,10 @@ class MiniSlurm:
         """Whether the node takes jobs, and its slurmd is known to slurmctld."""
         shown = self.run("scontrol", "show", "--oneliner", "node", name, check=False)
         node = fields(shown.stdout)
-        known = not shown.returncode and node.get("SlurmdStartTime", "None") not in ("None", "Unknown")
+        known = not shown.returncode and node.get("SlurmdStartTime", "None") not in (
+            "None",
+            "Unknown",
+        )
         return known and re.fullmatch("IDLE|MIXED|ALLOCATED", node["State"]) is not None
 
 

@@ -37,7 +37,11 @@ def by_node(root: Path) -> dict[str, list[int]]:
 def _node_of(pid: int, root: Path) -> str | None:
     """The node that a process's mount points tell."""
     prefix = f"{root}/nodes/"
-    for line in Path(f"/proc/{pid}/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+    for line in (
+        Path(f"/proc/{pid}/mountinfo")
+        .read_text(encoding="utf-8", errors="surrogateescape")
+        .splitlines()
+    ):
         point = line.split(" ")[4]
         if point.startswith(prefix):
             return point.removeprefix(prefix)
@@ -101,7 +105,13 @@ def environment(pid: int) -> list[bytes]:
 def command(pid: int) -> str:
     """A process's command line, words separated by blanks; empty if it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     return ""
 
 

@@ -20,7 +20,9 @@ Examine = Callable[..., tuple[int, Said]]
 
 
 @pytest.fixture
-def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+def examine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Examine:
     """`doctor` against a cluster: the exit code, and what is said by name as (level, text)."""
 
     def run(on: MiniSlurm, *options: str) -> tuple[int, Said]:
@@ -43,28 +45,47 @@ def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
 
 def queued(cluster: MiniSlurm) -> list[str]:
     """The names of the jobs that are not over; one whose nodes are being cleaned up is."""
-    return cluster.run("squeue", "--noheader", "--states=pending,running", "--format=%j").stdout.split()
+    return cluster.run(
+        "squeue", "--noheader", "--states=pending,running", "--format=%j"
+    ).stdout.split()
 
 
 def failed(said: Said) -> list[str]:
     return [name for name, lines in said.items() for level, _ in lines if level == "FAILED"]
 
 
-def test_a_sound_cluster_passes_and_nothing_is_left(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
+def test_a_sound_cluster_passes_and_nothing_is_left(
+    examine: Examine, cluster: MiniSlurm, tmp_path: Path
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    code, said = examine(cluster, f"--set=paths.shared=[{shared}]", "--set=health.all_reduce_gb_per_second=0.0001")
+    code, said = examine(
+        cluster, f"--set=paths.shared=[{shared}]", "--set=health.all_reduce_gb_per_second=0.0001"
+    )
     assert code == 0 and {level for lines in said.values() for level, _ in lines} == {"ok"}, said
     assert said["Slurm"][0][1].startswith("22.05") or "UP" in said["Slurm"][0][1]
-    assert said["trial"] == [("ok", "ran on node1, node2")] and {"node node1", "node node2", "shared folders", "clocks"} < set(said)
+    assert said["trial"] == [("ok", "ran on node1, node2")] and {
+        "node node1",
+        "node node2",
+        "shared folders",
+        "clocks",
+    } < set(said)
     assert "2 ranks on 2 nodes over gloo" in said["all-reduce"][0][1]
-    assert list((tmp_path / "trials").iterdir()) == list(shared.iterdir()) == [] and "launch-doctor" not in queued(cluster)
+    assert list((tmp_path / "trials").iterdir()) == list(
+        shared.iterdir()
+    ) == [] and "launch-doctor" not in queued(cluster)
 
 
-def test_what_slurm_would_refuse_is_said_without_a_job(examine: Examine, cluster: MiniSlurm) -> None:
+def test_what_slurm_would_refuse_is_said_without_a_job(
+    examine: Examine, cluster: MiniSlurm
+) -> None:
     for options, name, told in (
         (["--nodes=0", "--set=slurm.partition=mian"], "partition", "no partition mian"),
-        (["--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1"], "nodes", "takes 16 gpus a node; the nodes have 8"),
+        (
+            ["--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1"],
+            "nodes",
+            "takes 16 gpus a node; the nodes have 8",
+        ),
         (["--nodes=3"], "nodes", "3 wanted"),
         (["--nodes=1", "--set=slurm.constraint=h100"], "sbatch", "feature"),
     ):
@@ -72,11 +93,24 @@ def test_what_slurm_would_refuse_is_said_without_a_job(examine: Examine, cluster
         assert code == 1 and failed(said) == [name] and told in said[name][0][1].lower(), said
 
 
-def test_a_full_queue_is_not_waited_for(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
-    blocker = cluster.sbatch("--nodes=2", "--exclusive", "--job-name=blocker", "--output=/dev/null", "--wrap=sleep 300", cwd=tmp_path)
+def test_a_full_queue_is_not_waited_for(
+    examine: Examine, cluster: MiniSlurm, tmp_path: Path
+) -> None:
+    blocker = cluster.sbatch(
+        "--nodes=2",
+        "--exclusive",
+        "--job-name=blocker",
+        "--output=/dev/null",
+        "--wrap=sleep 300",
+        cwd=tmp_path,
+    )
     cluster.wait(blocker, "RUNNING")
     code, said = examine(cluster, "--wait=1")
-    assert code == 1 and failed(said) == ["trial"] and "waited 1 s in the queue (" in said["trial"][0][1]
+    assert (
+        code == 1
+        and failed(said) == ["trial"]
+        and "waited 1 s in the queue (" in said["trial"][0][1]
+    )
     assert queued(cluster) == ["blocker"]
 
 
@@ -89,7 +123,10 @@ def test_a_gpu_that_is_broken_is_named_with_its_node(
     code, said = examine(cluster, "--set=nodes.gpus=8", "--set=health.matmul=false")
     assert code == 1 and failed(said) == ["node node2", "trial"]
     assert "GPU 3 (00000000:5D:00.0): 5 uncorrected ECC errors" in said["node node2"][0][1]
-    assert said["node node1"][0][0] == "ok" and "8 x NVIDIA H100 80GB HBM3, driver 550.90.07" in said["node node1"][0][1]
+    assert (
+        said["node node1"][0][0] == "ok"
+        and "8 x NVIDIA H100 80GB HBM3, driver 550.90.07" in said["node node1"][0][1]
+    )
     assert not list(tmp_path.rglob("cordon.jsonl")), "a doctor takes no node away"
 
 
@@ -101,13 +138,22 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
     with hidden(cluster, tmp_path / "trials"):
         code, said = examine(cluster)
     assert code == 1 and failed(said) == ["trial"]
-    assert f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1] and "do not see that folder" in said["trial"][0][1]
+    assert (
+        f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1]
+        and "do not see that folder" in said["trial"][0][1]
+    )
 
 
-def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster) -> None:
+def test_a_hung_node_is_named_and_not_waited_for(
+    examine: Examine, make_cluster: MakeCluster
+) -> None:
     cluster = make_cluster(slurmd_timeout=500)
     cluster.freeze_node("node2")
     began = time.monotonic()
     code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=15")
-    assert code == 1 and failed(said) == ["node node2", "trial"] and "did not answer the health check" in said["node node2"][0][1]
+    assert (
+        code == 1
+        and failed(said) == ["node node2", "trial"]
+        and "did not answer the health check" in said["node node2"][0][1]
+    )
     assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 300

@@ -40,18 +40,33 @@ def cluster() -> Iterator[MiniSlurm]:
 class Submitted(Case):
     """A stand-in run as a job on a cluster."""
 
-    def __init__(self, cluster: MiniSlurm, directory: Path, script: list[dict[str, Any]], nodes: int = 1, **changes: Any) -> None:
+    def __init__(
+        self,
+        cluster: MiniSlurm,
+        directory: Path,
+        script: list[dict[str, Any]],
+        nodes: int = 1,
+        **changes: Any,
+    ) -> None:
         super().__init__(directory, script, nodes=nodes, **changes)
         self.cordon = directory.parent / "cordon.jsonl"
-        slurm = {"scheduler": "slurm", "nodes": {"gpus": 0, "cpus": 1, "exclusive": False}, "paths": {"cordon": str(self.cordon)}}
+        slurm = {
+            "scheduler": "slurm",
+            "nodes": {"gpus": 0, "cpus": 1, "exclusive": False},
+            "paths": {"cordon": str(self.cordon)},
+        }
         self.job = replace(self.job, profile={**self.job.profile, **slurm})
         self.job.save()
         self.cluster, self.id, folder = cluster, 0, launch_folder(directory)
-        (folder / "job.sh").write_text(SCRIPT.format(folder=folder, directory=directory, root=ROOT, python=self.job.python))
+        (folder / "job.sh").write_text(
+            SCRIPT.format(folder=folder, directory=directory, root=ROOT, python=self.job.python)
+        )
 
     def submit(self, *options: str) -> None:
         """Submit it."""
-        self.id = self.cluster.sbatch(f"--nodes={self.job.nodes}", *options, launch_folder(self.directory) / "job.sh")
+        self.id = self.cluster.sbatch(
+            f"--nodes={self.job.nodes}", *options, launch_folder(self.directory) / "job.sh"
+        )
 
     def child(self, rank: int, attempt: int) -> int:
         """Wait for a rank of an attempt: its process."""
@@ -75,7 +90,9 @@ class Submitted(Case):
     @property
     def said(self) -> str:
         """What the batch script said."""
-        return "".join(path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out"))
+        return "".join(
+            path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out")
+        )
 
 
 NOT_ONE = {"max_failures": 0, "same_failure": 1}
@@ -90,31 +107,48 @@ def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) 
     case.ready()
     cluster.run("scontrol", "requeue", str(case.id))
     case.completed("interrupted", "finished")
-    assert case.attempts[0]["failure"] is None and case.attempts[0]["decision"]["action"] == "requeue"
+    assert (
+        case.attempts[0]["failure"] is None and case.attempts[0]["decision"]["action"] == "requeue"
+    )
 
 
-def test_the_time_limit_and_a_preemption_save_and_requeue(cluster: MiniSlurm, tmp_path: Path) -> None:
+def test_the_time_limit_and_a_preemption_save_and_requeue(
+    cluster: MiniSlurm, tmp_path: Path
+) -> None:
     waits_twice: Script = [{"to": 3, "end": "wait"}, {"to": 5, "end": "wait"}, {"to": 7}]
-    case = Submitted(cluster, tmp_path / "run", waits_twice, nodes=2, torchrun=True, restarts=NOT_ONE)
+    case = Submitted(
+        cluster, tmp_path / "run", waits_twice, nodes=2, torchrun=True, restarts=NOT_ONE
+    )
     case.submit("--signal=B:USR1@30", "--time=30")
     case.ready()
-    cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=1")  # Slurm looks every half a minute
+    cluster.run(
+        "scontrol", "update", f"JobId={case.id}", "TimeLimit=1"
+    )  # Slurm looks every half a minute
     wait_for(lambda: cluster.state(case.id) == "PENDING", 150)
     cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=30")
     case.ready(2)
-    urgent = cluster.sbatch("-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1")
+    urgent = cluster.sbatch(
+        "-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1"
+    )
     cluster.wait(urgent, "COMPLETED", timeout=120)
     case.completed("saved", "saved", "finished")
-    assert [attempt["checkpoint_end"] >= least for attempt, least in zip(case.attempts, (3, 5), strict=False)] == [True, True]
+    assert [
+        attempt["checkpoint_end"] >= least
+        for attempt, least in zip(case.attempts, (3, 5), strict=False)
+    ] == [True, True]
     assert cluster.job(case.id)["Restarts"] == "2" and case.attempts[2]["restart_count"] == 2
 
 
-def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(cluster: MiniSlurm, tmp_path: Path) -> None:
+def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(
+    cluster: MiniSlurm, tmp_path: Path
+) -> None:
     """Preemption without a signal for users: the step's tasks get TERM, torchrun fails of it, the ranks save."""
     case = Submitted(cluster, tmp_path / "run", WAITS, torchrun=True, restarts=NOT_ONE)
     case.submit()
     case.ready()
-    steps = cluster.run("squeue", "--steps", "--noheader", f"--jobs={case.id}", "--format=%i|%j").stdout.split()
+    steps = cluster.run(
+        "squeue", "--steps", "--noheader", f"--jobs={case.id}", "--format=%i|%j"
+    ).stdout.split()
     (step,) = [line.split("|")[0] for line in steps if "|launch-" in line]
     cluster.run("scancel", "--signal=TERM", step)
     case.completed("saved", "finished")
@@ -122,9 +156,14 @@ def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(cluster: MiniSlurm
 
 
 @pytest.mark.parametrize("returning", [False, True])
-def test_a_supervisor_that_is_killed_is_requeued(cluster: MiniSlurm, tmp_path: Path, returning: bool) -> None:
+def test_a_supervisor_that_is_killed_is_requeued(
+    cluster: MiniSlurm, tmp_path: Path, returning: bool
+) -> None:
     """While its ranks run, and on its way back to the queue."""
-    hook = {"command": "sleep 60", "events": ["saved"]}  # it is waited for between the words and the deed
+    hook = {
+        "command": "sleep 60",
+        "events": ["saved"],
+    }  # it is waited for between the words and the deed
     case = Submitted(cluster, tmp_path / "run", WAITS, notify=hook)
     case.submit()
     case.ready()
@@ -137,14 +176,21 @@ def test_a_supervisor_that_is_killed_is_requeued(cluster: MiniSlurm, tmp_path: P
 
 
 def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_path: Path) -> None:
-    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 3}]  # no step is left that the end could be late after
-    case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1})
+    script: Script = [
+        {"to": 3, "checkpoint": [3], "end": "hang"},
+        {"to": 3},
+    ]  # no step is left that the end could be late after
+    case = Submitted(
+        cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1}
+    )
     case.submit()
     os.kill(case.child(1, 1), signal.SIGSTOP)
     case.completed("hang", "finished")
     assert {attempt["job_id"] for attempt in case.attempts} == {str(case.id)}
     assert "no step for 6 s" in case.attempts[0]["failure"]["message"]
-    dumps = [(case.directory / f"attempts/0001/dumps/rank_0000{rank}.txt").read_text() for rank in (0, 1)]
+    dumps = [
+        (case.directory / f"attempts/0001/dumps/rank_0000{rank}.txt").read_text() for rank in (0, 1)
+    ]
     assert "stand_in" in dumps[0] and "T (stopped)" in dumps[1]
 
 
@@ -155,43 +201,73 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
     cluster.run("scontrol", "update", f"JobId={case.id}", "ReqNodeList=")
     cluster.run("scontrol", "release", str(case.id))
     case.completed("misplaced", "finished")
-    assert [attempt["nodes"] for attempt in case.attempts] == [["node1"], ["node2"]] and cluster.job(case.id)["ExcNodeList"] == "node1"
+    assert [attempt["nodes"] for attempt in case.attempts] == [
+        ["node1"],
+        ["node2"],
+    ] and cluster.job(case.id)["ExcNodeList"] == "node1"
 
 
 def test_a_node_that_no_other_can_stand_in_for_is_kept(cluster: MiniSlurm, tmp_path: Path) -> None:
     """It failed twice; Slurm would let the job wait for ever without it: the other node has other GPUs."""
-    script: Script = [*({"to": step, "checkpoint": [step], "end": "hang"} for step in (3, 5)), {"to": 7}]
+    script: Script = [
+        *({"to": step, "checkpoint": [step], "end": "hang"} for step in (3, 5)),
+        {"to": 7},
+    ]
     case = Submitted(cluster, tmp_path / "run", script)
     case.submit("--gres=gpu:h100:1")
     for attempt in (1, 2):
         os.kill(case.ready(attempt), signal.SIGKILL)
     case.completed("failed", "failed", "finished")
-    assert case.attempts[1]["decision"]["exclude"] == ["node1"] and "too few nodes are left without node1" in case.said
-    assert case.attempts[2]["nodes"] == ["node1"] and cluster.job(case.id)["ExcNodeList"] == "(null)"
+    assert (
+        case.attempts[1]["decision"]["exclude"] == ["node1"]
+        and "too few nodes are left without node1" in case.said
+    )
+    assert (
+        case.attempts[2]["nodes"] == ["node1"] and cluster.job(case.id)["ExcNodeList"] == "(null)"
+    )
 
 
-def test_a_drained_node_is_left_whatever_its_reason_looks_like(cluster: MiniSlurm, tmp_path: Path) -> None:
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}])
+def test_a_drained_node_is_left_whatever_its_reason_looks_like(
+    cluster: MiniSlurm, tmp_path: Path
+) -> None:
+    case = Submitted(
+        cluster, tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}]
+    )
     case.submit()
     child = case.ready()
     (node,) = case.attempts[0]["nodes"]
-    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=bad fan\ncall me | page | him")
+    cluster.run(
+        "scontrol",
+        "update",
+        f"NodeName={node}",
+        "State=DRAIN",
+        "Reason=bad fan\ncall me | page | him",
+    )
     try:
         os.kill(child, signal.SIGKILL)
         case.completed("failed", "finished")
     finally:
         cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    assert case.attempts[0]["failure"]["message"] == f"{node} is down: draining: bad fan" and case.attempts[1]["nodes"] != [node]
+    assert case.attempts[0]["failure"][
+        "message"
+    ] == f"{node} is down: draining: bad fan" and case.attempts[1]["nodes"] != [node]
 
 
-def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(make_cluster: MakeCluster, tmp_path: Path) -> None:
+def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
     cluster = make_cluster(nodes=4, slurmd_timeout=5)
-    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "hang"}] * 3, {"to": 5}]  # without its peer none can save
+    script: Script = [
+        *[{"to": 3, "checkpoint": [3], "end": "hang"}] * 3,
+        {"to": 5},
+    ]  # without its peer none can save
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True)
     case.submit()
     for attempt in (1, 2):
         other = case.ready(attempt)
-        os.kill(other, signal.SIGSTOP)  # as a rank that waits for the one that is gone, it hears no signal
+        os.kill(
+            other, signal.SIGSTOP
+        )  # as a rank that waits for the one that is gone, it hears no signal
         os.kill(case.child(1, attempt), signal.SIGKILL)
         record = case.directory / f"attempts/{attempt:04}/ranks/rank_00001.json"
         wait_for(lambda: (read_json(record) or {}).get("ended"))  # noqa: B023
@@ -199,10 +275,14 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(m
     case.ready(3)
     *before, (head, other) = (attempt["nodes"] for attempt in case.attempts)
     assert before == [["node1", "node2"]] * 2 and "node2" not in (head, other)
-    assert cluster.job(case.id)["ExcNodeList"] == "node2" and list(cordoned(case.cordon)) == ["node2"]
+    assert cluster.job(case.id)["ExcNodeList"] == "node2" and list(cordoned(case.cordon)) == [
+        "node2"
+    ]
     cluster.kill_node(head)  # the batch host
     cluster.wait(case.id, "COMPLETED", timeout=300)
-    assert not {"node2", head} & set(case.attempts[-1]["nodes"]) and case.outcomes[-1] == "finished", case.said
+    assert (
+        not {"node2", head} & set(case.attempts[-1]["nodes"]) and case.outcomes[-1] == "finished"
+    ), case.said
 
 
 @pytest.mark.slow
@@ -220,8 +300,13 @@ def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
             with contextlib.suppress(LookupError, ProcessLookupError):  # between two attempts
                 folders = sorted(case.directory.glob("attempts/*"))
                 number = int(folders[-1].name) if folders else 1
-                os.kill(chance.choice((case.child(chance.randrange(2), number), case.supervisor())), signal.SIGKILL)
+                os.kill(
+                    chance.choice((case.child(chance.randrange(2), number), case.supervisor())),
+                    signal.SIGKILL,
+                )
             time.sleep(0.5)
     cluster.wait(case.id, "COMPLETED", timeout=600)
     starts = [attempt["checkpoint_start"] or 0 for attempt in case.attempts]
-    assert starts == sorted(starts) and case.outcomes[-1] == "finished" and len(starts) > 10, case.said
+    assert starts == sorted(starts) and case.outcomes[-1] == "finished" and len(starts) > 10, (
+        case.said
+    )

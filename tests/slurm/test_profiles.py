@@ -41,15 +41,27 @@ def test_sbatch_takes_the_shipped_profiles(path: Path, h100s: MiniSlurm, tmp_pat
     assert refusal(h100s, render(job, profile), tmp_path) == ""
     assert refusal(h100s, render(job, profile, array="0-5%2", exclude=[]), tmp_path) == ""
     # And refuses what this cluster has not: a node more, a GPU more, nodes that are excluded.
-    assert "not available" in refusal(h100s, render(hostile.job(tmp_path, profile, nodes=3), profile), tmp_path)
+    assert "not available" in refusal(
+        h100s, render(hostile.job(tmp_path, profile, nodes=3), profile), tmp_path
+    )
     assert "not available" in refusal(h100s, render(job, profile, exclude=["node2"]), tmp_path)
     more = load_profile(path, ["nodes.gpus=9"])
     assert "not available" in refusal(h100s, render(hostile.job(tmp_path, more), more), tmp_path)
 
 
 def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
-    overrides = ["nodes.cpus=12", "nodes.memory=3G", "nodes.gres=gpu:4", "slurm.partition=urgent,main", "slurm.time=1-02:03:00"]
-    overrides += ["slurm.exclude=[node1]", "slurm.signal_seconds=77", "slurm.options=['--comment=two words', --nice=5]"]
+    overrides = [
+        "nodes.cpus=12",
+        "nodes.memory=3G",
+        "nodes.gres=gpu:4",
+        "slurm.partition=urgent,main",
+        "slurm.time=1-02:03:00",
+    ]
+    overrides += [
+        "slurm.exclude=[node1]",
+        "slurm.signal_seconds=77",
+        "slurm.options=['--comment=two words', --nice=5]",
+    ]
     profile = load_profile(SHIPPED[0], overrides)
     first = h100s.sbatch("--hold", "--wrap=true")
     script = render(hostile.job(tmp_path, profile, nodes=1), profile, dependency=f"afterok:{first}")
@@ -58,7 +70,10 @@ def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
     h100s.run("scancel", job["JobId"], str(first))
     shown = "JobName NumNodes CPUs/Task MinMemoryNode TresPerNode Partition TimeLimit ExcNodeList Requeue OverSubscribe Nice".split()
     values = "job 1-1 12 3G gres:gpu:4 urgent,main 1-02:03:00 node1 1 NO 5".split()
-    assert [job.get(name) for name in shown] == values and (job["Comment"], job["KillOInInvalidDependent"]) == ("two words", "Yes")
+    assert [job.get(name) for name in shown] == values and (
+        job["Comment"],
+        job["KillOInInvalidDependent"],
+    ) == ("two words", "Yes")
     assert job["Dependency"] == f"afterok:{first}(unfulfilled)"
 
 
@@ -76,7 +91,11 @@ def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path:
         assert output(job, job_id) == "", text
         words, folder, environment = hostile.recorded(Path(job.directory).parent / "record")
         assert words == ["-m", "launch.supervise", job.directory]
-        assert (folder, environment["VALUE"], environment["PYTHONPATH"]) == (job.working_directory, text, job.code)
+        assert (folder, environment["VALUE"], environment["PYTHONPATH"]) == (
+            job.working_directory,
+            text,
+            job.code,
+        )
         shown = cluster.run("scontrol", "show", "--oneliner", "job", str(job_id)).stdout
         assert f"JobName={on_a_line} UserId=" in shown and f"Comment={on_a_line} " in shown
     assert [path for path in tmp_path.rglob("*") if path.name.startswith(hostile.MARK)] == []
@@ -88,13 +107,26 @@ def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tupl
     directory, work = root / f"run{text}", root / f"work{text}"
     for folder in (directory / "launch", work, root / "logs"):
         folder.mkdir(parents=True)
-    (root / "profile.yaml").write_text(hostile.profile_text("environment", "dict", text), encoding="utf-8")
-    plain = [f"host_python={root.parent}/recorder", "nodes.exclusive=false", "nodes.memory=10M", f"environment.RECORD={root}/record"]
+    (root / "profile.yaml").write_text(
+        hostile.profile_text("environment", "dict", text), encoding="utf-8"
+    )
+    plain = [
+        f"host_python={root.parent}/recorder",
+        "nodes.exclusive=false",
+        "nodes.memory=10M",
+        f"environment.RECORD={root}/record",
+    ]
     plain += [f"slurm.options=[{hostile.yaml_word(f'--comment={on_a_line}')}]"]
     plain += [f"logs={root}/logs"] if on_a_line != text or "\\" in text else []
     profile = load_profile(root / "profile.yaml", plain)
     job = hostile.job(
-        root, profile, nodes=1, name=on_a_line, directory=str(directory), working_directory=str(work), code=f"{root}/code{text}"
+        root,
+        profile,
+        nodes=1,
+        name=on_a_line,
+        directory=str(directory),
+        working_directory=str(work),
+        code=f"{root}/code{text}",
     )
     (root / "job.sh").write_text(render(job, profile), encoding="utf-8", newline="")
     return cluster.sbatch(root / "job.sh", cwd=root), job

@@ -42,22 +42,46 @@ class Login:
         (folder / "mini.yaml").write_text(PROFILE)
 
     def launch(
-        self, *words: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT, options: tuple[str, ...] = ()
+        self,
+        *words: str | Path,
+        code: int = 0,
+        env: Mapping[str, str] | None = None,
+        root: Path = ROOT,
+        options: tuple[str, ...] = (),
     ) -> str:
         """``python -m launch WORDS``: its standard output; of a refusal its one line. ``options`` stand before the command's words."""
-        words = ("submit", "--cluster", "mini.yaml", *options, *words) if words[0] == "--" or words[0] in HELD else (*words, *options)
+        words = (
+            ("submit", "--cluster", "mini.yaml", *options, *words)
+            if words[0] == "--" or words[0] in HELD
+            else (*words, *options)
+        )
         command = [sys.executable, "-m", "launch", *words]
         done = self.cluster.run(
-            *command, env={"PYTHONPATH": str(root), "PWD": str(self.folder), **(env or {})}, cwd=self.folder, check=False
+            *command,
+            env={"PYTHONPATH": str(root), "PWD": str(self.folder), **(env or {})},
+            cwd=self.folder,
+            check=False,
         )
-        assert done.returncode == code, f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        assert done.returncode == code, (
+            f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        )
         if code:
-            assert done.stderr.startswith("launch: error: ") and done.stderr.count("\n") == 1, done.stderr
+            assert done.stderr.startswith("launch: error: ") and done.stderr.count("\n") == 1, (
+                done.stderr
+            )
         return done.stdout if code == 0 else done.stderr
 
-    def submit(self, *words: str, options: tuple[str, ...] = (), env: Mapping[str, str] | None = None, root: Path = ROOT) -> str:
+    def submit(
+        self,
+        *words: str,
+        options: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        root: Path = ROOT,
+    ) -> str:
         """Submit a command; the job's id."""
-        return self.launch(*words, options=("--parsable", "--directory", "job", *options), env=env, root=root).strip()
+        return self.launch(
+            *words, options=("--parsable", "--directory", "job", *options), env=env, root=root
+        ).strip()
 
     @property
     def job(self) -> Path:
@@ -70,7 +94,10 @@ class Login:
 
     def submissions(self) -> list[str]:
         """Its jobs' ids so far."""
-        return [line["job_id"] for line in read_json_lines(launch_folder(self.job) / "submissions.jsonl")]
+        return [
+            line["job_id"]
+            for line in read_json_lines(launch_folder(self.job) / "submissions.jsonl")
+        ]
 
     def waiting_command(self) -> tuple[str, ...]:
         """A command that waits until `feed`."""
@@ -89,15 +116,22 @@ class Login:
         demo = (ROOT / "configs" / "run" / "demo.yaml").read_text()
         for section in ("model", "data", "train", "optimizer", "checkpoint"):
             name = "fem_sm_demo" if section == "model" else "demo"
-            demo = demo.replace(f"{section}: {name}\n", f"{section}: {ROOT}/configs/{section}/{name}.yaml\n")
-        text = demo.replace(f"{ROOT}/configs/model/fem_sm_demo.yaml", f"{{base: {ROOT}/configs/model/fem_sm_demo.yaml, vocab_size: 1000}}")
+            demo = demo.replace(
+                f"{section}: {name}\n", f"{section}: {ROOT}/configs/{section}/{name}.yaml\n"
+            )
+        text = demo.replace(
+            f"{ROOT}/configs/model/fem_sm_demo.yaml",
+            f"{{base: {ROOT}/configs/model/fem_sm_demo.yaml, vocab_size: 1000}}",
+        )
         with (self.folder / "config.yaml").open("w") as pipe:
             pipe.write(text)
 
     def reached(self, attempt: int) -> Path:
         """Wait until the command of an attempt runs; its folder."""
         folder = self.job / "attempts" / f"{attempt:04}"
-        wait_for(lambda: (read_json(folder / "ranks" / "rank_00000.json") or {}).get("child") is not None)
+        wait_for(
+            lambda: (read_json(folder / "ranks" / "rank_00000.json") or {}).get("child") is not None
+        )
         return folder
 
 
@@ -139,15 +173,21 @@ def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
 
 def test_one_job_a_directory(login: Login) -> None:
     job = login.submit(*HELD, *HELP)
-    assert f"has job {job} (PENDING); see: python -m launch status" in login.launch(*HELP, options=("--directory", "job"), code=2)
-    assert f"job {job} (PENDING) has the old settings" in login.launch(*HELP, options=("--directory", "job", "--update"), code=2)
+    assert f"has job {job} (PENDING); see: python -m launch status" in login.launch(
+        *HELP, options=("--directory", "job"), code=2
+    )
+    assert f"job {job} (PENDING) has the old settings" in login.launch(
+        *HELP, options=("--directory", "job", "--update"), code=2
+    )
     # Known by its batch script, though nobody noted its id: whoever submitted it was killed before.
     (launch_folder(login.job) / "submissions.jsonl").unlink()
     assert f"has job {job} (PENDING)" in login.launch(*HELP, options=("--directory", "job"), code=2)
     assert f"requeue {login.job}" in login.launch("cancel", "job")
     wait_for(lambda: login.cluster.state(job) == "CANCELLED")
     assert login.file("state.json")["state"] == "cancelled"
-    assert "to go on: python -m launch requeue" in login.launch(*HELP, options=("--directory", "job"), code=2)
+    assert "to go on: python -m launch requeue" in login.launch(
+        *HELP, options=("--directory", "job"), code=2
+    )
     requeued = login.launch("requeue", "job", "--cluster", "mini.yaml")
     assert "requeued data_prep-stdlib-" in requeued
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
@@ -155,13 +195,35 @@ def test_one_job_a_directory(login: Login) -> None:
 
 
 def test_many_submit_the_same_at_once(login: Login) -> None:
-    words = [sys.executable, "-m", "launch", "submit", "--cluster", "mini.yaml", "--directory", "job", *HELD, *HELP]
+    words = [
+        sys.executable,
+        "-m",
+        "launch",
+        "submit",
+        "--cluster",
+        "mini.yaml",
+        "--directory",
+        "job",
+        *HELD,
+        *HELP,
+    ]
     environment = {**login.cluster.environment, "PYTHONPATH": str(ROOT)}
-    started = [subprocess.Popen(words, cwd=login.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
+    started = [
+        subprocess.Popen(
+            words, cwd=login.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
     ends = [(process.communicate()[1].decode(), process.returncode) for process in started]
-    assert sorted(code for _, code in ends)[0] == 0 and all(code in (Exit.WRONG_INPUT, Exit.IN_USE) for _, code in ends[1:] if code)
+    assert sorted(code for _, code in ends)[0] == 0 and all(
+        code in (Exit.WRONG_INPUT, Exit.IN_USE) for _, code in ends[1:] if code
+    )
     assert all("another launch command" in said or "has job" in said for said, code in ends if code)
-    assert len(login.submissions()) == len(login.cluster.run("squeue", "--noheader", "--format=%o").stdout.split()) == 1
+    assert (
+        len(login.submissions())
+        == len(login.cluster.run("squeue", "--noheader", "--format=%o").stdout.split())
+        == 1
+    )
 
 
 def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
@@ -208,9 +270,15 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
     for pid in (child(0, 2), child(2, 1)):
         with suppress(ProcessLookupError):  # it may have begun to read only now
             os.kill(pid, signal.SIGINT)
-    assert [login.cluster.wait(f"{job}_{task}", timeout=120) for task in range(3)] == ["COMPLETED", "CANCELLED", "COMPLETED"]
+    assert [login.cluster.wait(f"{job}_{task}", timeout=120) for task in range(3)] == [
+        "COMPLETED",
+        "CANCELLED",
+        "COMPLETED",
+    ]
     assert read_json(tasks[1] / "launch" / "state.json")["state"] == "cancelled"
-    second = login.submit("--", "pretrain", "config.yaml", "--plan", options=("--tasks", "3", "--at-once", "2"))
+    second = login.submit(
+        "--", "pretrain", "config.yaml", "--plan", options=("--tasks", "3", "--at-once", "2")
+    )
     assert login.cluster.wait(f"{second}_1") == "COMPLETED"
     assert len(attempts(tasks[0])) >= 2 and len(attempts(tasks[1])) == 2
     sent = read_json_lines(launch_folder(login.job) / "submissions.jsonl")
@@ -220,16 +288,32 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
 def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
     """An array, what follows its directory, and a run without data, which is accepted since another job may make it."""
     first = login.submit(*HELD, *HELP, options=("--tasks", "2"))
-    second = login.launch(*HELP, options=("--parsable", "--directory", "second", "--dependency", "job")).strip()
+    second = login.launch(
+        *HELP, options=("--parsable", "--directory", "second", "--dependency", "job")
+    ).strip()
     run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "run", "--parsable")
     third = login.launch(*run, "--dependency", second).strip()
-    fourth = login.launch(*HELP, options=("--parsable", "--directory", "fourth", "--dependency", "run")).strip()
-    waiting = dict(line.split("|") for line in login.cluster.run("squeue", "--noheader", "--format=%A|%r").stdout.splitlines())
-    assert [waiting[job] for job in (first, second, third, fourth)] == ["JobHeldUser", *["Dependency"] * 3]
+    fourth = login.launch(
+        *HELP, options=("--parsable", "--directory", "fourth", "--dependency", "run")
+    ).strip()
+    waiting = dict(
+        line.split("|")
+        for line in login.cluster.run("squeue", "--noheader", "--format=%A|%r").stdout.splitlines()
+    )
+    assert [waiting[job] for job in (first, second, third, fourth)] == [
+        "JobHeldUser",
+        *["Dependency"] * 3,
+    ]
     login.cluster.run("scontrol", "release", first)
-    assert [login.cluster.wait(job, timeout=200) for job in (second, third, fourth)] == ["COMPLETED", "FAILED", "CANCELLED"]
+    assert [login.cluster.wait(job, timeout=200) for job in (second, third, fourth)] == [
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+    ]
     assert attempts(login.folder / "fourth") == []
-    assert read_json(login.folder / "run" / "launch" / "stop.json") is None, "whoever mends the input gives the same command again"
+    assert read_json(login.folder / "run" / "launch" / "stop.json") is None, (
+        "whoever mends the input gives the same command again"
+    )
     for named, told in (
         ("run", "is not under way (the input is wrong, and stays so: "),
         (third, "that job is FAILED"),
@@ -238,8 +322,12 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
         ("99999", "knows no such"),
         ("aftercorr:99999", "knows no such"),
     ):
-        assert told in login.launch(*HELP, options=("--directory", "fourth", "--dependency", named), code=2)
-    dry = login.launch(*HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run"))
+        assert told in login.launch(
+            *HELP, options=("--directory", "fourth", "--dependency", named), code=2
+        )
+    dry = login.launch(
+        *HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run")
+    )
     assert "--dependency" not in dry and "after      nothing" in dry
 
 
@@ -251,7 +339,13 @@ def test_the_users_variables_change_no_job(login: Login) -> None:
         "SBATCH_EXPORT": "NONE",
         "SQUEUE_STATES": "CD",
     }
-    strange |= {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "9", "SLURM_JOB_ID": "1", "SQUEUE_FORMAT": "%u", "SLURM_NNODES": "2"}
+    strange |= {
+        "SLURM_ARRAY_TASK_ID": "7",
+        "SLURM_ARRAY_TASK_COUNT": "9",
+        "SLURM_JOB_ID": "1",
+        "SQUEUE_FORMAT": "%u",
+        "SLURM_NNODES": "2",
+    }
     job = login.submit(*HELD, *HELP, env={**strange, "CANARY": "sings"})
     shown = login.cluster.job(job)
     assert (shown["Partition"], shown["TimeLimit"]) == ("main", "00:30:00")
@@ -260,7 +354,10 @@ def test_the_users_variables_change_no_job(login: Login) -> None:
     kept = login.folder / "job.environment"
     login.launch("cancel", "job", env=strange)
     login.launch(
-        "requeue", "job", env={**strange, "CANARY": "sings"}, options=("--cluster", "mini.yaml", "--set", f"setup.lines=['env > {kept}']")
+        "requeue",
+        "job",
+        env={**strange, "CANARY": "sings"},
+        options=("--cluster", "mini.yaml", "--set", f"setup.lines=['env > {kept}']"),
     )
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
     told = dict(line.split("=", 1) for line in kept.read_text().splitlines() if "=" in line)
@@ -271,16 +368,22 @@ def test_the_users_variables_change_no_job(login: Login) -> None:
 def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Login) -> None:
     cordon = login.folder / "runs" / "cordon.jsonl"
     cordon.parent.mkdir()
-    cordon.write_text("".join(json.dumps({"node": name}) + "\n" for name in ("node1", "of-another-cluster")))
+    cordon.write_text(
+        "".join(json.dumps({"node": name}) + "\n" for name in ("node1", "of-another-cluster"))
+    )
     before = login.cluster.sbatch("--hold", "-o", os.devnull, "--wrap", "true")
     job = login.submit(*HELP, options=("--dependency", str(before)))
     assert login.cluster.job(job)["ExcNodeList"] == "node1"
     cordon.unlink()
-    assert "waits in the queue already (Dependency), from now on for any node\n" in login.launch("requeue", "job")
+    assert "waits in the queue already (Dependency), from now on for any node\n" in login.launch(
+        "requeue", "job"
+    )
     assert login.cluster.job(job)["ExcNodeList"] in ("", "(null)")
     assert "for any node but node2" in login.launch("requeue", "job", "--exclude", "node2")
     assert login.cluster.job(job)["ExcNodeList"] == "node2"
-    assert "too few nodes are left, so it cannot start" in login.launch("requeue", "job", "--exclude", "node[1-2]")
+    assert "too few nodes are left, so it cannot start" in login.launch(
+        "requeue", "job", "--exclude", "node[1-2]"
+    )
     assert login.launch("requeue", "job", "--exclude", "node2").endswith("for any node but node2\n")
     login.cluster.run("scontrol", "release", str(before))
     login.cluster.run("scontrol", "hold", job)
@@ -290,19 +393,44 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
 
 def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) -> None:
     """node1 goes bad after three ordinary requeues, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
-    run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "job", "--dependency", login.job_that_is_over(), "--parsable")
+    run = (
+        "submit",
+        DEMO,
+        "--cluster",
+        "mini.yaml",
+        "--directory",
+        "job",
+        "--dependency",
+        login.job_that_is_over(),
+        "--parsable",
+    )
     bad = "'[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3'"
     lines = f"setup.lines=['[ ${{SLURM_RESTART_COUNT:-0}} -ge 3 ] || sleep 600', {bad}]"
-    job = login.launch(*run, "--set", lines, "--set", "host_python=python3", "--set", "slurm.options=[--comment=a grant]").strip()
+    job = login.launch(
+        *run,
+        "--set",
+        lines,
+        "--set",
+        "host_python=python3",
+        "--set",
+        "slurm.options=[--comment=a grant]",
+    ).strip()
     for restarts in range(3):
-        wait_for(lambda: login.cluster.job(job).get("Restarts") == str(restarts) and login.cluster.state(job) == "RUNNING")  # noqa: B023
+        wait_for(
+            lambda: (
+                login.cluster.job(job).get("Restarts") == str(restarts)  # noqa: B023
+                and login.cluster.state(job) == "RUNNING"
+            )
+        )
         login.cluster.batch_pid(job)
         login.cluster.run("scontrol", "requeue", job)
     assert login.cluster.wait(job) == "FAILED"
     shown = login.cluster.job(job)
     assert (shown["Restarts"], shown["ExcNodeList"], shown["NodeList"]) == ("4", "node1", "node2")
     assert shown["Comment"] == "a grant not-started:4:1"
-    assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [["node2"]]
+    assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [
+        ["node2"]
+    ]
     told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
     assert told in login.launch("logs", "job")
 
@@ -313,9 +441,32 @@ CONFIGLESS = 'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/mu
 
 def test_a_site_without_configuration_files_is_reached(login: Login) -> None:
     job = login.submit(*HELD, *HELP)
-    socket, port = login.cluster.root / "run" / "munge.socket", slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n")
-    inside = ("unshare", "--mount", "--propagation", "private", "sh", "-c", CONFIGLESS, str(socket), "env", "-u", "SLURM_CONF")
-    words = [*inside, f"SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}", sys.executable, "-m", "launch", "status", "job"]
+    socket, port = (
+        login.cluster.root / "run" / "munge.socket",
+        slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n"),
+    )
+    inside = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        CONFIGLESS,
+        str(socket),
+        "env",
+        "-u",
+        "SLURM_CONF",
+    )
+    words = [
+        *inside,
+        f"SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}",
+        sys.executable,
+        "-m",
+        "launch",
+        "status",
+        "job",
+    ]
     board = login.cluster.run(*words, env={"PYTHONPATH": str(ROOT)}, cwd=login.folder).stdout
     assert f"queued  {job}" in board and "JobHeldUser" in board, board
 
@@ -324,23 +475,43 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SLURM_CONF", login.cluster.environment["SLURM_CONF"])
     monkeypatch.setenv("SQUEUE_STATES", "CD")
     script = login.folder / "a script.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --array=0-2%1 --mem=10M\n[ $SLURM_ARRAY_TASK_ID = 0 ] && exit 3\nsleep 100\n")
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --array=0-2%1 --mem=10M\n[ $SLURM_ARRAY_TASK_ID = 0 ] && exit 3\nsleep 100\n"
+    )
     script.chmod(0o755)
     array = slurm.submit(script, "--output=/dev/null")
     held = slurm.submit(script, "--array=5", "--hold", "--output=/dev/null")
-    wait_for(lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING")
-    wait_for(lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit")  # the scheduler says so a moment later
+    wait_for(
+        lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING"
+    )
+    wait_for(
+        lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit"
+    )  # the scheduler says so a moment later
     states = slurm.queue([array, held, "99999"])
     assert (states[f"{array}_0"].state, states[f"{array}_0"].active) == ("FAILED", False)
     assert (states[f"{array}_1"].nodes, states[f"{array}_1"].active) == ("node1", True)
-    assert (states[f"{array}_2"].state, states[f"{array}_2"].reason) == ("PENDING", "JobArrayTaskLimit")
-    assert (states[array].state, states[held].state, states[held].reason) == ("RUNNING", "PENDING", "JobHeldUser")
+    assert (states[f"{array}_2"].state, states[f"{array}_2"].reason) == (
+        "PENDING",
+        "JobArrayTaskLimit",
+    )
+    assert (states[array].state, states[held].state, states[held].reason) == (
+        "RUNNING",
+        "PENDING",
+        "JobHeldUser",
+    )
     assert "99999" not in states and slurm.queue(["99999"]) == {} == slurm.queue([])
     assert set(slurm.jobs_of(script)) == {f"{array}_1", f"{array}_2", f"{held}_5"}
-    nodes = {node.name: (node.gpus, node.cpus, node.memory, node.partitions) for node in slurm.all_nodes()}
+    nodes = {
+        node.name: (node.gpus, node.cpus, node.memory, node.partitions)
+        for node in slurm.all_nodes()
+    }
     assert nodes == dict.fromkeys(("node1", "node2"), (8, 8, 16000, ("main", "urgent")))
     asked = slurm.job_fields(held)
-    assert (asked["MinMemoryNode"], slurm.number(asked["NumNodes"]), asked["Partition"]) == ("10M", 1, "main")
+    assert (asked["MinMemoryNode"], slurm.number(asked["NumNodes"]), asked["Partition"]) == (
+        "10M",
+        1,
+        "main",
+    )
     slurm.cancel([array, held, "99999"])
     wait_for(lambda: slurm.jobs_of(script) == {})
     slurm.signal_batch([f"{array}_1"], "USR1")

@@ -38,7 +38,9 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
     cluster: MiniSlurm, tmp_path: Path, tiny_data: Path
 ) -> None:
     """Preempted by a higher partition; then its supervisor is killed; then a person cancels it with --save, and requeues it."""
-    reference, run = (Training(tmp_path / name, tiny_data, steps=300) for name in ("reference", "here"))
+    reference, run = (
+        Training(tmp_path / name, tiny_data, steps=300) for name in ("reference", "here")
+    )
     (run.folder / "mini.yaml").write_text(PROFILE)
     environment = {**cluster.environment, **SECRETS}
 
@@ -47,7 +49,10 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
 
     def further(attempt: int) -> None:
         """Wait until the attempt has done some steps."""
-        wait_for(lambda: (run.directory / f"attempts/{attempt:04}").exists() and run.is_at(0, attempt), 240)
+        wait_for(
+            lambda: (run.directory / f"attempts/{attempt:04}").exists() and run.is_at(0, attempt),
+            240,
+        )
         step = max(run.losses)
         wait_for(lambda: max(run.losses) > step + 5, 240)
 
@@ -57,7 +62,9 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
     for rank in (0, 1):
         told = processes.environment(run.child(rank, attempt=1))
         assert {f"{name}={value}".encode() for name, value in SECRETS.items()} <= set(told)
-    urgent = cluster.sbatch("-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1")
+    urgent = cluster.sbatch(
+        "-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1"
+    )
     cluster.wait(urgent, "COMPLETED", timeout=240)
     further(2)
     os.kill(cluster.batch_pid(job), signal.SIGKILL)
@@ -67,11 +74,17 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
     first, _, third = run.attempts
     assert run.outcomes == ["saved", "lost", "saved"] and cluster.job(job)["Restarts"] == "2"
     assert third["checkpoint_end"] > third["checkpoint_start"] >= first["checkpoint_end"]
-    assert read_json(run.directory / "launch" / "state.json")["state"] == "cancelled" and "cancelled" in call(*submit, code=2)
+    assert read_json(run.directory / "launch" / "state.json")[
+        "state"
+    ] == "cancelled" and "cancelled" in call(*submit, code=2)
     job = call("requeue", run.directory).split(" as job ")[1].split(":")[0]
     assert cluster.wait(job, timeout=300) == "COMPLETED"
     finish(reference.local())
     assert run.losses == reference.losses and "[rank 0] step 300/300" in call("logs", run.directory)
     assert "nothing to do" in call(*submit) and "finished" in call("status", run.directory)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
-    assert [path for path in files if any(value.encode() in path.read_bytes() for value in SECRETS.values())] == []
+    assert [
+        path
+        for path in files
+        if any(value.encode() in path.read_bytes() for value in SECRETS.values())
+    ] == []

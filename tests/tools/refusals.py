@@ -17,14 +17,20 @@ Refused = Callable[..., None]
 def refused(capsys: pytest.CaptureFixture[str], wording: Wording) -> Refused:
     """``refused(main, program, *arguments, WORD=value)``; the words stand for what differs from run to run."""
 
-    def check(main: Callable[[list[str]], int], program: str, *arguments: Any, **names: Any) -> None:
+    def check(
+        main: Callable[[list[str]], int], program: str, *arguments: Any, **names: Any
+    ) -> None:
         capsys.readouterr()
         try:
             code: object = main([str(argument) for argument in arguments])
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
-        assert (code, out) == (2, "") and err.startswith(f"{program}: error: ") and err.count("\n") == 1, err
+        assert (
+            (code, out) == (2, "")
+            and err.startswith(f"{program}: error: ")
+            and err.count("\n") == 1
+        ), err
         wording(err, **names)
 
     return check
@@ -35,7 +41,11 @@ def raised(wording: Wording) -> Refused:
     """``raised(function, *arguments)``: the same of a function, which raises ConfigError; ``error``: another type; ``words``: as above."""
 
     def check(
-        function: Callable[..., Any], *given: Any, error: type[Exception] = ConfigError, words: dict[str, Any] | None = None, **more: Any
+        function: Callable[..., Any],
+        *given: Any,
+        error: type[Exception] = ConfigError,
+        words: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         with pytest.raises(error) as caught:
             function(*given, **more)

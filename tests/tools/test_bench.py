@@ -36,7 +36,9 @@ def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
         inputs = workload.inputs(Draw(torch.device("cpu"), dtype, 0), workload.small_size(24))
         leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         outputs = workload.call(inputs, "auto")
-        gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs])
+        gradients = torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(output) for output in outputs]
+        )
         assert all(bool(x.isfinite().all()) for x in (*outputs, *gradients))
         assert all(output.dtype == dtype or name == "time_decay_scan" for output in outputs)
 
@@ -46,7 +48,10 @@ def test_every_operation_has_a_workload() -> None:
     assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
 
 
-@pytest.mark.parametrize("name", [name for name, baseline in BASELINES.items() if baseline.lacks(torch.device("cpu")) is None])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, baseline in BASELINES.items() if baseline.lacks(torch.device("cpu")) is None],
+)
 def test_a_baseline_takes_the_size_that_a_workload_asks_for(name: str) -> None:
     holder = next(workload for workload in WORKLOADS.values() if name in workload.baselines)
     speed = time_baseline(name, holder.baselines[name](holder.small_size(12)), torch.float32, 0.0)
@@ -64,7 +69,9 @@ def test_standard_attention_is_as_wide_as_the_free_energy_read() -> None:
 
 
 def test_bytes_count_every_tensor_once_and_again_in_the_backward() -> None:
-    speed = time_workload("symmetric_linear_attention", "auto", Size(1, 8, 2, 4, 4), torch.float32, 0.0)
+    speed = time_workload(
+        "symmetric_linear_attention", "auto", Size(1, 8, 2, 4, 4), torch.float32, 0.0
+    )
     z = 8 * 2 * 4 * 4
     assert speed.bytes == (2 * z, 5 * z)  # z, out; z, out, z again, d out, d z
 
@@ -100,7 +107,11 @@ def test_models_are_the_recipes(scale: str, variant: str, run: str) -> None:
     config = load_run(ROOT / f"configs/run/{run}.yaml")
     own = VARIANTS[variant](SCALES[scale].model)
     assert own.blocks() == config.model.blocks()
-    assert (own.num_layers, own.vocab_size, own.tie_embeddings) == (config.model.num_layers, config.model.vocab_size, False)
+    assert (own.num_layers, own.vocab_size, own.tie_embeddings) == (
+        config.model.num_layers,
+        config.model.vocab_size,
+        False,
+    )
     assert SCALES[scale].tokens == config.data.seq_length
 
 
@@ -115,7 +126,12 @@ def test_a_model_trains_and_recomputation_changes_nothing(variant: str) -> None:
         tokens = torch.arange(17)[None] % 64
         loss = built(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        losses.append([loss.detach(), *(weight.grad for weight in built.parameters() if weight.grad is not None)])
+        losses.append(
+            [
+                loss.detach(),
+                *(weight.grad for weight in built.parameters() if weight.grad is not None),
+            ]
+        )
     assert len(losses[0]) == 1 + len(list(built.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
@@ -127,24 +143,36 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     assert cost.parameters == sum(weight.numel() for weight in built.parameters())
     assert cost.tokens == 16
     # 6 FLOPs for each number of a matrix and each token, and the pairs of attention, 4 * 3 a channel.
-    matrices = sum(w.numel() for name, w in built.named_parameters() if w.dim() > 1 and name != "embedding")
+    matrices = sum(
+        w.numel() for name, w in built.named_parameters() if w.dim() > 1 and name != "embedding"
+    )
     assert cost.flops == pytest.approx(16 * (6 * matrices + 12 * 32 * 17 / 2))
     scale = replace(scale, documents=4)  # read apart: a token sees what is before it in its own
     first = [*scale.begins()[0].nonzero()[:, 0].tolist(), 16]
     sizes = [end - begin for begin, end in pairwise(first)]
     assert len(sizes) > 2
     packed = train_step(BASELINE, scale, torch.float32, 0.0)
-    assert packed.flops == pytest.approx(16 * 6 * matrices + sum(12 * 32 * size * (size + 1) / 2 for size in sizes))
+    assert packed.flops == pytest.approx(
+        16 * 6 * matrices + sum(12 * 32 * size * (size + 1) / 2 for size in sizes)
+    )
     assert replace(cost, step=Timing(2.0, 0.0, 2)).tokens_per_second == 8.0
     assert replace(cost, step=Timing(2.0, 0.0, 2)).utilisation(cost.flops) == 0.5
 
 
 def test_what_became_slower() -> None:
     def row(forward: float, both: float) -> dict[str, Any]:
-        return {"what": "x", "tokens": 8, "ours / standard attention": {"forward": forward, "forward + backward": both}}
+        return {
+            "what": "x",
+            "tokens": 8,
+            "ours / standard attention": {"forward": forward, "forward + backward": both},
+        }
 
     model = {"what": "model: y", "tokens": 8, "ours / Transformer": {"train step": 1.5}}
-    then = [row(1.0, 2.0), {**model, "ours / Transformer": {"train step": 1.2}}, {"what": "gone", "tokens": 8}]
+    then = [
+        row(1.0, 2.0),
+        {**model, "ours / Transformer": {"train step": 1.2}},
+        {"what": "gone", "tokens": 8},
+    ]
     assert cpu_suite.slower([row(1.19, 2.5), model, {"what": "new", "tokens": 8}], then) == [
         "x, 8 tokens, forward + backward: 1.25 times slower (2.00 -> 2.50)",
         "model: y, 8 tokens, train step: 1.25 times slower (1.20 -> 1.50)",
@@ -156,7 +184,10 @@ def test_what_became_slower() -> None:
 ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
-    "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
+    "diagnostics_cost": (
+        diagnostics_cost,
+        ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"],
+    ),
     "checked_load": (checked_load, ["--rounds", "1", "--folder", "OUT", *TINY]),
     "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
     "engines": (engines, [*ENGINES, "--ranks", "1", "--variants", "megatron"]),
@@ -164,47 +195,99 @@ TOYS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if "engines" in name else name for name in TOYS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if "engines" in name else name for name in TOYS],
+)
 def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, words = TOYS[name]
-    row = {"cost": "T", "parameters": 1.0, "tokens_per_second": 2.0, "first_loss": 7.0, "heldout_loss": 6.0, "state_bytes": 8.0}
+    row = {
+        "cost": "T",
+        "parameters": 1.0,
+        "tokens_per_second": 2.0,
+        "first_loss": 7.0,
+        "heldout_loss": 6.0,
+        "state_bytes": 8.0,
+    }
     monkeypatch.setattr(mixers, "train", lambda name, steps, folder: {"name": name, **row})
     monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
     path = tmp_path / "deep" / "out.json"
-    assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
+    assert (
+        module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)])
+        == 0
+    )
     said, written = capsys.readouterr(), json.loads(path.read_text())
     out = said.out
     assert written["machine"]["torch"] == torch.__version__
-    rows = {row.get("what") or row.get("from") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
+    rows = {
+        row.get("what")
+        or row.get("from")
+        or row.get("mixer")
+        or row.get("name")
+        or row["variant"]: row
+        for row in written["rows"]
+    }
     if name == "cpu_suite":
         assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
         found = rows["fem_attention"]
-        assert set(found) == {"what", "tokens", "seconds", "ours / standard attention", "ours / reference"}
+        assert set(found) == {
+            "what",
+            "tokens",
+            "seconds",
+            "ours / standard attention",
+            "ours / reference",
+        }
         ours, standard = found["seconds"]["ours"], found["seconds"]["standard attention"]
-        assert found["ours / standard attention"] == {"forward": ours[0] / standard[0], "forward + backward": ours[1] / standard[1]}
+        assert found["ours / standard attention"] == {
+            "forward": ours[0] / standard[0],
+            "forward + backward": ours[1] / standard[1],
+        }
         assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
     elif module is engines:
         base, ranks = rows["megatron"], written["ranks"]
-        assert (written["baseline"], base["step_ratio"], base["peak_ratio"]) == ("megatron", 1.0, 1.0)
+        assert (written["baseline"], base["step_ratio"], base["peak_ratio"]) == (
+            "megatron",
+            1.0,
+            1.0,
+        )
         assert "megatron: engine built in" in said.err and "megatron: step 5 of 5: " in said.err
         assert list(rows) == ["megatron", "stage2"][:ranks] and len(base["peak_bytes"]) == ranks
         for each in rows.values():
-            assert each["tokens_per_second"] == ranks * 16 / each["step_seconds"] and each["plan_bytes"] > 0 < min(each["peak_bytes"])
+            assert each["tokens_per_second"] == ranks * 16 / each["step_seconds"] and each[
+                "plan_bytes"
+            ] > 0 < min(each["peak_bytes"])
             assert each["flops_per_token"] > 0 and each["mfu"] is None and each["partial"] is False
-            assert each["step_ratio"] == each["step_seconds"] / base["step_seconds"] and f"| {each['variant']} " in out
-            assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)  # the same steps on the same tokens, sums in another order
+            assert (
+                each["step_ratio"] == each["step_seconds"] / base["step_seconds"]
+                and f"| {each['variant']} " in out
+            )
+            assert each["loss"] == pytest.approx(
+                base["loss"], rel=1e-6
+            )  # the same steps on the same tokens, sums in another order
     else:
-        expected = {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"], "checked_load": ["disk", "memory"]}
+        expected = {
+            "mixers": ["transformer", "fem_aft"],
+            "diagnostics_cost": ["transformer"],
+            "checked_load": ["disk", "memory"],
+        }
         assert list(rows) == expected[name]
-        assert name != "checked_load" or all(row["comparing"] > 0 < row["seconds"] for row in rows.values())
+        assert name != "checked_load" or all(
+            row["comparing"] > 0 < row["seconds"] for row in rows.values()
+        )
 
 
 MISTAKES = {
     cpu_suite: ["--only x", "--compare none.json", "--compare list.json"],
     engines: [
-        *("--ranks 0", "--warmup 1", "--variants stage4", "model.hiden_size=8", "engine.zero_stage=2"),
+        *(
+            "--ranks 0",
+            "--warmup 1",
+            "--variants stage4",
+            "model.hiden_size=8",
+            "engine.zero_stage=2",
+        ),
         *("train.global_batch_size=3", "--model fem_sm_1.3c"),
     ],
     suite: ["--out OUT", "--only ops,model"],
@@ -212,7 +295,10 @@ MISTAKES = {
 
 
 def test_a_mistake_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.json").write_text("[]")

@@ -41,43 +41,82 @@ def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
     assert len({task.name for task in planned}) == len(planned)
     assert all(json.loads(json.dumps(asdict(task))) == asdict(task) for task in planned)
     assert {task.kind for task in planned} == {*worker.DOES, "train", "engine"}
-    alone = [task.name for phase in phases(planned, 480) for task in phase.tasks if not phase.together]
-    first = {"fem_attention, auto, 4096", "fem_attention, auto, 8192", "throughput of fem_sm_1.3b", "throughput of transformer_1.3b"}
+    alone = [
+        task.name for phase in phases(planned, 480) for task in phase.tasks if not phase.together
+    ]
+    first = {
+        "fem_attention, auto, 4096",
+        "fem_attention, auto, 8192",
+        "throughput of fem_sm_1.3b",
+        "throughput of transformer_1.3b",
+    }
     assert alone[0] == "throughput of fem_sm_1.3b" and all(alone.index(name) < 44 for name in first)
-    assert alone.index("roofs") < alone.index("fem_attention, auto, 4096") < alone.index("1.3B Transformer")
+    assert (
+        alone.index("roofs")
+        < alone.index("fem_attention, auto, 4096")
+        < alone.index("1.3B Transformer")
+    )
     # All cases of our kernels, and the first ones of others' code, come before the rest; what is timed runs alone.
     checks = [task for task in planned if task.kind == "correctness"]
     begins = {(op, next(iter(cases.cases))) for op, cases in suites().items()}
-    urgent = [t.arguments["implementation"] in plan.OURS or (t.arguments["op"], t.arguments["case"]) in begins for t in checks]
+    urgent = [
+        t.arguments["implementation"] in plan.OURS
+        or (t.arguments["op"], t.arguments["case"]) in begins
+        for t in checks
+    ]
     assert urgent == sorted(urgent, reverse=True) and 0 < sum(urgent) < len(urgent)
-    assert {task.kind for task in planned if task.together} == {"correctness", "compile", "train", "sanitize"}
+    assert {task.kind for task in planned if task.together} == {
+        "correctness",
+        "compile",
+        "train",
+        "sanitize",
+    }
 
 
 def test_each_phase_has_its_share_and_what_an_absent_one_leaves_goes_to_the_others() -> None:
     whole = phases(tasks(PARTS, (), None)[0], 480)
     assert [phase.together for phase in whole] == [True] + [False] * len(plan.SHARES)
     ends = [phase.until for phase in whole]
-    assert ends == sorted(ends) and ends[0] == pytest.approx(0.4 * 480) and ends[-1] == pytest.approx(480)
+    assert (
+        ends == sorted(ends)
+        and ends[0] == pytest.approx(0.4 * 480)
+        and ends[-1] == pytest.approx(480)
+    )
     (alone,) = phases(tasks(("correctness",), (), None)[0], 480)
     assert alone.until == 480
     mixed = phases(tasks(("ops", "trace"), ("aft_read",), None)[0], 100)
-    assert [phase.until for phase in mixed] == pytest.approx([100 * 0.4 / 0.61, 100 * 0.54 / 0.61, 100])
+    assert [phase.until for phase in mixed] == pytest.approx(
+        [100 * 0.4 / 0.61, 100 * 0.54 / 0.61, 100]
+    )
 
 
 def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_named() -> None:
     assert {task.kind for task in tasks(("models",), (), None)[0]} == {"roofs", "model"}
-    assert [task.arguments["variant"] for task in tasks(("engines",), (), None)[0]] == list(VARIANTS)
+    assert [task.arguments["variant"] for task in tasks(("engines",), (), None)[0]] == list(
+        VARIANTS
+    )
     chosen = tasks(("ops",), ("time_decay_scan",), None)[0]
-    assert {task.arguments.get("workload", "time_decay_scan") for task in chosen} == {"time_decay_scan"}
+    assert {task.arguments.get("workload", "time_decay_scan") for task in chosen} == {
+        "time_decay_scan"
+    }
     for op in ("time_decay_scan", "free_energy"):  # the latter is timed under another's name
         suite.parse(["--only", "correctness", "--ops", op])
         checks = [task.arguments for task in tasks(("correctness",), (op,), None)[0]]
-        assert {(each["op"], each["dtype"]) for each in checks} == {(op, "bfloat16"), (op, "float32")}
+        assert {(each["op"], each["dtype"]) for each in checks} == {
+            (op, "bfloat16"),
+            (op, "float32"),
+        }
     planned, cannot = tasks(PARTS, (), torch.device("cpu"))
-    assert cannot["attention: SDPA cudnn"] == "no GPU" and not any("SDPA" in task.name for task in planned)
-    assert cannot["engine stage0"].startswith("engine.zero_stage = 0 is for train.precision=fp32 alone")
+    assert cannot["attention: SDPA cudnn"] == "no GPU" and not any(
+        "SDPA" in task.name for task in planned
+    )
+    assert cannot["engine stage0"].startswith(
+        "engine.zero_stage = 0 is for train.precision=fp32 alone"
+    )
     assert cannot["sanitizer: memcheck"] == "no GPU"
-    assert cannot["three steps: train.cuda_graphs=true"] == "it needs a GPU, and this machine has none"
+    assert (
+        cannot["three steps: train.cuda_graphs=true"] == "it needs a GPU, and this machine has none"
+    )
 
 
 # --- what a worker does -----------------------------------------------------------------------------------------------------------
@@ -90,21 +129,41 @@ def asked(kind: str, **arguments: Any) -> tuple[dict[str, Any], bool]:
 
 
 def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = {"op": "time_decay_scan", "case": "normal", "implementation": "reference", "dtype": "float32", "small": True}
+    check = {
+        "op": "time_decay_scan",
+        "case": "normal",
+        "implementation": "reference",
+        "dtype": "float32",
+        "small": True,
+    }
     kinds: dict[str, dict[str, Any]] = {
         "correctness": check,
         "sanitize": check,
-        "compile": {"workload": "time_decay_scan", "implementation": "auto", "lengths": [16], "tokens": 16},
+        "compile": {
+            "workload": "time_decay_scan",
+            "implementation": "auto",
+            "lengths": [16],
+            "tokens": 16,
+        },
         "roofs": {"matmul": 32, "copy": 64},
         "op": {"workload": "fem_attention", "implementation": "auto", "size": SIZE, "budget": 0.0},
         "baseline": {"baseline": "attention: torch's choice", "size": SIZE, "budget": 0.0},
-        "model": {"scale": "table 5", "variant": "FEM-SM, C L T G", "batch": 2, "recompute": False, "budget": 0.0, "tiny": True},
+        "model": {
+            "scale": "table 5",
+            "variant": "FEM-SM, C L T G",
+            "batch": 2,
+            "recompute": False,
+            "budget": 0.0,
+            "tiny": True,
+        },
         "engine": Job("megatron", 1, "bf16", "gpu", 2, 2).as_json(),
     }
     said = {"rank": 0, "seconds": [1.0, 3.0], "peak_bytes": 7, "host_bytes": 5, "loss": 6.0}
     jobs, drawn = list[Job](), list[str]()
 
-    def launched(job: Job, *, say: Any) -> list[dict[str, Any]]:  # test_bench_engines.py starts real ranks
+    def launched(
+        job: Job, *, say: Any
+    ) -> list[dict[str, Any]]:  # test_bench_engines.py starts real ranks
         jobs.append(job)
         return [said]
 
@@ -116,8 +175,12 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "expect", expected)
     found = {kind: asked(kind, **arguments) for kind, arguments in kinds.items()}
     assert all(sane for _, sane in found.values())
-    results = {kind: json.loads(json.dumps(answer))["result"] for kind, (answer, _) in found.items()}
-    assert all(finding["good"] for finding in results["correctness"]) and drawn == ["normal"]  # one float64 truth for both
+    results = {
+        kind: json.loads(json.dumps(answer))["result"] for kind, (answer, _) in found.items()
+    }
+    assert all(finding["good"] for finding in results["correctness"]) and drawn == [
+        "normal"
+    ]  # one float64 truth for both
     assert set(results["roofs"]) == {"matmul_flops", "copy_bytes"}
     pairs = 2 * 16 * 17 / 2
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
@@ -125,32 +188,53 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jobs[0].limit == 590  # so that it ends its ranks before this process is ended
     assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
     results["sanitize"] = {"checked": results["sanitize"], "reported": []}
-    Results([Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu")  # takes them
+    Results(
+        [Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu"
+    )  # takes them
 
 
-def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked("baseline", baseline="attention: SDPA cudnn", size=SIZE) == ({"gap": "ValueError: no GPU"}, True)
-    assert asked("op", workload="none", implementation="auto", size=SIZE) == ({"gap": "KeyError: 'none'"}, True)
+def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert asked("baseline", baseline="attention: SDPA cudnn", size=SIZE) == (
+        {"gap": "ValueError: no GPU"},
+        True,
+    )
+    assert asked("op", workload="none", implementation="auto", size=SIZE) == (
+        {"gap": "KeyError: 'none'"},
+        True,
+    )
     tries: list[tuple[int, bool]] = []
 
-    def full(variant: str, scale: Any, dtype: torch.dtype, budget: float, *, recompute: bool) -> Any:
+    def full(
+        variant: str, scale: Any, dtype: torch.dtype, budget: float, *, recompute: bool
+    ) -> Any:
         tries.append((scale.batch, recompute))
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(worker, "train_step", full)
     model = {"scale": "1.3B", "variant": "Transformer", "batch": 4, "recompute": False}
-    assert asked("model", **model) == ({"gap": OUT_OF_MEMORY}, True) and tries == [(4, False), (2, False), (2, True)]
+    assert asked("model", **model) == ({"gap": OUT_OF_MEMORY}, True) and tries == [
+        (4, False),
+        (2, False),
+        (2, True),
+    ]
 
 
 def test_a_process_that_has_lost_the_gpu_computes_nothing_on_the_cpu() -> None:
     line = json.dumps({"kind": "roofs", "arguments": {"matmul": 16, "copy": 16}, "device": GPU})
-    assert worker.answer(line) == ({"gap": f"the device of this process is cpu, not {GPU}", "lost": True, "gone": True}, False)
+    assert worker.answer(line) == (
+        {"gap": f"the device of this process is cpu, not {GPU}", "lost": True, "gone": True},
+        False,
+    )
 
 
 def test_runs_of_the_trainer_are_compared_step_by_step() -> None:
     others = {step: {"loss": 2.0} for step in range(1, 9)}
     arguments = {"begin": ["cpu", 4], "bound": 1e-4}
-    same = trainer._compare({step: 2.0 if step > 4 else 9.0 for step in others}, others, arguments)  # the first four are the other's own
+    same = trainer._compare(
+        {step: 2.0 if step > 4 else 9.0 for step in others}, others, arguments
+    )  # the first four are the other's own
     assert same == {"worst": 0.0, "bound": 1e-4, "equal": True, "good": True}
     off = trainer._compare({step: 2.0 + 0.001 * (step == 8) for step in others}, others, arguments)
     assert off["worst"] == pytest.approx(5e-4) and not off["equal"] and not off["good"]
@@ -159,18 +243,32 @@ def test_runs_of_the_trainer_are_compared_step_by_step() -> None:
 # --- processes --------------------------------------------------------------------------------------------------------------------
 
 
-def performed(planned: list[Task], workers: list[Worker], clock: Clock) -> tuple[list[Outcome], list[Task]]:
+def performed(
+    planned: list[Task], workers: list[Worker], clock: Clock
+) -> tuple[list[Outcome], list[Task]]:
     outcomes = list[Outcome]()
-    left_out = Work(Phase(planned, clock.budget), clock, lambda outcome, left, seconds: outcomes.append(outcome)).run(workers)
+    left_out = Work(
+        Phase(planned, clock.budget), clock, lambda outcome, left, seconds: outcomes.append(outcome)
+    ).run(workers)
     return outcomes, left_out
 
 
 def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: Path) -> None:
     small, own = task("roofs", matmul=16, copy=16), Worker(tmp_path / "log")
     try:
-        outcomes, left_out = performed([small, task("op", workload="none"), replace(small, name="last")], [own], Clock(5))
-        assert left_out == [] and [outcome.task.kind for outcome in outcomes] == ["roofs", "op", "roofs"]
-        assert str(outcomes[1].gap).startswith("KeyError") and outcomes[0].result["matmul_flops"] > 0 and outcomes[2].gap is None
+        outcomes, left_out = performed(
+            [small, task("op", workload="none"), replace(small, name="last")], [own], Clock(5)
+        )
+        assert left_out == [] and [outcome.task.kind for outcome in outcomes] == [
+            "roofs",
+            "op",
+            "roofs",
+        ]
+        assert (
+            str(outcomes[1].gap).startswith("KeyError")
+            and outcomes[0].result["matmul_flops"] > 0
+            and outcomes[2].gap is None
+        )
         first = own.process
         # One that hangs is ended, and what comes after has a new process.
         assert own.ask(task("roofs", matmul=4096, copy=16), 0.05) == {"gap": "no answer within 0 s"}
@@ -178,13 +276,26 @@ def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: 
         own.close()
         program = "import sys, json; sys.stdin.readline(); print(json.dumps({'gap': 'illegal address', 'lost': True}), flush=True)"
         pipe = subprocess.PIPE
-        own.process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-        assert own.ask(small, PATIENCE) == {"gap": "illegal address", "lost": True} and own.process is None
+        own.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        assert (
+            own.ask(small, PATIENCE) == {"gap": "illegal address", "lost": True}
+            and own.process is None
+        )
     finally:
         own.close()
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Worker, Task], dict[str, Any]], seconds: float = 13.0) -> Clock:
+def answering(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[Worker, Task], dict[str, Any]],
+    seconds: float = 13.0,
+) -> Clock:
     """Workers that give these answers, each after so much of the clock's time."""
     now = [0.0]
 
@@ -196,7 +307,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Worker, Task], 
     return Clock(1, lambda: now[0])
 
 
-def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_the_time_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = answering(monkeypatch, lambda worker, task: {"result": task.name})
     planned = [Task("op", str(number), {}, 0, 5) for number in range(10)]
     outcomes, left_out = performed(planned, [Worker(tmp_path)], clock)
@@ -206,7 +319,9 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, monkeypatch
     assert clock.limit(planned[0], 60) == 8.0  # never past the end of all
 
 
-def test_what_lacks_memory_beside_others_is_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lacks_memory_beside_others_is_tried_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked_for = list[str]()
 
     def answer(worker: Worker, task: Task) -> dict[str, Any]:
@@ -226,13 +341,23 @@ def test_a_gpu_that_is_gone_ends_the_work_and_kernels_that_break_it_do_not(
     gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured stays. Each case of a kernel may break its worker; the next worker finds the GPU."""
-    lost = {"gap": "no device", "lost": True, "gone": True} if gone else {"gap": "illegal address", "lost": True}
-    clock = answering(monkeypatch, lambda worker, task: {"result": 0} if task.name == "0" else lost, 0.1)
-    outcomes, left_out = performed([Task("op", str(number), {}, 0, 1) for number in range(20)], [Worker(tmp_path)], clock)
+    lost = (
+        {"gap": "no device", "lost": True, "gone": True}
+        if gone
+        else {"gap": "illegal address", "lost": True}
+    )
+    clock = answering(
+        monkeypatch, lambda worker, task: {"result": 0} if task.name == "0" else lost, 0.1
+    )
+    outcomes, left_out = performed(
+        [Task("op", str(number), {}, 0, 1) for number in range(20)], [Worker(tmp_path)], clock
+    )
     assert len(outcomes) == (1 + GONE if gone else 20) and len(outcomes) + len(left_out) == 20
 
 
-def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for compute-sanitizer that reports a hazard for every second line that its program reads."""
     program = tmp_path / "compute-sanitizer"
     program.write_text(
@@ -242,14 +367,18 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(tmp_path: P
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    planned = [task for task in tasks(("sanitizer",), ("aft_read",), None)[0] if task.tool == "memcheck"]
+    planned = [
+        task for task in tasks(("sanitizer",), ("aft_read",), None)[0] if task.tool == "memcheck"
+    ]
     own, other = Worker(tmp_path / "log", tool="memcheck"), Worker(tmp_path / "log")
     try:
         outcomes, left_out = performed(planned, [other, own], Clock(5))
     finally:
         own.close()
     assert left_out == [] and other.process is None  # the tool's tasks are for its worker alone
-    assert [outcome.wrong for outcome in outcomes] == [n % 2 == 1 for n in range(len(planned))] and len(planned) >= 2
+    assert [outcome.wrong for outcome in outcomes] == [
+        n % 2 == 1 for n in range(len(planned))
+    ] and len(planned) >= 2
     assert outcomes[1].result["reported"] == ["Invalid __global__ read of size 4"]
 
 
@@ -266,4 +395,7 @@ def test_the_checks_need_torch_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     record = Record.read(tmp_path)
-    assert "fem_attention, auto, 4096" in record.left_out and set(record.cannot.values()) >= {"PyYAML is not installed", "no GPU"}
+    assert "fem_attention, auto, 4096" in record.left_out and set(record.cannot.values()) >= {
+        "PyYAML is not installed",
+        "no GPU",
+    }

@@ -27,10 +27,14 @@ from tools.bench.traffic.paper import ROOFS, layer_trace, step_of
 
 TOKENS, WIDTH = 256, 64
 LARGE = load(ModelConfig, ROOT / "configs" / "model" / "transformer_1.3b.yaml")
-PAPER_MIXERS = [name for name, mixer in MIXERS.items() if mixer.package is None and name != "mha2nd"]
+PAPER_MIXERS = [
+    name for name, mixer in MIXERS.items() if mixer.package is None and name != "mha2nd"
+]
 
 
-def traced(forward: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype = torch.bfloat16) -> Trace:
+def traced(
+    forward: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype = torch.bfloat16
+) -> Trace:
     def make(_: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
         return lambda: forward(x), []
@@ -53,13 +57,23 @@ def test_operations_of_torch_are_counted_as_often_as_they_pass_over_memory() -> 
     trace = traced(lambda x: (x * x.sigmoid()).view(-1).float(), TOKENS, WIDTH)
     # x and its sigmoid in, each a result out; the view is free; float32 is twice as wide. Backward: two products, and their sum.
     assert counted(trace, backward=False) == {"sigmoid": 2, "mul": 3, "_to_copy": 3}
-    assert counted(trace, backward=True) == {"_to_copy": 3, "mul": 6, "sigmoid_backward": 3, "add": 3}
+    assert counted(trace, backward=True) == {
+        "_to_copy": 3,
+        "mul": 6,
+        "sigmoid_backward": 3,
+        "add": 3,
+    }
     assert trace.kept_bytes == 2 * 2 * TOKENS * WIDTH
 
 
 def test_a_slice_of_a_packed_tensor_costs_its_gradient_the_whole_width() -> None:
     trace = traced(lambda x: x[:, : WIDTH // 2].relu() + x[:, WIDTH // 2 :], TOKENS, WIDTH)
-    assert counted(trace, backward=True) == {"threshold_backward": 1.5, "slice_backward": 2, "fill": 2, "add": 3}
+    assert counted(trace, backward=True) == {
+        "threshold_backward": 1.5,
+        "slice_backward": 2,
+        "fill": 2,
+        "add": 3,
+    }
     halves = traced(lambda x: torch.add(*x.split(WIDTH // 2, dim=1)), TOKENS, WIDTH)
     assert counted(halves, backward=True) == {"cat": 1.5}  # one half's gradient is the other's
 
@@ -72,18 +86,28 @@ def test_a_launch_of_a_triton_kernel_moves_what_it_is_given_once() -> None:
     (launch,) = (each for each in trace.launches if not each.backward)
     numbers = 2 * TOKENS  # of rows, kept: a scale of r, and LayerNorm's two
     assert launch.kind == POINTWISE and launch.name == "conditioner_features: forward_kernel"
-    assert launch.bytes == pytest.approx(TOKENS * WIDTH * (2 + 4 + 2) + 4 * WIDTH, abs=4 * 3 * numbers)
+    assert launch.bytes == pytest.approx(
+        TOKENS * WIDTH * (2 + 4 + 2) + 4 * WIDTH, abs=4 * 3 * numbers
+    )
 
 
 def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
     own = KernelInterface.__getitem__, Op.choose, "fla" in sys.modules
     trace = layer("fem_softmax")
-    ours = dict.fromkeys(("residual_norm", "time_decay_scan", "conditioner_features", "fem_projection"), "triton")
+    ours = dict.fromkeys(
+        ("residual_norm", "time_decay_scan", "conditioner_features", "fem_projection"), "triton"
+    )
     assert trace.chosen == {"fem_attention": "cudnn", **ours}
-    for turning in ("transformer", "differential", "yuriiformer"):  # an installed flash-attn is not asked
+    for turning in (
+        "transformer",
+        "differential",
+        "yuriiformer",
+    ):  # an installed flash-attn is not asked
         trace = layer(turning)
         assert trace.chosen["rotary"] == "triton"
-        assert [launch.backward for launch in trace.launches if launch.name == "rotary: rotary_kernel"] == [False, True]
+        assert [
+            launch.backward for launch in trace.launches if launch.name == "rotary: rotary_kernel"
+        ] == [False, True]
     assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla", "residual_norm": "triton"}
     assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
     assert machine.architecture(machine.PAPER) == 90 and machine.device() != machine.PAPER
@@ -103,7 +127,10 @@ def test_matrix_products_are_those_of_the_plan(name: str) -> None:
         if launch.flops:
             flops[launch.kind, launch.backward] += launch.flops
     assert flops[PRODUCT, False] + flops[ATTENTION, False] == pytest.approx(planned, rel=1e-12)
-    assert flops[PRODUCT, True] == 2 * (flops[PRODUCT, False] + inside) and flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
+    assert (
+        flops[PRODUCT, True] == 2 * (flops[PRODUCT, False] + inside)
+        and flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
+    )
 
 
 @pytest.mark.parametrize("name", PAPER_MIXERS)
@@ -111,7 +138,11 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
     """Of a tensor as wide as the stream; `split` and `unbind` put the parts side by side, once. No weight is as large at so many tokens."""
     tokens = 8192
     trace = layer(name, tokens=tokens)
-    filled = [launch for launch in trace.launches if launch.name.endswith(("slice_backward", "select_backward"))]
+    filled = [
+        launch
+        for launch in trace.launches
+        if launch.name.endswith(("slice_backward", "select_backward"))
+    ]
     wide = [launch for launch in filled if launch.bytes >= 2 * tokens * LARGE.hidden_size]
     assert wide == []
     # What a CUDA graph can hold, too: no number is waited for, and no size depends on one, for these tensors have none.
@@ -119,7 +150,12 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
 
 
 MOST = 1.155  # of the Transformer's bytes, 1.152 now; of those moved pointwise 1.175: the packed product is written once more
-READ = ("fem_attention: range", "fem_attention: constants", "fem_attention: stream", "fem_attention: epilogue")
+READ = (
+    "fem_attention: range",
+    "fem_attention: constants",
+    "fem_attention: stream",
+    "fem_attention: epilogue",
+)
 
 
 def test_the_fem_block_stays_fused() -> None:
@@ -146,12 +182,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.main(["--model", "fem_sm_demo", "--against", "transformer_demo", *sizes]) == 0
     found, said = json.loads(out.read_text()), capsys.readouterr().out
     assert [each["name"] for each in found["models"]] == ["fem_sm_demo", "transformer_demo"]
-    assert set(found["ratio"]) == {roof.name for roof in ROOFS} and "fem_attention: stream_kernel" in said
+    assert (
+        set(found["ratio"]) == {roof.name for roof in ROOFS}
+        and "fem_attention: stream_kernel" in said
+    )
     total = sum(found["models"][0]["forward"][kind] for kind in (POINTWISE, PRODUCT, ATTENTION))
-    assert total == pytest.approx(sum(each["bytes"] for each in found["models"][0]["kernels"] if each["pass"] == "forward"))
+    assert total == pytest.approx(
+        sum(each["bytes"] for each in found["models"][0]["kernels"] if each["pass"] == "forward")
+    )
 
 
-@pytest.mark.parametrize("words", [["--model", "fem_sm_1.3"], ["--against", "transformer_1.3b"], ["--tokens", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--model", "fem_sm_1.3"], ["--against", "transformer_1.3b"], ["--tokens", "0"]]
+)
 def test_a_mistake_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -159,4 +202,6 @@ def test_a_mistake_is_one_line(words: list[str], capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_page_is_what_is_counted_now() -> None:
-    assert command.PAGE.read_text(encoding="utf-8") == command.page(), "python -m tools.bench.traffic --write"
+    assert command.PAGE.read_text(encoding="utf-8") == command.page(), (
+        "python -m tools.bench.traffic --write"
+    )

@@ -34,7 +34,12 @@ __all__ = ["tiny_data"]
 
 FROM, UNTIL = 3, 6
 LARGER = ["model.num_layers=4", "train.global_batch_size=8"]
-QUIET = ["train.eval_interval=0", "log.diagnostics_interval=0", f"train.steps={UNTIL}", f"checkpoint.interval={FROM}"]
+QUIET = [
+    "train.eval_interval=0",
+    "log.diagnostics_interval=0",
+    f"train.steps={UNTIL}",
+    f"checkpoint.interval={FROM}",
+]
 PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
 DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
 Run = tuple[str, Path, dict[int, Any]]
@@ -55,8 +60,14 @@ def step_of(run_dir: Path, step: int = FROM) -> Path:
 def tensors(step: Path) -> dict[str, torch.Tensor]:
     """Every tensor, by torch's own reader."""
     reader = FileSystemReader(str(step))
-    stored = {name: kept for name, kept in reader.read_metadata().state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)}
-    state: dict[str, Any] = {name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in stored.items()}
+    stored = {
+        name: kept
+        for name, kept in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(kept, TensorStorageMetadata)
+    }
+    state: dict[str, Any] = {
+        name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in stored.items()
+    }
     load(state, storage_reader=reader, no_dist=True)
     return state
 
@@ -65,7 +76,11 @@ def assert_same(step: Path, other: Path) -> None:
     """To the last bit: tensors, and the optimizer's groups and steps."""
     ours, theirs = tensors(step), tensors(other)
     assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])] == []
+    assert [
+        name
+        for name in ours
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ] == []
     assert read_common(step) == read_common(other)
 
 
@@ -102,7 +117,9 @@ def base(tiny_data: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def plain(request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(
+    request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """Precision, run directory and curve of a run of six steps under the plain optimizer, with its checkpoint of the third."""
     run_dir = tmp_path_factory.mktemp(request.param) / "plain"
     return request.param, run_dir, train(base, run_dir, PLAIN, f"train.precision={request.param}")
@@ -112,7 +129,11 @@ fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
 
 
 def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
-    plain: Run, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+    plain: Run,
+    base: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     precision, run_dir, wanted = plain
     split, back = tmp_path / "split", tmp_path / "back"
@@ -121,12 +142,22 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
     said = capsys.readouterr()
     wording(said.out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
-    assert len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir))) and main(["verify", str(split)]) == 0
+    assert (
+        len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir)))
+        and main(["verify", str(split)]) == 0
+    )
     weights = [name for name in before if not name.startswith("optimizer.")]
-    assert said.err == "" and weights and all(torch.equal(before[name], after[name]) for name in weights)
+    assert (
+        said.err == ""
+        and weights
+        and all(torch.equal(before[name], after[name]) for name in weights)
+    )
     names = [name for name in weights if not name.startswith("rng.")]
     main_weight = "optimizer.state.fp32_param.{}" if precision == "bf16" else "{}"
-    assert all(torch.equal(before[main_weight.format(name)], after[f"optimizer.state.param.{name}"]) for name in names)
+    assert all(
+        torch.equal(before[main_weight.format(name)], after[f"optimizer.state.param.{name}"])
+        for name in names
+    )
 
     goes_on = train(base, split, SPLIT, f"train.precision={precision}")
     assert sorted(goes_on) == list(range(FROM + 1, UNTIL + 1))
@@ -135,14 +166,20 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
 
     assert convert(step_of(split), "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
     assert_same(step_of(back), step_of(run_dir))
-    assert train(base, back, PLAIN, f"train.precision={precision}") == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
+    assert train(base, back, PLAIN, f"train.precision={precision}") == {
+        step: wanted[step] for step in range(FROM + 1, UNTIL + 1)
+    }
 
 
 @fp32_alone
-def test_deepspeed_goes_on_where_megatron_was_and_back(plain: Run, base: list[str], tmp_path: Path) -> None:
+def test_deepspeed_goes_on_where_megatron_was_and_back(
+    plain: Run, base: list[str], tmp_path: Path
+) -> None:
     """From the plain optimizer; then DeepSpeed's own file of the same step goes back to each of Megatron's."""
     _, run_dir, wanted = plain
-    zero, rewritten, split, back = (tmp_path / name for name in ("zero", "rewritten", "split", "back"))
+    zero, rewritten, split, back = (
+        tmp_path / name for name in ("zero", "rewritten", "split", "back")
+    )
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", zero) == 0
     overrides = [*base, "train.precision=fp32", *DEEPSPEED]
     jobs = [
@@ -156,14 +193,22 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(plain: Run, base: list[st
     assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
     assert convert(step_of(run_dir), "--engine", "megatron", "--out", tmp_path / "direct") == 0
     ours, theirs = tensors(step_of(split)), tensors(step_of(tmp_path / "direct"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng."))
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng.")
+    )
     assert convert(rewritten, "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
-    assert train(base, back, PLAIN, "train.precision=fp32") == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
+    assert train(base, back, PLAIN, "train.precision=fp32") == {
+        step: wanted[step] for step in range(FROM + 1, UNTIL + 1)
+    }
 
 
 @fp32_alone
 def test_weights_alone_stay_weights_alone(
-    plain: Run, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+    plain: Run,
+    base: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     source, out = tmp_path / "imported", tmp_path / "out"
     step = altered(plain[1], source, contents="weights")
@@ -175,7 +220,9 @@ def test_weights_alone_stay_weights_alone(
     said = capsys.readouterr().out
     assert "contents    weights alone, for checkpoint.load\n" in said
     assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
-    assert pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2  # nothing resumes from it
+    assert (
+        pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
+    )  # nothing resumes from it
     assert "holds weights alone" in capsys.readouterr().err
 
 
@@ -190,7 +237,10 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
     torch.save(common, altered(run_dir, foreign) / "common.pt")
     altered(run_dir, foreign)
     (tmp_path / "file").write_text("")
-    names, before = {"RUN": run_dir}, {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
+    names, before = (
+        {"RUN": run_dir},
+        {file.name: sha256(file) for file in step_of(run_dir).iterdir()},
+    )
     size = (step_of(run_dir) / "__0_0.distcp").stat().st_size
     for source, engine, more, to in (
         (tmp_path / "absent", "megatron", [], out),
@@ -202,21 +252,45 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
         (run_dir, "deepspeed", [], run_dir / "checkpoints" / "new"),
         (run_dir, "deepspeed", [], tmp_path / "file"),
     ):
-        refused(main, "tools.checkpoint", "convert", source, "--engine", engine, *more, "--out", to, SIZE=size, **names)
+        refused(
+            main,
+            "tools.checkpoint",
+            "convert",
+            source,
+            "--engine",
+            engine,
+            *more,
+            "--out",
+            to,
+            SIZE=size,
+            **names,
+        )
     assert not out.exists()
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
     again = ("convert", step_of(run_dir), "--engine", "deepspeed", "--out", out)
     refused(main, "tools.checkpoint", *again, **names)
-    assert convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0  # a later step of the same run
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step_00000003", "step_00000006"]
+    assert (
+        convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0
+    )  # a later step of the same run
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000003",
+        "step_00000006",
+    ]
     refused(main, "tools.checkpoint", *again, **names)
     shutil.rmtree(out)
-    assert {file.name: sha256(file) for file in step_of(run_dir).iterdir()} == before, "the source is as it was"
+    assert {file.name: sha256(file) for file in step_of(run_dir).iterdir()} == before, (
+        "the source is as it was"
+    )
 
 
 @fp32_alone
 def test_what_the_other_engine_does_not_do_is_told_and_files_are_copied_where_links_are_not_possible(
-    plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
+    plain: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     step = altered(plain[1], tmp_path / "run", pipeline=2)
 
@@ -233,11 +307,17 @@ def test_what_the_other_engine_does_not_do_is_told_and_files_are_copied_where_li
 
 
 @fp32_alone
-def test_show(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+def test_show(
+    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     _, run_dir, _ = plain
     assert main(["show", str(run_dir)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    weights = [tensor for name, tensor in tensors(step_of(run_dir, UNTIL)).items() if not name.startswith(("optimizer.", "rng."))]
+    weights = [
+        tensor
+        for name, tensor in tensors(step_of(run_dir, UNTIL)).items()
+        if not name.startswith(("optimizer.", "rng."))
+    ]
     numbers = sum(tensor.numel() for tensor in weights)
     assert lines == {
         "checkpoint": str(step_of(run_dir, UNTIL)),
@@ -257,25 +337,44 @@ def test_show(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], re
     with (step / "common.pt").open("r+b") as file:
         file.write(b"x")
     assert main(["show", str(step)]) == 1
-    assert "undamaged   no: common.pt does not match the hash recorded when it was saved\n" in capsys.readouterr().out
+    assert (
+        "undamaged   no: common.pt does not match the hash recorded when it was saved\n"
+        in capsys.readouterr().out
+    )
     (step / ".metadata").unlink()
     assert main(["show", str(step)]) == 1
     said = capsys.readouterr()
-    assert ".metadata is missing\n" in said.out and "optimizer   unknown\n" in said.out and said.err == ""
+    assert (
+        ".metadata is missing\n" in said.out
+        and "optimizer   unknown\n" in said.out
+        and said.err == ""
+    )
     (step / MANIFEST).unlink()
     refused(main, "tools.checkpoint", "show", step)
     command = f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"  # a reader that has seen enough
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141)
-    assert not re.search("Error|Exception|Traceback", done.stderr), done.stderr  # a library's hint is no fault of ours
+    assert not re.search("Error|Exception|Traceback", done.stderr), (
+        done.stderr
+    )  # a library's hint is no fault of ours
 
 
 @fp32_alone
-def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+def test_verify(
+    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     """One bit of one tensor, of any of a run's checkpoints; `show` reads no tensor and does not see it."""
     _, run_dir, _ = plain
     assert main(["verify", str(run_dir)]) == 0
-    assert capsys.readouterr().out.count(": undamaged, ") == len(list((run_dir / "checkpoints").glob("step_*")))
+    assert capsys.readouterr().out.count(": undamaged, ") == len(
+        list((run_dir / "checkpoints").glob("step_*"))
+    )
     step = altered(run_dir, tmp_path / "run")
     file = max(step.glob("*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     content = bytearray(file.read_bytes())
@@ -285,9 +384,16 @@ def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     capsys.readouterr()
     for given in (step, tmp_path / "run"):
         assert main(["verify", str(given)]) == 1
-        assert capsys.readouterr().out.startswith(f"{step}: damaged: {file.name}: the bytes do not match their checksum (")
+        assert capsys.readouterr().out.startswith(
+            f"{step}: damaged: {file.name}: the bytes do not match their checksum ("
+        )
     content[len(content) // 2] ^= 1
-    file.write_bytes(content.replace(b"ZZZZ", b"ZZZY", 1))  # what pads an archive, which no checksum of a tensor covers
+    file.write_bytes(
+        content.replace(b"ZZZZ", b"ZZZY", 1)
+    )  # what pads an archive, which no checksum of a tensor covers
     assert main(["verify", str(step)]) == 1
-    assert capsys.readouterr().out == f"{step}: damaged: {file.name} does not match the hash taken while it was written\n"
+    assert (
+        capsys.readouterr().out
+        == f"{step}: damaged: {file.name} does not match the hash taken while it was written\n"
+    )
     refused(main, "tools.checkpoint", "verify", tmp_path / "run" / "nothing")

@@ -22,14 +22,22 @@ from tools.checkpoint.__main__ import main
 from tools.hf.__main__ import main as hf
 
 __all__ = ["tiny_data"]
-LAYOUTS = {"tensor": ["parallel.tensor_model_parallel_size=2"], "zero": ["engine.name=deepspeed", "engine.zero_stage=3"]}
+LAYOUTS = {
+    "tensor": ["parallel.tensor_model_parallel_size=2"],
+    "zero": ["engine.name=deepspeed", "engine.zero_stage=3"],
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of run directories: ``tensor`` and ``zero`` on two ranks, steps 2 and 3 of each; ``other`` is another model's."""
     folder = tmp_path_factory.mktemp("runs")
-    base = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]", *SMALL]
+    base = [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        f"data.valid.0.prefix={tiny_data / 'valid'}",
+        "data.test=[]",
+        *SMALL,
+    ]
     jobs = [
         Job(name, [*base, *extra, f"run_dir={folder / name}"], 3, save_after=step)
         for name, extra in {**LAYOUTS, "other": ["model.num_layers=4"]}.items()
@@ -53,24 +61,37 @@ def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
     """The definition: a weighted sum over its shares' sum, in float64, rounded once."""
     states = [weights(folder) for folder in folders]
     sums = {
-        name: torch.stack([share * state[name].double() for share, state in zip(shares, states, strict=True)]).sum(0) for name in states[0]
+        name: torch.stack(
+            [share * state[name].double() for share, state in zip(shares, states, strict=True)]
+        ).sum(0)
+        for name in states[0]
     }
     return {name: (total / sum(shares)).to(states[0][name].dtype) for name, total in sums.items()}
 
 
 def assert_equal(merged: Path, shares: list[float], folders: list[Path]) -> None:
     ours, wanted = weights(merged), mean(shares, folders)
-    assert ours.keys() == wanted.keys() and all(torch.equal(ours[name], wanted[name]) for name in wanted)
+    assert ours.keys() == wanted.keys() and all(
+        torch.equal(ours[name], wanted[name]) for name in wanted
+    )
 
 
 @pytest.mark.slow
-def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engine(runs: Path, tmp_path: Path) -> None:
-    tensor, zero = ([runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)] for name in LAYOUTS)
+def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engine(
+    runs: Path, tmp_path: Path
+) -> None:
+    tensor, zero = (
+        [runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)] for name in LAYOUTS
+    )
     assert not torch.equal(*(weights(step)["embedding.word_embeddings.weight"] for step in tensor))
     cases: list[tuple[list[Path | str], list[float], list[Path]]] = [
         (["--last", "2", "--of", runs / "tensor"], [1, 1], tensor),
         (["--last", "2", "--of", runs / "tensor", "--ema", "0.25"], [0.25, 1], tensor),
-        ([tensor[0], zero[1], zero[0], "--weights", "3", "1", "0.5"], [3, 1, 0.5], [tensor[0], zero[1], zero[0]]),
+        (
+            [tensor[0], zero[1], zero[0], "--weights", "3", "1", "0.5"],
+            [3, 1, 0.5],
+            [tensor[0], zero[1], zero[0]],
+        ),
     ]
     for number, (arguments, shares, folders) in enumerate(cases):
         out = tmp_path / str(number)
@@ -86,7 +107,18 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
 @pytest.mark.slow
 def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
     """In a process of its own, where Megatron-core would warn of packages that are not needed."""
-    command = [sys.executable, "-m", "tools.checkpoint", "merge", "--last", "2", "--of", f"{runs}/tensor", "--out", f"{tmp_path}/merged"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.checkpoint",
+        "merge",
+        "--last",
+        "2",
+        "--of",
+        f"{runs}/tensor",
+        "--out",
+        f"{tmp_path}/merged",
+    ]
     assert not subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
@@ -94,13 +126,34 @@ def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_
     """At another layout than its sources', under the other engine; a run started from it begins at its loss."""
     out = tmp_path / "merged"
     assert merge("--last", "2", "--of", runs / "zero", "--out", out) == 0
-    base = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]", *SMALL, f"run_dir={tmp_path / 'run'}"]
+    base = [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        "data.valid=[]",
+        "data.test=[]",
+        *SMALL,
+        f"run_dir={tmp_path / 'run'}",
+    ]
     for name in VARIABLES:
         os.environ.pop(name, None)
-    assert pretrain([DEMO, *base, f"checkpoint.load={out}", "train.steps=2", "optimizer.warmup_steps=1", "log.diagnostics_interval=0"]) == 0
+    assert (
+        pretrain(
+            [
+                DEMO,
+                *base,
+                f"checkpoint.load={out}",
+                "train.steps=2",
+                "optimizer.warmup_steps=1",
+                "log.diagnostics_interval=0",
+            ]
+        )
+        == 0
+    )
     fresh = 6.24  # ln 512: every token alike
     assert losses(tmp_path / "run")[1][0] < fresh - 0.01
-    assert hf(["export", str(out), str(tmp_path / "hf")]) == 0 and (tmp_path / "hf" / "model.safetensors").is_file()
+    assert (
+        hf(["export", str(out), str(tmp_path / "hf")]) == 0
+        and (tmp_path / "hf" / "model.safetensors").is_file()
+    )
 
 
 def test_what_is_no_average_is_refused(runs: Path, tmp_path: Path, refused: Refused) -> None:

@@ -45,14 +45,41 @@ def history(offset: float = 0.0, steps: int = 60) -> History:
 def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
     """A report as the demo makes it, of invented measurements."""
     split, models = {"tokens": 1000, "text_bytes": 3500}, {}
-    for name, loss, parameters in (("fem", fem_loss, 3_490_000), ("transformer", plain_loss, 3_440_000)):
-        found = {"heldout_nats_per_token": loss, "heldout_tokens": 999, "parameters": parameters, "sample": "def read(self):"}
+    for name, loss, parameters in (
+        ("fem", fem_loss, 3_490_000),
+        ("transformer", plain_loss, 3_440_000),
+    ):
+        found = {
+            "heldout_nats_per_token": loss,
+            "heldout_tokens": 999,
+            "parameters": parameters,
+            "sample": "def read(self):",
+        }
         models[name] = report.model_findings(found, history(), split)
-    models["fem"] |= {"tokens_per_second_stopped_layout": 500.0, "peak_memory_bytes_stopped_layout": 2**29}
-    entropy = {"heldout_entropy": 6.5, "train_cross_entropy": 6.8, "bits_per_byte": report.bits_per_byte(6.5, split)}
+    models["fem"] |= {
+        "tokens_per_second_stopped_layout": 500.0,
+        "peak_memory_bytes_stopped_layout": 2**29,
+    }
+    entropy = {
+        "heldout_entropy": 6.5,
+        "train_cross_entropy": 6.8,
+        "bits_per_byte": report.bits_per_byte(6.5, split),
+    }
     logits, cache = {"fem": 2.5e-6, "transformer": 3.5e-6}, {"fem": 4.5e-6, "transformer": 5.5e-6}
-    parity = {"resume_steps": 3, "resume_relative_loss_difference": 1.25e-8, "logit_difference": logits, "cache_difference": cache}
-    run = {"steps": 60, "stopped_at": 25, "batch_tokens": 4096, "seq_length": 256, "stopped_layout": "TP 2", "resumed_layout": "DP 2"}
+    parity = {
+        "resume_steps": 3,
+        "resume_relative_loss_difference": 1.25e-8,
+        "logit_difference": logits,
+        "cache_difference": cache,
+    }
+    run = {
+        "steps": 60,
+        "stopped_at": 25,
+        "batch_tokens": 4096,
+        "seq_length": 256,
+        "stopped_layout": "TP 2",
+        "resumed_layout": "DP 2",
+    }
     machine = {"cores": 2, "python": "3.11.0", "torch": "2.13.0"}
     return {"models": models, "unigram": entropy, "parity": parity, "run": run, "machine": machine}
 
@@ -64,9 +91,13 @@ def test_the_unigram_entropy_is_the_frequencies_own(tmp_path: Path) -> None:
     for name, ids in (("train", [0] * 900 + [5] * 100), ("valid", [3, 4, 5, 6] * 50)):
         np.asarray(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     found = report.unigram(tmp_path / "train.bin", tmp_path / "valid.bin", vocabulary=10)
-    assert found["heldout_entropy"] == pytest.approx(math.log(4), abs=1e-12)  # of four that are equally frequent
+    assert found["heldout_entropy"] == pytest.approx(
+        math.log(4), abs=1e-12
+    )  # of four that are equally frequent
     # One added to each count: token 5 has 101 of 1010, tokens 3, 4 and 6 have one each.
-    assert found["train_cross_entropy"] == pytest.approx(-(math.log(101 / 1010) + 3 * math.log(1 / 1010)) / 4, abs=1e-12)
+    assert found["train_cross_entropy"] == pytest.approx(
+        -(math.log(101 / 1010) + 3 * math.log(1 / 1010)) / 4, abs=1e-12
+    )
     # A token of one byte at ln 2 nats is one bit a byte; a token of two bytes, half of it.
     assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 10}) == pytest.approx(1.0)
     assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 20}) == pytest.approx(0.5)
@@ -76,18 +107,24 @@ class NextId(torch.nn.Module):
     """Sure that the token after i is i + 1; as an exported model answers."""
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
-        return SimpleNamespace(logits=50.0 * torch.nn.functional.one_hot((input_ids + 1) % 40, 40).float())
+        return SimpleNamespace(
+            logits=50.0 * torch.nn.functional.one_hot((input_ids + 1) % 40, 40).float()
+        )
 
 
 @pytest.mark.parametrize("count", [65, 70])  # whole windows of 32, and a shorter last one
 def test_the_heldout_loss_asks_for_every_token_but_the_first_once(count: int) -> None:
     right = np.arange(count, dtype=np.uint16) % 40
     loss, predicted = stock_transformers.heldout_loss(NextId(), right, length=32, batch=2)
-    assert predicted == count - 1 and loss == pytest.approx(0.0, abs=1e-6)  # 39 exp(-50), far below float32's resolution
+    assert predicted == count - 1 and loss == pytest.approx(
+        0.0, abs=1e-6
+    )  # 39 exp(-50), far below float32's resolution
     wrong = right.copy()
     wrong[-1] = 0 if right[-1] else 1
     # One of count - 1 targets now has a logit 50 below the one the model is sure of.
-    assert stock_transformers.heldout_loss(NextId(), wrong, length=32, batch=2)[0] == pytest.approx(50 / (count - 1), rel=1e-5)
+    assert stock_transformers.heldout_loss(NextId(), wrong, length=32, batch=2)[0] == pytest.approx(
+        50 / (count - 1), rel=1e-5
+    )
     reference = NextId()(torch.arange(8).view(2, 4), use_cache=False).logits.numpy()
     assert stock_transformers.logit_difference(NextId(), right, reference) == 0.0
     reference[1, 2, 3] += 0.25
@@ -104,18 +141,28 @@ def test_a_runs_history(tmp_path: Path) -> None:
         {"step": 2, "loss": 6.0, "tokens_per_second": 30.0, "peak_memory_bytes": 7},
     ]
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "lo\n'.join(["", *(json.dumps(line) + "\n" for line in lines)]) + '{"step": 3, "lo'
+        '{"step": 1, "lo\n'.join(["", *(json.dumps(line) + "\n" for line in lines)])
+        + '{"step": 3, "lo'
     )
     found = History.read(tmp_path)
     assert found.losses() == {1: 8.0, 2: 6.0} and found.validations == ((2, 7.5),)
-    assert (found.last_step, found.peak_memory_bytes(), found.part(after=1).tokens_per_second()) == (2, 7, 30.0)
-    assert found.part(up_to=1).losses() == {1: 8.0} and History.read(tmp_path / "nowhere").last_step == 0
+    assert (
+        found.last_step,
+        found.peak_memory_bytes(),
+        found.part(after=1).tokens_per_second(),
+    ) == (2, 7, 30.0)
+    assert (
+        found.part(up_to=1).losses() == {1: 8.0}
+        and History.read(tmp_path / "nowhere").last_step == 0
+    )
     with pytest.raises(DemoError, match="no checkpoint"):
         checkpoint_step(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000064\n")
     assert checkpoint_step(tmp_path) == 64
-    steps, difference = largest_difference({5: 2.0, 6: 4.0, 7: 9.0}, {4: 1.0, 5: 2.0, 6: 4.2})  # of the steps that both have
+    steps, difference = largest_difference(
+        {5: 2.0, 6: 4.0, 7: 9.0}, {4: 1.0, 5: 2.0, 6: 4.2}
+    )  # of the steps that both have
     assert (steps, round(difference, 12)) == (2, round(0.2 / 4.2, 12))
     with pytest.raises(DemoError, match="no step in common"):
         largest_difference({1: 2.0}, {2: 2.0})
@@ -138,13 +185,17 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
     pixels = np.round(image.imread(tmp_path / "report.png")[..., :3] * 255).astype(int)
     for colour in (pages.FEM, pages.TRANSFORMER):
         exact = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-        assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500  # a line of 100 pixels' length at the least
+        assert (
+            np.abs(pixels - exact).max(axis=-1) <= 1
+        ).sum() > 500  # a line of 100 pixels' length at the least
     line, noise = 7.0 - 0.01 * np.arange(50), np.random.default_rng(0).normal(size=50)
     assert pages.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
     assert pages.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
 
 
-def test_the_documents_have_the_demos_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_have_the_demos_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the markers, which the project's own pages have; what is around them stays; again, it changes nothing."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     pages.check(ROOT, ())
@@ -157,16 +208,35 @@ def test_the_documents_have_the_demos_figures(tmp_path: Path, monkeypatch: pytes
         page.write_text(f"above\n<!-- {name}:begin -->\nstale\n<!-- {name}:end -->\nbelow\n")
     (out / "report.png").write_bytes(b"curves")
     (out / "evaluation" / "table.png").write_bytes(b"dots")
-    (out / "evaluation" / "table.md").write_text("# Evaluation\n\n| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n| other | table |\n")
+    (out / "evaluation" / "table.md").write_text(
+        "# Evaluation\n\n| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n| other | table |\n"
+    )
     pages.check(tmp_path, ())
     pages.write(tmp_path, out, findings())
     texts = {name: page.read_text() for name, page in places.items()}
     for text in texts.values():
-        assert text.startswith("above\n") and text.endswith("\nbelow\n") and "stale" not in text and pages.COMMAND in text
-        assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "!["))) <= 100
-    assert "| FEM-softmax | 4.900 | " in texts["demo"] and " | 3.44M | 1,030 |" in texts["demo"] and "1.2e-08" in texts["demo"]
-    assert "| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n" in texts["evaluation"] and "other" not in texts["evaluation"]
-    assert [(tmp_path / "docs" / name).read_bytes() for name in ("demo.png", "evaluation.png")] == [b"curves", b"dots"]
+        assert (
+            text.startswith("above\n")
+            and text.endswith("\nbelow\n")
+            and "stale" not in text
+            and pages.COMMAND in text
+        )
+        assert (
+            max(len(line) for line in text.splitlines() if not line.startswith(("|", "!["))) <= 100
+        )
+    assert (
+        "| FEM-softmax | 4.900 | " in texts["demo"]
+        and " | 3.44M | 1,030 |" in texts["demo"]
+        and "1.2e-08" in texts["demo"]
+    )
+    assert (
+        "| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n" in texts["evaluation"]
+        and "other" not in texts["evaluation"]
+    )
+    assert [(tmp_path / "docs" / name).read_bytes() for name in ("demo.png", "evaluation.png")] == [
+        b"curves",
+        b"dots",
+    ]
     pages.write(tmp_path, out, findings())
     assert texts == {name: page.read_text() for name, page in places.items()}
 
@@ -179,10 +249,19 @@ def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path, {"DEMO_WORD": "spoken"})
 
 
-def test_a_command_is_printed_as_typed_and_its_output_shown(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_printed_as_typed_and_its_output_shown(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell.run(["sh", "-c", "echo $DEMO_WORD; echo aside >&2"], "speaking", 120)
-    assert capsys.readouterr().out.splitlines() == ["  $ sh -c 'echo $DEMO_WORD; echo aside >&2'", "    spoken", "    aside"]
-    assert printed(["torchrun", "-m", "pretrain", "train.steps=20", "a b"]) == "torchrun -m pretrain train.steps=20 'a b'"
+    assert capsys.readouterr().out.splitlines() == [
+        "  $ sh -c 'echo $DEMO_WORD; echo aside >&2'",
+        "    spoken",
+        "    aside",
+    ]
+    assert (
+        printed(["torchrun", "-m", "pretrain", "train.steps=20", "a b"])
+        == "torchrun -m pretrain train.steps=20 'a b'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +273,9 @@ def test_a_command_is_printed_as_typed_and_its_output_shown(shell: Shell, capsys
         (["sleep", "1000"], 1.0, "took more than 1 s"),
     ],
 )
-def test_a_failed_command_is_one_line_that_names_it(shell: Shell, command: list[str], limit: float, told: str) -> None:
+def test_a_failed_command_is_one_line_that_names_it(
+    shell: Shell, command: list[str], limit: float, told: str
+) -> None:
     pids = list[int]()
     with pytest.raises(DemoError, match=told):
         shell.run(command, "encoding", limit, watch=pids.append)
@@ -215,7 +296,10 @@ def test_sigterm_reaches_a_commands_children_and_not_itself(shell: Shell) -> Non
 
 
 def test_errors_of_a_user_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     """No figure of another demo or of a busy machine goes into the documents; no other folder is filled."""
     monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
@@ -229,7 +313,9 @@ def test_errors_of_a_user_are_one_line(
 
 
 @pytest.mark.slow
-def test_the_data_step_makes_checks_and_counts_what_the_runs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_data_step_makes_checks_and_counts_what_the_runs_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     demo = Demo(Shell(ROOT, ENVIRONMENT), tmp_path / "demo", load_run(RUN))
     demo.prepare_data()
     assert f"{demo.out}/data: whole; train" in capsys.readouterr().out
@@ -250,8 +336,12 @@ def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr
     found = json.loads((out / "report.json").read_text())
-    assert report.shortfall(found) is None and 0 < found["run"]["stopped_at"] < found["run"]["steps"]
-    assert (out / "report.png").stat().st_size > 10_000 and all(line in first.stdout for line in found["verdict"])
+    assert (
+        report.shortfall(found) is None and 0 < found["run"]["stopped_at"] < found["run"]["steps"]
+    )
+    assert (out / "report.png").stat().st_size > 10_000 and all(
+        line in first.stdout for line in found["verdict"]
+    )
     assert (out / "checkpoints").resolve() == out / "fem" / "checkpoints"
     second = subprocess.run([*command, "train.steps=20"], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 1 and "unchanged" in second.stdout

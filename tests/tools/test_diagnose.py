@@ -39,13 +39,24 @@ def test_rows_and_columns() -> None:
 
 def test_one_picture_of_layers_and_quantities(tmp_path: Path) -> None:
     draw(VALUES, "a run, step 1", tmp_path / "small.png")
-    draw({f"layer_{n:02}/mixer/q{m}": n * m for n in range(40) for m in range(8)}, "a run, step 1", tmp_path / "large.png")
+    draw(
+        {f"layer_{n:02}/mixer/q{m}": n * m for n in range(40) for m in range(8)},
+        "a run, step 1",
+        tmp_path / "large.png",
+    )
     small, large = (image.imread(tmp_path / name) for name in ("small.png", "large.png"))
-    assert large.shape[0] > 2 * small.shape[0] and large.shape[1] > small.shape[1], "rows and columns have room"
+    assert large.shape[0] > 2 * small.shape[0] and large.shape[1] > small.shape[1], (
+        "rows and columns have room"
+    )
     assert small[..., :3].min() < 0.2 and small[..., :3].max() == 1.0
 
 
-def test_of_a_run(pretrain_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_run(
+    pretrain_command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The newest checkpoint, the run's own validation data; the picture is below runs/, not in the folder the command is called in."""
     mixers = (
         "model.pattern=[fem_softmax, cem]",
@@ -64,13 +75,22 @@ def test_of_a_run(pretrain_command: Command, tmp_path: Path, monkeypatch: pytest
             torch.distributed.destroy_process_group()
     # Two of FEM's thirteen quantities and MLP's two, two of CEM's seven and six.
     numbers = f"{2 * 15 + 2 * 13} numbers of demo, step 2, 24 tokens of valid"
-    assert capsys.readouterr().out == f"wrote runs/diagnose/{pretrain_command.run_dir.name}.png: {numbers}\n"
+    assert (
+        capsys.readouterr().out
+        == f"wrote runs/diagnose/{pretrain_command.run_dir.name}.png: {numbers}\n"
+    )
     (picture,) = Path("runs/diagnose").iterdir()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_input_is_one_line(tmp_path: Path, tiny_data: Path, refused: Refused, raised: Refused) -> None:
-    for arguments in (["--out", tmp_path / "a.png"], ["--tokens", "1", "--out", tmp_path / "a.png"], ["--out", "picture.jpg"]):
+def test_wrong_input_is_one_line(
+    tmp_path: Path, tiny_data: Path, refused: Refused, raised: Refused
+) -> None:
+    for arguments in (
+        ["--out", tmp_path / "a.png"],
+        ["--tokens", "1", "--out", tmp_path / "a.png"],
+        ["--out", "picture.jpg"],
+    ):
         refused(main, "tools.diagnose", tmp_path, *arguments)
     raised(first_tokens, tmp_path / "none", 8)
     whole = np.fromfile(tiny_data / "valid.bin", dtype=np.uint16)  # tokens come across documents

@@ -32,7 +32,13 @@ OLDEST = Path(os.environ.get("FEM_OLDEST_TRITON", ROOT / ".venv" / "oldest-trito
 PINNED = (ROOT / "tests" / "oldest-triton.txt").read_text().split("triton==")[1].split(";")[0]
 
 OPERATIONS = sorted({module.split(".")[1] for module, _ in kernels_under("kernels")})
-IN_ROWS = ("fem_attention", "aft_read", "ssm_read", "cem_attention", "time_decay_scan")  # their kernels compile anew for rows of documents
+IN_ROWS = (
+    "fem_attention",
+    "aft_read",
+    "ssm_read",
+    "cem_attention",
+    "time_decay_scan",
+)  # their kernels compile anew for rows of documents
 
 # One kernel that is as it should be and one for each fault; printed: label -> faults on sm_90.
 FAULTY = """
@@ -188,38 +194,92 @@ else:
 
 # Sizes at which gradients would spill: triton says so by name and names the nearest that do not.
 REFUSED = [
-    ("cem_attention", {"width": 85}, "normal", "head width 85 spills registers on a GPU, 84 and 86 do not"),
-    ("second_order_attention", {"width": 85}, "normal", "head width 85 spills registers on a GPU, 80 and 96 do not"),
-    ("symmetric_attention", {"width": 85}, "bisoftmax: normal", "head width 85 spills registers on a GPU, 80 and 96 do not"),
+    (
+        "cem_attention",
+        {"width": 85},
+        "normal",
+        "head width 85 spills registers on a GPU, 84 and 86 do not",
+    ),
+    (
+        "second_order_attention",
+        {"width": 85},
+        "normal",
+        "head width 85 spills registers on a GPU, 80 and 96 do not",
+    ),
+    (
+        "symmetric_attention",
+        {"width": 85},
+        "bisoftmax: normal",
+        "head width 85 spills registers on a GPU, 80 and 96 do not",
+    ),
     ("symmetric_attention", {"width": 192}, "sigmoid: normal", "head width 192 is over 128"),
-    ("fem_attention", {"dk": 85, "dv": 85}, "normal", "gradients of queries 85 wide spill registers on a GPU, of 84 and 86 do not"),
-    ("fem_attention", {"dk": 192, "dv": 96}, "normal", "gradients of queries 192 wide spill registers on a GPU, of 128 do not"),
-    ("fem_projection", {"n": 67}, "gated linear attention", "a conditioner's width 67 spills registers on a GPU, 64 and 80 do not"),
-    ("fem_projection", {"n": 257}, "gated linear attention", "slices of 64 channels take a conditioner of 128, not of 257"),
+    (
+        "fem_attention",
+        {"dk": 85, "dv": 85},
+        "normal",
+        "gradients of queries 85 wide spill registers on a GPU, of 84 and 86 do not",
+    ),
+    (
+        "fem_attention",
+        {"dk": 192, "dv": 96},
+        "normal",
+        "gradients of queries 192 wide spill registers on a GPU, of 128 do not",
+    ),
+    (
+        "fem_projection",
+        {"n": 67},
+        "gated linear attention",
+        "a conditioner's width 67 spills registers on a GPU, 64 and 80 do not",
+    ),
+    (
+        "fem_projection",
+        {"n": 257},
+        "gated linear attention",
+        "slices of 64 channels take a conditioner of 128, not of 257",
+    ),
 ]
 
 
-def run(*arguments: str, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A command of this repository, in a process where Triton compiles."""
     env = os.environ | variables
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def by_the_oldest(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """The same by the oldest Triton that is supported."""
     if not OLDEST.is_dir():
-        pytest.skip(f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-triton.txt")
-    return run(*arguments, timeout=timeout, PYTHONPATH=os.pathsep.join(filter(None, (str(OLDEST), os.environ.get("PYTHONPATH")))))
+        pytest.skip(
+            f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-triton.txt"
+        )
+    return run(
+        *arguments,
+        timeout=timeout,
+        PYTHONPATH=os.pathsep.join(filter(None, (str(OLDEST), os.environ.get("PYTHONPATH")))),
+    )
 
 
 def each_operation(test: Any) -> Any:
-    return pytest.mark.slow(pytest.mark.timeout(1500)(pytest.mark.parametrize("op", OPERATIONS)(test)))
+    return pytest.mark.slow(
+        pytest.mark.timeout(1500)(pytest.mark.parametrize("op", OPERATIONS)(test))
+    )
 
 
 def test_the_page_is_of_todays_kernels() -> None:
     """Comments, docstrings and layout may change; whatever else does needs all kernels compiled again, which writes the page."""
     text = PAGE.read_text(encoding="utf-8")
-    assert f"`{sources_hash()}`" in text, f"{PAGE.name} was written from other sources: run python -m tools.kernel_gate --write"
+    assert f"`{sources_hash()}`" in text, (
+        f"{PAGE.name} was written from other sources: run python -m tools.kernel_gate --write"
+    )
     tested = re.search(r"^triton==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert tested and f"by Triton {tested[1]} " in text
 
@@ -227,9 +287,15 @@ def test_the_page_is_of_todays_kernels() -> None:
 def test_a_part_of_the_page_is_compared_by_module() -> None:
     text = PAGE.read_text(encoding="utf-8")
     part = "## rotary.triton" + text.partition("\n## rotary.triton")[2].partition("\n## ")[0]
-    assert _same(text, f"another head\n\n{part}\n\n## Warnings of ptxas\n", whole=False) and _same(text, text, whole=True)
-    assert not _same(text.replace(part, part.replace("registers", "stacks")), f"\n{part}", whole=False)
-    assert not _same(text, f"\n{part}\n\n## rotary.triton.unknown\n", whole=False) and not _same(text, f"\n{part}", whole=True)
+    assert _same(text, f"another head\n\n{part}\n\n## Warnings of ptxas\n", whole=False) and _same(
+        text, text, whole=True
+    )
+    assert not _same(
+        text.replace(part, part.replace("registers", "stacks")), f"\n{part}", whole=False
+    )
+    assert not _same(text, f"\n{part}\n\n## rotary.triton.unknown\n", whole=False) and not _same(
+        text, f"\n{part}", whole=True
+    )
 
 
 @pytest.mark.parametrize("by", [run, pytest.param(by_the_oldest, marks=pytest.mark.slow)])
@@ -237,7 +303,11 @@ def test_fem_attention_compiles(by: Callable[..., subprocess.CompletedProcess[st
     done = by("-c", FEM)
     assert done.returncode == 0, done.stderr[-2000:]
     triton, builds, faults = done.stdout.split(" ", 2)
-    assert triton == (PINNED if by is by_the_oldest else version("triton")) and int(builds) >= 12 and faults.strip() == "[]"
+    assert (
+        triton == (PINNED if by is by_the_oldest else version("triton"))
+        and int(builds) >= 12
+        and faults.strip() == "[]"
+    )
 
 
 @each_operation
@@ -262,7 +332,11 @@ def test_every_kernel_passes_for_rows_of_documents(op: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("script", "least"), [(UNEVEN, 12), (UNCOMMON, 100)], ids=["rows at any address", "sizes that no recipe has"])
+@pytest.mark.parametrize(
+    ("script", "least"),
+    [(UNEVEN, 12), (UNCOMMON, 100)],
+    ids=["rows at any address", "sizes that no recipe has"],
+)
 def test_what_the_gate_s_page_does_not_show_does_not_spill(script: str, least: int) -> None:
     done = run("-c", script, timeout=1400)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -271,9 +345,13 @@ def test_what_the_gate_s_page_does_not_show_does_not_spill(script: str, least: i
 
 
 @pytest.mark.parametrize(("op", "size", "case", "reason"), REFUSED)
-def test_sizes_that_would_spill_are_refused(op: str, size: dict[str, int], case: str, reason: str) -> None:
+def test_sizes_that_would_spill_are_refused(
+    op: str, size: dict[str, int], case: str, reason: str
+) -> None:
     suite = replace(suites()[op], real={**suites()[op].real, **size})
-    with pytest.raises(ValueError, match=f"{op}: implementation 'triton' cannot run: {reason}; use auto"):
+    with pytest.raises(
+        ValueError, match=f"{op}: implementation 'triton' cannot run: {reason}; use auto"
+    ):
         _case(suite, suite.cases[case], "triton", torch.bfloat16)
 
 
@@ -284,13 +362,17 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     faults = json.loads(done.stdout)
     assert faults["good"] == []
-    assert any("spills" in fault for fault in faults["spills"]) and any("local memory" in fault for fault in faults["spills"])
+    assert any("spills" in fault for fault in faults["spills"]) and any(
+        "local memory" in fault for fault in faults["spills"]
+    )
     assert any("shared memory, over" in fault for fault in faults["shared memory"])
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
     assert faults["cached"] == [False, True]  # the one after it is compiled all the same
-    assert [f"does not compile: {fault}" for fault in faults["uncached"]] == faults["does not compile"]
+    assert [f"does not compile: {fault}" for fault in faults["uncached"]] == faults[
+        "does not compile"
+    ]
 
 
 def test_every_kernel_is_known_by_name() -> None:
@@ -302,10 +384,15 @@ def test_every_kernel_is_known_by_name() -> None:
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                assert [ast.unparse(each) for each in node.decorator_list] == ["triton.jit"], f"{module}.{node.name}"
+                assert [ast.unparse(each) for each in node.decorator_list] == ["triton.jit"], (
+                    f"{module}.{node.name}"
+                )
                 written.add((module, node.name))
     assert len(written) > 20 and written == kernels_under("kernels")
-    assert {name for _, name in kernels_under("kernels.conditioner_features")} == {"_forward_kernel", "_backward_kernel"}
+    assert {name for _, name in kernels_under("kernels.conditioner_features")} == {
+        "_forward_kernel",
+        "_backward_kernel",
+    }
 
 
 @pytest.mark.slow
@@ -313,12 +400,26 @@ def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
     builds = recorded()
     values = {dict(build.constants)["DV"] for build in builds if build.kernel == "_stream_kernel"}
     assert {64, 32, 16} <= values  # a head's at 1.3B, at 340M, of the demo
-    features = {dict(build.constants)["FEATURES"] for build in builds if build.module == "kernels.fem_projection.triton"}
+    features = {
+        dict(build.constants)["FEATURES"]
+        for build in builds
+        if build.module == "kernels.fem_projection.triton"
+    }
     assert {64, 32, 6} <= features
-    assert any(build.types[0] == ("reads", "*fp32") for build in builds if build.kernel == "_epilogue_kernel")  # FEM over a linear prior
-    attention = [build for build in builds if build.module.startswith("kernels.fem_attention.triton")]
-    assert any(build.label.endswith("documents") for build in attention) and any(dict(build.types).get("valid") for build in attention)
-    assert any("tq" in dict(build.types) and "tq" not in build.aligned for build in attention)  # no multiple of 16 queries
+    assert any(
+        build.types[0] == ("reads", "*fp32")
+        for build in builds
+        if build.kernel == "_epilogue_kernel"
+    )  # FEM over a linear prior
+    attention = [
+        build for build in builds if build.module.startswith("kernels.fem_attention.triton")
+    ]
+    assert any(build.label.endswith("documents") for build in attention) and any(
+        dict(build.types).get("valid") for build in attention
+    )
+    assert any(
+        "tq" in dict(build.types) and "tq" not in build.aligned for build in attention
+    )  # no multiple of 16 queries
 
 
 def test_few_builds_have_each_form_and_type() -> None:
@@ -329,7 +430,13 @@ def test_few_builds_have_each_form_and_type() -> None:
         )
         return Build("m", "_kernel", label, types, constants, (), 4, 1)
 
-    sizes = (("a", 64, True, None), ("b", 64, True, "*i1"), ("c", 128, True, None), ("d", 64, False, "*i1"), ("e", 128, False, None))
+    sizes = (
+        ("a", 64, True, None),
+        ("b", 64, True, "*i1"),
+        ("c", 128, True, None),
+        ("d", 64, False, "*i1"),
+        ("e", 128, False, None),
+    )
     builds = [made(*each) for each in sizes]
     assert [build.label for build in covering(builds, sizes=False)] == ["a", "d"]
     assert [build.label for build in covering(builds)] == ["a", "c", "d"]
@@ -346,9 +453,15 @@ WRONG = {
 
 def test_a_wrong_call_is_one_line() -> None:
     """All in one process: each would import torch."""
-    done = run("-c", f"from tools.kernel_gate.__main__ import main\nfor words in {[*WRONG]}: assert main(words.split()) == 2")
+    done = run(
+        "-c",
+        f"from tools.kernel_gate.__main__ import main\nfor words in {[*WRONG]}: assert main(words.split()) == 2",
+    )
     assert done.returncode == 0, done.stderr
-    assert all(message in line for message, line in zip(WRONG.values(), done.stderr.splitlines(), strict=True))
+    assert all(
+        message in line
+        for message, line in zip(WRONG.values(), done.stderr.splitlines(), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -369,13 +482,29 @@ def test_a_warm_cache_has_what_the_jit_asks_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_operation_s_cache_is_packed_for_another_path(tmp_path: Path) -> None:
     done = run(
-        "-m", "tools.kernel_gate", "--warm", str(tmp_path / "cache"), "--only", "conditioner_features", "--at", "/there", timeout=800
+        "-m",
+        "tools.kernel_gate",
+        "--warm",
+        str(tmp_path / "cache"),
+        "--only",
+        "conditioner_features",
+        "--at",
+        "/there",
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     with tarfile.open(tmp_path / "cache.tgz") as archive:
-        groups = [json.load(content) for name in archive.getnames() if "__grp__" in name and (content := archive.extractfile(name))]
-    assert len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout  # of layers and of cases, in both types
-    assert all(path.startswith("/there/") for group in groups for path in group["child_paths"].values())
+        groups = [
+            json.load(content)
+            for name in archive.getnames()
+            if "__grp__" in name and (content := archive.extractfile(name))
+        ]
+    assert (
+        len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout
+    )  # of layers and of cases, in both types
+    assert all(
+        path.startswith("/there/") for group in groups for path in group["child_paths"].values()
+    )
 
 
 def test_the_key_of_triton_for_another_python(tmp_path: Path) -> None:
@@ -391,7 +520,11 @@ def test_the_key_of_triton_for_another_python(tmp_path: Path) -> None:
     info.write_text(f"Name: triton\nVersion: {triton.__version__}\n")
     with (Path(triton.__file__).parent / "_C" / "libtriton.so").open("rb") as stream:
         own = hashlib.file_digest(stream, "sha256").hexdigest()
-    assert key_of(tmp_path) == triton_key().replace(own, hashlib.sha256(b"another").hexdigest()) != triton_key()
+    assert (
+        key_of(tmp_path)
+        == triton_key().replace(own, hashlib.sha256(b"another").hexdigest())
+        != triton_key()
+    )
     info.write_text("Name: triton\nVersion: 3.5.1\n")
     with pytest.raises(UserError, match=r"has Triton 3\.5\.1, and .* compiles here"):
         key_of(tmp_path)

@@ -34,16 +34,26 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def config_of(gpus: int, size: tuple[int, ...], micro: int, batch: int, more: tuple[str, ...] = ()) -> RunConfig:
+def config_of(
+    gpus: int, size: tuple[int, ...], micro: int, batch: int, more: tuple[str, ...] = ()
+) -> RunConfig:
     names = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size", "vocab_size")
     sizes = [f"model.{name}={value}" for name, value in zip(names, size, strict=True)]
-    batches = [f"train.micro_batch_size={micro}", f"train.global_batch_size={batch}", f"parallel.world_size={gpus}"]
+    batches = [
+        f"train.micro_batch_size={micro}",
+        f"train.global_batch_size={batch}",
+        f"parallel.world_size={gpus}",
+    ]
     return load_run(RUN, [*sizes, *batches, *more])
 
 
 def page_of(name: str) -> list[str]:
     """The row of tools/README.md: its figures and the place of their layout."""
-    (row,) = [line for line in (ROOT / "tools/README.md").read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name}, ")]
+    (row,) = [
+        line
+        for line in (ROOT / "tools/README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"| {name}, ")
+    ]
     return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
@@ -68,7 +78,13 @@ def test_the_layouts_of_others_are_ranked_as_the_page_says(name: str) -> None:
     def what(config: RunConfig) -> tuple[object, ...]:
         layout, train = config.parallel, config.train
         cut = layout.pipeline_model_parallel_size, layout.context_parallel_size
-        return layout.tensor_model_parallel_size, layout.sequence_parallel, cut, train.micro_batch_size, train.recompute
+        return (
+            layout.tensor_model_parallel_size,
+            layout.sequence_parallel,
+            cut,
+            train.micro_batch_size,
+            train.recompute,
+        )
 
     found, _ = ranked(config, gpus, Machine.of("h100", "ib-400"))
     place = [what(each.plan.config) for each in found].index(what(config)) + 1
@@ -77,27 +93,47 @@ def test_the_layouts_of_others_are_ranked_as_the_page_says(name: str) -> None:
 
 def test_the_traffic_is_the_page_s() -> None:
     """Pointwise KiB and launches of both passes."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text(encoding="utf-8").splitlines() if "|" in line]
-    page = {row[0]: [int(row[1]) + int(row[4]), int(row[3]) + int(row[6])] for row in rows if len(row) == 11 and row[1].isdigit()}
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if "|" in line
+    ]
+    page = {
+        row[0]: [int(row[1]) + int(row[4]), int(row[3]) + int(row[6])]
+        for row in rows
+        if len(row) == 11 and row[1].isdigit()
+    }
     known = machines()["traffic"]
     assert known == {name: page[name] for name in known} and set(page) - set(known) == {"GLA"}
 
 
 def test_a_step_by_hand() -> None:
     config = config_of(
-        32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4")
+        32,
+        (2048, 8, 16, 8192, 32000),
+        1,
+        64,
+        ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"),
     )
     machine = Machine.of("h100", "ib-400")
     spent = seconds(make_plan(config, 32), machine)
     # DP 4: 16 micro-batches. Two layers a stage, four all-reduces each of 4096 x 2048 bf16, of which a rank of two sends and gets a whole.
     assert spent["tensor parallel"] == pytest.approx(16 * 2 * 4 * (2 * 4096 * 2048 / 360e9 + 10e-6))
-    work = sum(spent[name] for name in ("products", "attention", "pointwise", "gaps", "tensor parallel"))
+    work = sum(
+        spent[name] for name in ("products", "attention", "pointwise", "gaps", "tensor parallel")
+    )
     assert spent["bubble"] == pytest.approx(3 / 16 * work)
-    deeper = replace(config, parallel=replace(config.parallel, virtual_pipeline_model_parallel_size=2))
+    deeper = replace(
+        config, parallel=replace(config.parallel, virtual_pipeline_model_parallel_size=2)
+    )
     assert seconds(make_plan(deeper, 32), machine)["bubble"] == pytest.approx(spent["bubble"] / 2)
     wide = config_of(64, (2048, 8, 16, 8192, 32000), 1, 64)  # over several nodes
-    alike, slower = (seconds(make_plan(wide, 64), each) for each in (machine, replace(machine, fabric=1e8)))
-    assert slower["data parallel"] > alike["data parallel"] and slower["products"] == alike["products"]
+    alike, slower = (
+        seconds(make_plan(wide, 64), each) for each in (machine, replace(machine, fabric=1e8))
+    )
+    assert (
+        slower["data parallel"] > alike["data parallel"] and slower["products"] == alike["products"]
+    )
 
 
 SMALL = ("model.num_layers=4", "train.global_batch_size=8", "model.vocab_size=32000")
@@ -119,13 +155,22 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     assert sent == cut_bytes(config, 8, cuda=True)
     exchanged = spent(32, *sizes)
     assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
-    assert exchanged["products"] == pytest.approx(spent(32)["products"])  # a quarter of the tokens, four times as many micro-batches
-    ring, fast = (*sizes, "parallel.context_parallel_kind=ring"), replace(MACHINE, device={**MACHINE.device, "nvlink": 1e12})
+    assert exchanged["products"] == pytest.approx(
+        spent(32)["products"]
+    )  # a quarter of the tokens, four times as many micro-batches
+    ring, fast = (
+        (*sizes, "parallel.context_parallel_kind=ring"),
+        replace(MACHINE, device={**MACHINE.device, "nvlink": 1e12}),
+    )
     # Keys and values three times in either direction, under attention; the gradients of both, fp32, four times, which nothing hides.
     keys, gradients = 8 * layers * 1024 * 2 * 2048 * 3 * 2 * 2, 8 * layers * 1024 * 2 * 2048 * 4 * 4
     calls, round_ = 8 * layers * (4 + 4) * NEAR, spent(32, *ring)
-    assert spent(32, *ring, machine=fast)["context parallel"] == pytest.approx(gradients / 1e12 + calls)
-    assert round_["context parallel"] == pytest.approx((keys + gradients) / 360e9 + calls - 0.7 * round_["attention"])
+    assert spent(32, *ring, machine=fast)["context parallel"] == pytest.approx(
+        gradients / 1e12 + calls
+    )
+    assert round_["context parallel"] == pytest.approx(
+        (keys + gradients) / 360e9 + calls - 0.7 * round_["attention"]
+    )
     # Sixteen lie in two nodes: eight of the fifteen others are in the other one.
     wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
     calls = 32 * layers * 4 * FAR
@@ -136,23 +181,37 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
 
 def test_zero_s_stages_send_what_they_split() -> None:
     machine = replace(MACHINE, rest={**MACHINE.rest, "overlap": 0.0})
-    stages = [spent(32, "engine.name=deepspeed", f"engine.zero_stage={stage}", machine=machine) for stage in (1, 2, 3)]
-    plain, parameters = spent(32, machine=machine), make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters
+    stages = [
+        spent(32, "engine.name=deepspeed", f"engine.zero_stage={stage}", machine=machine)
+        for stage in (1, 2, 3)
+    ]
+    plain, parameters = (
+        spent(32, machine=machine),
+        make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters,
+    )
     way = 31 / 32 * parameters / 340e9  # eight links of a node
     # Two micro-batches. Gradients in fp32, twice the way where all have the sum; weights in bf16, in stage 3 for either pass.
     ways = [2 * 4 + 2, 2 * 2 * 4 + 2, 2 * (4 + 2 * 2)]
     assert plain["data parallel"] == pytest.approx((4 + 2) * way)
-    assert [each["data parallel"] for each in stages] == pytest.approx([each * way for each in ways])
-    hidden = spent(32, "engine.name=deepspeed", "engine.zero_stage=3", "parallel.overlap_grad_reduce=true")
+    assert [each["data parallel"] for each in stages] == pytest.approx(
+        [each * way for each in ways]
+    )
+    hidden = spent(
+        32, "engine.name=deepspeed", "engine.zero_stage=3", "parallel.overlap_grad_reduce=true"
+    )
     assert hidden["data parallel"] < stages[2]["data parallel"]
 
 
 def test_what_is_computed_again_takes_its_time() -> None:
-    none, some, full = (spent(32, f"train.recompute={kind}") for kind in ("none", "selective", "full"))
+    none, some, full = (
+        spent(32, f"train.recompute={kind}") for kind in ("none", "selective", "full")
+    )
     flops = make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).forward_flops
     assert some["attention"] == full["attention"] > none["attention"]
     again = flops["MLP"] / (flops["MLP"] + flops["mixer projections"])
-    assert some["products"] - none["products"] == pytest.approx(again * (full["products"] - none["products"]))
+    assert some["products"] - none["products"] == pytest.approx(
+        again * (full["products"] - none["products"])
+    )
     for name in ("pointwise", "gaps"):
         assert none[name] < some[name] < full[name]
 
@@ -160,7 +219,9 @@ def test_what_is_computed_again_takes_its_time() -> None:
 DEEPSPEED = ("model.mixer=fem_gla", "engine.name=deepspeed")
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(DEEPSPEED, marks=pytest.mark.slow)], ids=["megatron", "deepspeed"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(DEEPSPEED, marks=pytest.mark.slow)], ids=["megatron", "deepspeed"]
+)
 def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> None:
     """All combinations of all axes, one by one: no list but the trainer's own checks decides."""
     config, gpus, found = load_run(RUN, [*SMALL, *more]), 8, set()
@@ -168,9 +229,16 @@ def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> 
         made = config
         for axis, value in zip(AXES, values, strict=True):
             name = axis.key.partition(".")[2]
-            made = replace(made, **{axis.section: replace(getattr(made, axis.section), **{name: value})})
+            made = replace(
+                made, **{axis.section: replace(getattr(made, axis.section), **{name: value})}
+            )
         made = replace(
-            made, parallel=replace(made.parallel, world_size=gpus, sequence_parallel=made.parallel.tensor_model_parallel_size > 1)
+            made,
+            parallel=replace(
+                made.parallel,
+                world_size=gpus,
+                sequence_parallel=made.parallel.tensor_model_parallel_size > 1,
+            ),
         )
         try:
             validate(made, gpus)
@@ -179,12 +247,23 @@ def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> 
         found.add(values)
     ours = {tuple(axis.of(made) for axis in AXES) for made in layouts(config, gpus)}
     assert ours == found
-    seen = {axis.key.partition(".")[2]: {values[number] for values in ours} for number, axis in enumerate(AXES)}
-    assert seen["context_parallel_size"] == {1, 2, 4, 8} and seen["recompute"] == {"none", "selective", "full"}
-    assert (seen["zero_stage"], seen["pipeline_model_parallel_size"]) == (({1, 2, 3}, {1}) if more else ({1}, {1, 2, 4}))
+    seen = {
+        axis.key.partition(".")[2]: {values[number] for values in ours}
+        for number, axis in enumerate(AXES)
+    }
+    assert seen["context_parallel_size"] == {1, 2, 4, 8} and seen["recompute"] == {
+        "none",
+        "selective",
+        "full",
+    }
+    assert (seen["zero_stage"], seen["pipeline_model_parallel_size"]) == (
+        ({1, 2, 3}, {1}) if more else ({1}, {1, 2, 4})
+    )
 
 
-def test_the_best_is_written_as_a_part_that_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_is_written_as_a_part_that_a_run_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     part, picture = tmp_path / "best.yaml", tmp_path / "best.png"
     small = ["model.num_layers=2", "train.global_batch_size=8", "model.vocab_size=32000"]
     assert main([RUN, *small, "--gpus", "4", "--out", str(part), "--picture", str(picture)]) == 0
@@ -196,9 +275,16 @@ def test_the_best_is_written_as_a_part_that_a_run_takes(tmp_path: Path, capsys: 
     assert "train.global_batch_size = 8 is not a multiple" in capsys.readouterr().err
 
 
-def test_the_part_and_what_it_says_beside_are_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_part_and_what_it_says_beside_are_the_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     part = tmp_path / "best.yaml"
-    small = [*SMALL, "data.seq_length=65536", "engine.name=deepspeed", "parallel.context_parallel_kind=ring"]
+    small = [
+        *SMALL,
+        "data.seq_length=65536",
+        "engine.name=deepspeed",
+        "parallel.context_parallel_kind=ring",
+    ]
     assert main([RUN, *small, "--gpus", "16", "--out", str(part)]) == 0
     said = capsys.readouterr().out
     beside = said.splitlines()[-1].partition("; with ")[2].split()
@@ -206,11 +292,18 @@ def test_the_part_and_what_it_says_beside_are_the_layout(tmp_path: Path, capsys:
     taken = load_run(RUN, [*small[:-1], f"parallel={part}", *beside])
     validate(taken, 16)
     best = said.splitlines()[2]
-    assert f"CP{taken.parallel.context_parallel_size} ring" in best and f"stage {taken.engine.zero_stage}" in best
-    assert f"micro-batch {taken.train.micro_batch_size}" in best and ("recompute" in best) == (taken.train.recompute != "none")
+    assert (
+        f"CP{taken.parallel.context_parallel_size} ring" in best
+        and f"stage {taken.engine.zero_stage}" in best
+    )
+    assert f"micro-batch {taken.train.micro_batch_size}" in best and ("recompute" in best) == (
+        taken.train.recompute != "none"
+    )
 
 
-def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_nothing_is_known_of_is_refused_and_what_is_assumed_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([RUN, *SMALL, "model.mixer=fla.GatedLinearAttention", "--gpus", "4"]) == 2
     assert "model.mixer = fla.GatedLinearAttention" in capsys.readouterr().err
     assert main([RUN, *SMALL, "optimizer.name=muon", "data.documents=separate", "--gpus", "4"]) == 0

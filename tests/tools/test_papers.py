@@ -15,14 +15,40 @@ import torch
 from data_prep.verbs.run import Task
 from fem_common.errors import ConfigError, UserError
 from tests.wording import Wording
-from tools.papers import argmax, boards, catalogue, forecast, gp, language, lis, mad, report, running, sudoku, training
+from tools.papers import (
+    argmax,
+    boards,
+    catalogue,
+    forecast,
+    gp,
+    language,
+    lis,
+    mad,
+    report,
+    running,
+    sudoku,
+    training,
+)
 from tools.papers.__main__ import main
-from tools.papers.experiment import Experiment, Size, Trial, best_rate, chosen, gather, interval, line_of, read_results
+from tools.papers.experiment import (
+    Experiment,
+    Size,
+    Trial,
+    best_rate,
+    chosen,
+    gather,
+    interval,
+    line_of,
+    read_results,
+)
 from tools.papers.training import IGNORED, schedule
 
 TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "argmax": (("T = 4",), {}),
-    "mad": (("compression of 800 examples", "fuzzy recall"), {"width": 16, "heads": 2, "length": 32}),
+    "mad": (
+        ("compression of 800 examples", "fuzzy recall"),
+        {"width": 16, "heads": 2, "length": 32},
+    ),
     "lis": (("L = 10 alone", "L = 10 with MLP"), {}),
     "gp": (("RBF of 256 points",), {}),
     "fem-images": (("digits",), {"width": 16, "heads": 2}),
@@ -42,8 +68,18 @@ def generator(seed: int = 0) -> torch.Generator:
 def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
     experiment = catalogue.experiment_of(name)
     cases, smaller = TINY[name]
-    given = {"rows": tuple(experiment.rows), "steps": 2, "batch": 8, "train": 64, "test": 32, "rates": (1e-3,), "seeds": 1}
-    return experiment, replace(experiment.sizes["quick"], cases=cases, **{**given, **smaller, **changed})
+    given = {
+        "rows": tuple(experiment.rows),
+        "steps": 2,
+        "batch": 8,
+        "train": 64,
+        "test": 32,
+        "rates": (1e-3,),
+        "seeds": 1,
+    }
+    return experiment, replace(
+        experiment.sizes["quick"], cases=cases, **{**given, **smaller, **changed}
+    )
 
 
 # --- the data --------------------------------------------------------------------------------------------------------------------
@@ -53,7 +89,11 @@ def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
 def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
     inputs, targets = mad.recall(200, 64, generator(), training=False, noise=noise)
     whole = torch.cat((inputs, targets[:, -1:]), 1).view(200, 32, 2)
-    for tokens, asked in zip(whole.tolist(), torch.cat((torch.full((200, 1), IGNORED), targets), 1).view(200, 32, 2).tolist(), strict=True):
+    for tokens, asked in zip(
+        whole.tolist(),
+        torch.cat((torch.full((200, 1), IGNORED), targets), 1).view(200, 32, 2).tolist(),
+        strict=True,
+    ):
         known: dict[int, int] = {}
         for (key, value), (nothing, answer) in zip(tokens, asked, strict=True):
             assert nothing == IGNORED and answer == (known.get(key, IGNORED))
@@ -71,7 +111,9 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
 def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
     inputs, targets = mad.fuzzy_recall(200, 64, generator(), training=False)
     lengths = set()
-    for tokens, asked in zip(torch.cat((inputs, targets[:, -1:]), 1).tolist(), targets.tolist(), strict=True):
+    for tokens, asked in zip(
+        torch.cat((inputs, targets[:, -1:]), 1).tolist(), targets.tolist(), strict=True
+    ):
         answer = next(n for n in itertools.count() if n == len(asked) or asked[-n - 1] == IGNORED)
         pair = tokens[-(mad.MOTIF + answer) :]
         assert asked[-answer:] == pair[mad.MOTIF :] and len({*pair}) == len(pair)
@@ -81,31 +123,54 @@ def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
         lengths.add(answer)
     assert lengths == {1, 2, 3}
     keys, _ = mad.fuzzy_recall(200, 64, generator(), training=True)
-    runs = {len(list(run)) for row in keys.tolist() for small, run in itertools.groupby(row, lambda token: token < 7) if small}
+    runs = {
+        len(list(run))
+        for row in keys.tolist()
+        for small, run in itertools.groupby(row, lambda token: token < 7)
+        if small
+    }
     assert min(runs) == 1  # in training keys are shorter, too
 
 
 def test_memorization_selective_copying_and_compression() -> None:
     (keys, values), (others, same) = (mad.memorization(50, 32, generator(seed)) for seed in (0, 1))
-    learned = dict(zip(keys[:, ::2].flatten().tolist(), values[:, 1::2].flatten().tolist(), strict=True))
-    assert len({*learned.values()}) == len(learned) > 120 and (keys[:, 1::2] == 255).all() and (values[:, ::2] == IGNORED).all()
+    learned = dict(
+        zip(keys[:, ::2].flatten().tolist(), values[:, 1::2].flatten().tolist(), strict=True)
+    )
+    assert (
+        len({*learned.values()}) == len(learned) > 120
+        and (keys[:, 1::2] == 255).all()
+        and (values[:, ::2] == IGNORED).all()
+    )
     again = zip(others[:, ::2].flatten().tolist(), same[:, 1::2].flatten().tolist(), strict=True)
     assert all(learned.get(key, value) == value for key, value in again)
 
     tokens, asked = mad.selective_copying(50, 64, generator())
     for row, answer in zip(tokens.tolist(), asked.tolist(), strict=True):
-        assert [token for token in row[:59] if token != 14] == answer[-4:] and row[59:] == [15, 14, 14, 14, 14]
+        assert [token for token in row[:59] if token != 14] == answer[-4:] and row[59:] == [
+            15,
+            14,
+            14,
+            14,
+            14,
+        ]
         assert answer[:-4] == [IGNORED] * 60
 
     tokens, asked = mad.compression(50, 32, generator())
-    assert torch.equal(tokens, asked) and (tokens[:, -1] == 15).all() and set(tokens[:, :-1].flatten().tolist()) == set(range(15))
+    assert (
+        torch.equal(tokens, asked)
+        and (tokens[:, -1] == 15).all()
+        and set(tokens[:, :-1].flatten().tolist()) == set(range(15))
+    )
 
 
 def test_longest_increasing_subsequence() -> None:
     numbers, answers = lis.examples(40, 7, generator())
     for row, answer in zip(numbers[:, :-1].tolist(), answers.tolist(), strict=True):
         every = (part for n in range(1, 8) for part in itertools.combinations(row, n))
-        assert answer == max(len(part) for part in every if all(a < b for a, b in itertools.pairwise(part)))
+        assert answer == max(
+            len(part) for part in every if all(a < b for a, b in itertools.pairwise(part))
+        )
     assert (numbers[:, -1] == 14).all()
 
 
@@ -114,7 +179,10 @@ def test_longest_increasing_subsequence() -> None:
     [
         ("RBF", lambda d: math.exp(-(d @ d) / 2)),
         ("Matern", lambda d: (1 + math.sqrt(3 * d @ d)) * math.exp(-math.sqrt(3 * d @ d))),
-        ("Periodic", lambda d: math.exp(-float((math.pi * d / gp.PERIOD).sin().square().sum()) / 2)),
+        (
+            "Periodic",
+            lambda d: math.exp(-float((math.pi * d / gp.PERIOD).sin().square().sum()) / 2),
+        ),
         ("Rational Quadratic", lambda d: 1 / (1 + float(d @ d) / 2)),
     ],
 )
@@ -126,10 +194,16 @@ def test_waves_have_the_kernel_as_their_covariance(kernel: str, value: Any) -> N
         assert abs(float((frequencies @ between).cos().mean()) - value(between)) < 0.01
     points, sample = gp.examples(kernel, 500, generator(1), generator(2))
     again, other = gp.examples(kernel, 500, generator(3), generator(2))
-    assert points.shape == (500, gp.INPUTS) and sample.shape == (500, 1) and not torch.equal(points, again)
+    assert (
+        points.shape == (500, gp.INPUTS)
+        and sample.shape == (500, 1)
+        and not torch.equal(points, again)
+    )
     assert abs(float(points.std()) - 1) < 0.02
     # The same function at the same points.
-    assert torch.equal(sample, gp.examples(kernel, 500, generator(1), generator(2))[1]) and not torch.equal(sample, other)
+    assert torch.equal(
+        sample, gp.examples(kernel, 500, generator(1), generator(2))[1]
+    ) and not torch.equal(sample, other)
 
 
 def test_argmax_raises_one_value_a_channel() -> None:
@@ -143,19 +217,32 @@ def test_sudokus_have_one_solution_and_the_givens_that_they_should() -> None:
     pairs = [boards.made(seed) for seed in range(12)]
     for board, solved in pairs:
         assert boards.solutions(board, 2) == [solved]
-        units = [{solved[9 * row + column] for column in range(9)} for row in range(9)] + [set(solved[column::9]) for column in range(9)]
-        units += [{solved[9 * (row + i) + column + j] for i in range(3) for j in range(3)} for row in (0, 3, 6) for column in (0, 3, 6)]
+        units = [{solved[9 * row + column] for column in range(9)} for row in range(9)] + [
+            set(solved[column::9]) for column in range(9)
+        ]
+        units += [
+            {solved[9 * (row + i) + column + j] for i in range(3) for j in range(3)}
+            for row in (0, 3, 6)
+            for column in (0, 3, 6)
+        ]
         assert all(unit == set(range(1, 10)) for unit in units)
     counts = [sum(digit > 0 for digit in board) for board, _ in pairs]
     assert min(counts) >= 17 and max(counts) <= 34 and min(counts) < 22 <= max(counts)
     # A board less one given of a board that can spare none has more solutions; a contradiction has none.
     first = [int(cell) for cell in boards.SEVENTEEN[0]]
     given = next(cell for cell in range(81) if first[cell])
-    assert len(boards.solutions([0 if cell == given else digit for cell, digit in enumerate(first)], 2)) == 2
+    assert (
+        len(
+            boards.solutions([0 if cell == given else digit for cell, digit in enumerate(first)], 2)
+        )
+        == 2
+    )
     assert boards.solutions([5, 5] + [0] * 79, 1) == []
 
 
-def test_energies_fall_where_steps_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energies_fall_where_steps_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hyper-SET with small fixed steps on one energy descends it, and attention's spreads the tokens: figures 5 and 6."""
     monkeypatch.chdir(tmp_path)
     _, size = tiny("sudoku", width=32, heads=4)
@@ -176,9 +263,15 @@ def test_forecasts_never_see_what_they_are_asked_for() -> None:
     training, validation, test = forecast.windows("synthetic 96", size)
     whole = forecast.series("synthetic")
     whole = (whole - whole[:2880].mean(0)) / whole[:2880].std(0)
-    for (inputs, targets), begin, end in ((training, 0, 2880), (validation, 2848, 3840), (test, 3808, 4800)):
+    for (inputs, targets), begin, end in (
+        (training, 0, 2880),
+        (validation, 2848, 3840),
+        (test, 3808, 4800),
+    ):
         first, last = whole[begin : begin + 128], whole[end - 96 : end]
-        assert torch.equal(torch.cat((inputs[:7], targets[:7]), 1), first.T) and torch.equal(targets[-7:], last.T)
+        assert torch.equal(torch.cat((inputs[:7], targets[:7]), 1), first.T) and torch.equal(
+            targets[-7:], last.T
+        )
     assert torch.allclose(training[0].std(), torch.tensor(1.0), atol=0.1)
 
 
@@ -195,21 +288,33 @@ def test_ett_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text("date,HUFL\n2016-07-01,1\n")
     with pytest.raises(UserError, match="1 lines of 1 series; ETTh1 has 14400 and more of 7"):
         forecast.series("ETTh1")
-    monkeypatch.setitem(forecast.SETS, "solar_AL", replace(forecast.SETS["solar_AL"], series=3, training=7, validation=8, points=10))
+    monkeypatch.setitem(
+        forecast.SETS,
+        "solar_AL",
+        replace(forecast.SETS["solar_AL"], series=3, training=7, validation=8, points=10),
+    )
     (file.parent / "solar_AL.txt").write_text("".join(f"{n},0,1.5\n" for n in range(10)))
     assert forecast.series("solar_AL")[[0, -1]].tolist() == [[0, 0, 1.5], [9, 0, 1.5]]
 
 
 def test_the_parts_of_a_set_are_the_benchmark_s() -> None:
-    parts = {name: (this.training, this.validation, this.points) for name, this in forecast.SETS.items()}
+    parts = {
+        name: (this.training, this.validation, this.points) for name, this in forecast.SETS.items()
+    }
     assert parts["ETTm2"] == (34_560, 46_080, 57_600)
-    assert parts["weather"] == (36_887, 42_157, 52_696) and parts["solar_AL"] == (36_792, 42_048, 52_560)
+    assert parts["weather"] == (36_887, 42_157, 52_696) and parts["solar_AL"] == (
+        36_792,
+        42_048,
+        52_560,
+    )
 
 
 def test_language_data_are_of_three_parts() -> None:
     _, size = tiny("cem-language", length=16)
     text = bytes(language.corpus().tolist())
-    for (inputs, targets), begin, end in zip(language.windows(size, 0), (0, 8, 9), (8, 9, 10), strict=True):
+    for (inputs, targets), begin, end in zip(
+        language.windows(size, 0), (0, 8, 9), (8, 9, 10), strict=True
+    ):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         part = text[begin * (len(text) // 10) : end * (len(text) // 10)]
         assert all(bytes(row) in part for row in inputs[:5].tolist())
@@ -218,14 +323,23 @@ def test_language_data_are_of_three_parts() -> None:
 # --- training --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(TINY)])
-def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(TINY)],
+)
+def test_every_experiment_trains_and_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # Sudoku's boards are kept below runs
     experiment, size = tiny(name)
     file = tmp_path / "results.jsonl"
     results = running.run(experiment, "quick", size, file, 1)
     assert len(results) == len(size.cases) * len(size.rows)
-    assert all(math.isfinite(record[key]) for record in results.values() for key in ("loss", "validation", experiment.metric))
+    assert all(
+        math.isfinite(record[key])
+        for record in results.values()
+        for key in ("loss", "validation", experiment.metric)
+    )
     # A kill in the middle of the last line takes that trial alone.
     whole = file.read_text()
     file.write_text(whole[:-20])
@@ -233,7 +347,10 @@ def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path, monkeypa
     again = running.run(experiment, "quick", size, file, 1)
     assert read_results(file) == again and again.keys() == results.keys()
     last = list(results)[-1]
-    assert {**again[last], "seconds": 0} == {**results[last], "seconds": 0}  # the same trial gives the same numbers
+    assert {**again[last], "seconds": 0} == {
+        **results[last],
+        "seconds": 0,
+    }  # the same trial gives the same numbers
     picture = report.picture(experiment, size, results)
     assert [axes.get_title() for axes in picture.axes] == list(size.cases)
     if experiment.curves:
@@ -241,7 +358,13 @@ def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.xfail(reason="0.119, chance 0.111")] * (x == "sudoku")) for x in TINY])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.xfail(reason="0.119, chance 0.111")] * (x == "sudoku"))
+        for x in TINY
+    ],
+)
 def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first claim's rows at the quick form's full length, one rate and seed: better than guessing, or than what no network does."""
     monkeypatch.chdir(tmp_path)
@@ -261,16 +384,24 @@ def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_array_shares_the_rows(tmp_path: Path) -> None:
     experiment, size = tiny("gp", rows=("Plain", "Gated", "CEM-T1"))
     for index in range(2):
-        results = running.run(experiment, "quick", size, tmp_path / f"results-{index}.jsonl", 1, Task(index, 2, ""))
+        results = running.run(
+            experiment, "quick", size, tmp_path / f"results-{index}.jsonl", 1, Task(index, 2, "")
+        )
     assert [trial.row for trial in results] == ["Plain", "CEM-T1", "Gated"]
     assert [trial.row for trial in read_results(tmp_path / "results-1.jsonl")] == ["Gated"]
-    assert gather(tmp_path) == results and len(running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)) == 3
+    assert (
+        gather(tmp_path) == results
+        and len(running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)) == 3
+    )
 
 
 def test_a_row_that_can_learn_does() -> None:
     """FEM's read finds the largest value, a mean does not, from the same start and data."""
     _, size = tiny("argmax", steps=150, batch=32, train=2000, test=256, width=16, heads=2)
-    mean, free = (running.train_one("argmax", size, Trial("T = 4", row, 3e-2, 0, "")) for row in ("softmax mean", "softmax F"))
+    mean, free = (
+        running.train_one("argmax", size, Trial("T = 4", row, 3e-2, 0, ""))
+        for row in ("softmax mean", "softmax F")
+    )
     assert free["index"] > mean["index"] + 0.1 and free["parameters"] == mean["parameters"]
 
 
@@ -284,8 +415,12 @@ def test_a_loss_that_is_not_finite_is_kept_as_diverged(tmp_path: Path) -> None:
 def test_a_trial_ends_where_enough_is_answered() -> None:
     _, size = tiny("mad", steps=30)
     for enough, steps in ((0.0, 2), (1.1, 30)):
-        task = replace(mad.problem("compression of 800 examples", "softmax", size, 0), enough=enough)
-        assert training.train(task, size, 1e-3, 0)["steps"] == steps  # seen after every fifteenth of them
+        task = replace(
+            mad.problem("compression of 800 examples", "softmax", size, 0), enough=enough
+        )
+        assert (
+            training.train(task, size, 1e-3, 0)["steps"] == steps
+        )  # seen after every fifteenth of them
 
 
 def test_the_rate_rises_and_falls() -> None:
@@ -298,15 +433,26 @@ def test_the_rate_rises_and_falls() -> None:
 # --- results ---------------------------------------------------------------------------------------------------------------------
 
 
-def made_up(experiment: Experiment, size: Size, values: dict[str, list[float]]) -> dict[Trial, dict[str, Any]]:
+def made_up(
+    experiment: Experiment, size: Size, values: dict[str, list[float]]
+) -> dict[Trial, dict[str, Any]]:
     """Results whose first rate is best: row -> a value a seed."""
     results = {}
     for case, (row, found) in itertools.product(size.cases, values.items()):
         for seed, value in enumerate(found):
-            record = {experiment.metric: value, "validation": value, "parameters": 1000, "seconds": 60.0}
+            record = {
+                experiment.metric: value,
+                "validation": value,
+                "parameters": 1000,
+                "seconds": 60.0,
+            }
             results[Trial(case, row, size.rates[0], seed, size.key())] = record
         for rate in size.rates[1:]:
-            results[Trial(case, row, rate, 0, size.key())] = {**record, "validation": min(found) - 1, experiment.metric: 0.0}
+            results[Trial(case, row, rate, 0, size.key())] = {
+                **record,
+                "validation": min(found) - 1,
+                experiment.metric: 0.0,
+            }
     return results
 
 
@@ -323,12 +469,22 @@ def test_intervals_and_verdicts() -> None:
         ([0.5, 0.61, 0.7], "against it"),
     ):
         results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
-        assert report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == said
+        assert (
+            report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == said
+        )
         assert len(chosen(experiment, results, size.cases[0], "MHA", size)) == 3
     # Seeds that one row has alone are left out of the differences: 0.1 and 0.2, of which the mean leaves zero in.
     results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": [0.7, 0.9]})
-    assert report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == "leans with it"
-    assert report.verdict(replace(experiment, enough=0.6), size, results, experiment.claims[0], size.cases[0]) == report.LEVEL
+    assert (
+        report.verdict(experiment, size, results, experiment.claims[0], size.cases[0])
+        == "leans with it"
+    )
+    assert (
+        report.verdict(
+            replace(experiment, enough=0.6), size, results, experiment.claims[0], size.cases[0]
+        )
+        == report.LEVEL
+    )
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,11 +494,16 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stray = Trial("compression", "softmax", 0.5, 0, "another size")
     folder = tmp_path / "runs" / "mad-quick"
     folder.mkdir(parents=True)
-    folder.joinpath("results.jsonl").write_text("".join(line_of(*item) for item in {**results, stray: {}}.items()))
+    folder.joinpath("results.jsonl").write_text(
+        "".join(line_of(*item) for item in {**results, stray: {}}.items())
+    )
     words = ["report", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "docs")]
     assert main(words) == 0
     page = (tmp_path / "docs" / "papers.md").read_text()
-    assert "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page and "- FEM-SM better than softmax: agrees at compression, " in page
+    assert (
+        "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page
+        and "- FEM-SM better than softmax: agrees at compression, " in page
+    )
     assert (tmp_path / "docs" / "papers" / "mad-quick.png").stat().st_size > 10_000
     # The page's own copy of the results is enough, and what no longer counts is not kept.
     folder.joinpath("results.jsonl").unlink()
@@ -357,7 +518,12 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
     listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {entry["paper"] for entry in listed} == {catalogue.FEM, catalogue.SECOND, catalogue.CEM, catalogue.HYPERSET}
+    assert {entry["paper"] for entry in listed} == {
+        catalogue.FEM,
+        catalogue.SECOND,
+        catalogue.CEM,
+        catalogue.HYPERSET,
+    }
     assert all(bool(entry["why"]) != entry["runs"] for entry in listed)
     for name in catalogue.NAMES:
         experiment = catalogue.experiment_of(name)
@@ -365,7 +531,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         for size in experiment.sizes.values():
             assert {*size.rows} <= {*experiment.rows}
             assert all(
-                {*claim.cases} <= {*experiment.cases} and {claim.above, claim.below} <= {*experiment.rows} for claim in experiment.claims
+                {*claim.cases} <= {*experiment.cases}
+                and {claim.above, claim.below} <= {*experiment.rows}
+                for claim in experiment.claims
             )
         assert {row for _, row in experiment.published} <= {*experiment.rows}
 

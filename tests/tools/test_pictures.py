@@ -15,12 +15,16 @@ from fem_common.errors import UserError
 from tools.papers import catalogue, images, masked, running
 
 
-def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_images_are_cut_to_the_middle_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder a class, wide and high files, grey ones too; the colour of an image's middle says its class."""
     experiment = catalogue.experiment_of("imagenet-100")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
-    size = replace(experiment.sizes["full"], width=16, heads=2, steps=2, batch=4, test=2, rates=(1e-3,))
+    size = replace(
+        experiment.sizes["full"], width=16, heads=2, steps=2, batch=4, test=2, rates=(1e-3,)
+    )
     for part, number in (("train", 4), ("val", 2)):
         for label in range(3):
             folder = catalogue.DATA / "imagenet-100" / part / f"n0{label}"
@@ -35,8 +39,14 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
     for made, labels in ((inputs[torch.arange(10)], targets), (torch.cat([*test.split(4)]), asked)):
         assert made.shape[1:] == (3, 32, 32)
         # The square of 40 pixels became 36.6, of which 32 are kept; bicubic edges reach two pixels in.
-        assert torch.allclose(made[:, :, 2:-2, 2:-2], (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28), atol=0.02)
-    (record,) = running.run(experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1).values()
+        assert torch.allclose(
+            made[:, :, 2:-2, 2:-2],
+            (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28),
+            atol=0.02,
+        )
+    (record,) = running.run(
+        experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1
+    ).values()
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
     # The same from parquet files, as the Hub has them.
     every = torch.arange(10)
@@ -47,11 +57,20 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
     folder.parents[1].mkdir()
     for part, kind in (("train", "train"), ("val", "validation")):
         files = sorted((kept / part).glob("*/*.png"))
-        columns = {"image": [str(file) for file in files], "label": [int(file.parent.name[-1]) for file in files]}
+        columns = {
+            "image": [str(file) for file in files],
+            "label": [int(file.parent.name[-1]) for file in files],
+        }
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder.parents[1] / f"{kind}-0.parquet")
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(
+            folder.parents[1] / f"{kind}-0.parquet"
+        )
     (again, numbers), *_, (last, _) = images.divided(images.FILES, size, 0)
-    assert torch.equal(again[every], whole) and torch.equal(numbers, targets) and torch.equal(last[:3][every[:3]], asked)
+    assert (
+        torch.equal(again[every], whole)
+        and torch.equal(numbers, targets)
+        and torch.equal(last[:3][every[:3]], asked)
+    )
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 4, 16))
     with pytest.raises(UserError, match="3 classes from 0 to 2; 4 from 0 on are needed"):
         images.divided(images.FILES, size, 0)
@@ -62,12 +81,16 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(tmp_path: Path, mo
     with pytest.raises(UserError, match=r"val/n02/0.png: no image that can be read"):
         test[torch.tensor([4])]
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match=r"imagenet-100/val: 2 folders of classes, 3 are needed.*clane9"):
+    with pytest.raises(
+        UserError, match=r"imagenet-100/val: 2 folders of classes, 3 are needed.*clane9"
+    ):
         images.divided(images.FILES, size, 0)
 
 
 @pytest.mark.parametrize("form", ["save_to_disk", "parquet", "folders"])
-def test_cifar_is_read_from_a_folder(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_is_read_from_a_folder(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every form gives the same pixels and classes; the fine label is taken where there are two."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
@@ -82,9 +105,17 @@ def test_cifar_is_read_from_a_folder(form: str, tmp_path: Path, monkeypatch: pyt
                 (folder / part / f"c{n % 3}").mkdir(parents=True, exist_ok=True)
                 picture.save(folder / part / f"c{n % 3}" / f"{n:02}.png")
         features = datasets.Features(
-            {"img": datasets.Image(), "fine_label": datasets.Value("int64"), "coarse_label": datasets.Value("int64")}
+            {
+                "img": datasets.Image(),
+                "fine_label": datasets.Value("int64"),
+                "coarse_label": datasets.Value("int64"),
+            }
         )
-        rows = {"img": shades, "fine_label": [n % 3 for n in range(count)], "coarse_label": [9] * count}
+        rows = {
+            "img": shades,
+            "fine_label": [n % 3 for n in range(count)],
+            "coarse_label": [9] * count,
+        }
         parts[part] = datasets.Dataset.from_dict(rows, features=features)
     folder.mkdir(parents=True, exist_ok=True)
     if form == "save_to_disk":
@@ -97,7 +128,9 @@ def test_cifar_is_read_from_a_folder(form: str, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(((whole[:, 0, 0, 0] + 1) * 127.5).round(), classes * 100.0)
     assert sorted(((whole[:12, 2, 5, 5] + 1) * 127.5).round().tolist()) == list(range(12))
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 100, 8))
-    with pytest.raises(UserError, match="CIFAR-100: 3 classes from 0 to 2; 100 from 0 on are needed"):
+    with pytest.raises(
+        UserError, match="CIFAR-100: 3 classes from 0 to 2; 100 from 0 on are needed"
+    ):
         images.images("CIFAR-100")
     monkeypatch.setitem(images.CASES, "CIFAR-100", (16, 3, 3, 8))
     with pytest.raises(UserError, match="CIFAR-100: images of 32 x 32 x 3; it has 16 x 16 x 3"):
@@ -109,9 +142,14 @@ def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"neither runs/papers/data/cifar-10 nor the Hub's uoft-cs/cifar10 could be read.*local-dir"):
+    with pytest.raises(
+        UserError,
+        match=r"neither runs/papers/data/cifar-10 nor the Hub's uoft-cs/cifar10 could be read.*local-dir",
+    ):
         images.images("CIFAR-10")
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1]})}).save_to_disk(catalogue.DATA / "cifar-10")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1]})}).save_to_disk(
+        catalogue.DATA / "cifar-10"
+    )
     with pytest.raises(UserError, match="cifar-10: parts train; train and test"):
         images.images("CIFAR-10")
 
@@ -123,24 +161,33 @@ def test_what_is_hidden_is_not_seen_and_alone_is_asked_for() -> None:
         gone = inputs[..., -1] > 0
         assert len(inputs) == 50 * (masked.VIEWS if training else 1)
         assert int(gone.sum(1).min()) == least and int(gone.sum(1).max()) == most
-        assert (inputs[gone][:, :-1] == 0).all() and torch.equal(inputs[~gone][:, :-1], targets[~gone])
+        assert (inputs[gone][:, :-1] == 0).all() and torch.equal(
+            inputs[~gone][:, :-1], targets[~gone]
+        )
         assert gone.any(0).all() and len(gone.unique(dim=0)) > 40
     other = torch.where(gone[..., None], targets + 0.5, torch.rand_like(targets))
     assert masked.loss(other, inputs, targets) == pytest.approx(0.25)
     found = masked.scores(other, inputs, targets)
     # 24 of 64 pixels are 0.5 off.
     assert float(found["psnr"][0]) / 50 == pytest.approx(10 * math.log10(4 / (0.25 * 24 / 64)))
-    assert float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1) and float(found["ssim"][0]) / 50 < 0.9
+    assert (
+        float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1)
+        and float(found["ssim"][0]) / 50 < 0.9
+    )
     # A pair by hand: means 0 and 0.5, equal spreads of 1, covariance 1.
     x = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     c1, c2 = 4e-4, 3.6e-3
-    assert float(masked.similarity(x, x + 0.5)) == pytest.approx(c1 / (0.25 + c1) * (2 + c2) / (2 + c2))
+    assert float(masked.similarity(x, x + 0.5)) == pytest.approx(
+        c1 / (0.25 + c1) * (2 + c2) / (2 + c2)
+    )
 
 
 def test_digits_are_divided_anew_for_every_seed() -> None:
     size = replace(images.QUICK, train=64, test=32)
     parts, others = images.divided("digits", size, 0), images.divided("digits", size, 1)
-    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(parts[0][0], others[0][0])
+    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(
+        parts[0][0], others[0][0]
+    )
     everything = torch.cat([inputs for inputs, _ in parts]).flatten(1)
     assert len(everything.unique(dim=0)) == 128 and everything.min() == -1 and everything.max() == 1
     assert {*parts[0][1].tolist()} == set(range(10))

@@ -53,12 +53,18 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 def write_data(folder: Path, name: str, seed: int) -> Path:
     """A data folder with ids: documents longer than two sequences, many of a few tokens, and one id that other folders have too."""
     drawn = random.Random(seed)
-    lengths = [drawn.randint(*limits) for limits in [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9]
+    lengths = [
+        drawn.randint(*limits) for limits in [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9
+    ]
     drawn.shuffle(lengths)
-    write_folder(folder, documents=[[drawn.randrange(499) for _ in range(length)] for length in lengths])
+    write_folder(
+        folder, documents=[[drawn.randrange(499) for _ in range(length)] for length in lengths]
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
     writer = IdsWriter(folder / "train.ids")
-    writer.add([f"{name}-{number}".encode() if number else b"shared\nid" for number in range(len(lengths))])
+    writer.add(
+        [f"{name}-{number}".encode() if number else b"shared\nid" for number in range(len(lengths))]
+    )
     manifest["splits"]["train"]["ids"] = vars(writer.finish())
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder / "train"
@@ -66,8 +72,18 @@ def write_data(folder: Path, name: str, seed: int) -> Path:
 
 def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
     """A run directory before its first step, with its index cache, and the dataset of training."""
-    blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, (3, 1), strict=False))
-    words = [*SMALL, f"data.train=[{blend}]", "data.valid=[]", "data.test=[]", f"train.steps={STEPS}", f"run_dir={run_dir}"]
+    blend = ", ".join(
+        f"{{prefix: {prefix}, weight: {weight}}}"
+        for prefix, weight in zip(prefixes, (3, 1), strict=False)
+    )
+    words = [
+        *SMALL,
+        f"data.train=[{blend}]",
+        "data.valid=[]",
+        "data.test=[]",
+        f"train.steps={STEPS}",
+        f"run_dir={run_dir}",
+    ]
     words.append(f"data.packing={packing}")
     prepared = prepare(load_run(DEMO, words), 1)
     assert prepared.facts is not None
@@ -82,7 +98,9 @@ def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
         reader=StoreReader(prepared.config),
     )
     (run_dir / "config.yaml").write_text(dump_yaml(prepared.config))
-    (run_dir / "environment.json").write_text(json.dumps({"packages": {"megatron-core": version("megatron-core")}}))
+    (run_dir / "environment.json").write_text(
+        json.dumps({"packages": {"megatron-core": version("megatron-core")}})
+    )
     return built.train
 
 
@@ -97,7 +115,9 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
     texts = {}
     for prefix in {row["source"] for row in rows}:
         index = read_index(Path(f"{prefix}.idx"))
-        texts[prefix] = np.split(np.fromfile(f"{prefix}.bin", index.dtype), np.cumsum(index.lengths)[:-1])
+        texts[prefix] = np.split(
+            np.fromfile(f"{prefix}.bin", index.dtype), np.cumsum(index.lengths)[:-1]
+        )
     found: dict[int, list[int]] = {}
     for row in rows:
         document = texts[row["source"]][row["document"]]
@@ -111,22 +131,36 @@ QUICK = [(2, "stream"), (1, "best_fit")]  # of these every sixth document, of th
 
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize(
-    ("sources", "packing"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "stream"), (2, "best_fit")))]
+    ("sources", "packing"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "stream"), (2, "best_fit"))),
+    ],
 )
 def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(
     tmp_path: Path, say: Say, sources: int, packing: str
 ) -> None:
     """Over the borders of epochs: 80 samples of data that has 28 of them."""
-    prefixes = [write_data(tmp_path / name, name, seed) for seed, name in enumerate(("one", "two")[:sources])]
+    prefixes = [
+        write_data(tmp_path / name, name, seed)
+        for seed, name in enumerate(("one", "two")[:sources])
+    ]
     dataset = begin(tmp_path / "run", prefixes, packing)
     steps = [say(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
-    assert [sorted({row["sample"] for row in rows}) for rows in steps] == [list(range(4 * n, 4 * n + 4)) for n in range(STEPS)]
+    assert [sorted({row["sample"] for row in rows}) for rows in steps] == [
+        list(range(4 * n, 4 * n + 4)) for n in range(STEPS)
+    ]
     rows = [row for step in steps for row in step]
-    assert [row["step"] for row in rows] == [1 + row["sample"] // BATCH for row in rows] and not any(row["seen"] for row in rows)
+    assert [row["step"] for row in rows] == [
+        1 + row["sample"] // BATCH for row in rows
+    ] and not any(row["seen"] for row in rows)
     read = tokens_of(rows)
     assert list(read) == list(range(STEPS * BATCH))
     whole = [dataset[sample]["tokens"].tolist() for sample in read]
-    assert all(tokens == text[: len(tokens)] and not any(text[len(tokens) :]) for tokens, text in zip(read.values(), whole, strict=True))
+    assert all(
+        tokens == text[: len(tokens)] and not any(text[len(tokens) :])
+        for tokens, text in zip(read.values(), whole, strict=True)
+    )
     assert packing == "best_fit" or all(len(tokens) == LENGTH for tokens in read.values())
     assert {row["source"] for row in rows} == set(map(str, prefixes))
     by_sample = {sample: list(group) for sample, group in groupby(rows, lambda row: row["sample"])}
@@ -142,7 +176,8 @@ def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_ba
         assert (
             found
             and found == where(id=name)
-            and {(row["source"], row["document"]) for row in found} == {(str(tmp_path / name[:3] / "train"), int(name[4:]))}
+            and {(row["source"], row["document"]) for row in found}
+            == {(str(tmp_path / name[:3] / "train"), int(name[4:]))}
         )
     shared = say(tmp_path / "run", "--find", "shared\nid")
     assert shared == say(tmp_path / "run", "--find", r"shared\nid") == where(document=0)
@@ -175,7 +210,16 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
             assert last == {**said, "id": None} and sample == said["sample"]
             assert all(row == {**said, "id": None, "to": None} for row, said in inner)
     assert main([str(tmp_path / "run"), "--step", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["step", "sample", "seen", "source", "document", "from", "to", "id"]
+    assert capsys.readouterr().out.splitlines()[0].split() == [
+        "step",
+        "sample",
+        "seen",
+        "source",
+        "document",
+        "from",
+        "to",
+        "id",
+    ]
 
 
 @pytest.fixture
@@ -193,7 +237,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return read
 
 
-def test_of_a_run_whose_batch_changed(pretrain_command: Command, tiny_data: Path, say: Say, read: list[list[int]]) -> None:
+def test_of_a_run_whose_batch_changed(
+    pretrain_command: Command, tiny_data: Path, say: Say, read: list[list[int]]
+) -> None:
     """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
     assert pretrain_command("train.steps=6") == 0
     assert pretrain_command("train.steps=9", "train.global_batch_size=8") == 0
@@ -216,9 +262,16 @@ def test_of_stages_each_with_its_own_order(
     run = pretrain_command.run_dir
     rows = [row for step in range(1, 11) for row in say(run, "--step", step)]
     samples = list(dict.fromkeys(row["sample"] for row in rows))
-    assert samples == [f"{stage}:{n}" for stage, count in (("ramp", 6), ("main", 16), ("decay", 12)) for n in range(count)]
+    assert samples == [
+        f"{stage}:{n}"
+        for stage, count in (("ramp", 6), ("main", 16), ("decay", 12))
+        for n in range(count)
+    ]
     found = list(tokens_of(rows).values())
-    assert all(tokens == text[: len(tokens)] and not any(text[len(tokens) :]) for tokens, text in zip(found, read, strict=True))
+    assert all(
+        tokens == text[: len(tokens)] and not any(text[len(tokens) :])
+        for tokens, text in zip(found, read, strict=True)
+    )
     assert all(row["seen"] for row in rows)
     for row in rows[:: len(rows) // 6]:
         assert row in say(run, "--sample", row["sample"]) and row in say(run, "--find", row["id"])
@@ -228,12 +281,25 @@ def test_of_stages_each_with_its_own_order(
     assert [row for step in range(1, 11) for row in say(run, "--step", step)] == rows
 
 
-def test_of_a_fork_with_an_order_of_its_own(pretrain_command: Command, say: Say, read: list[list[int]], tmp_path: Path) -> None:
+def test_of_a_fork_with_an_order_of_its_own(
+    pretrain_command: Command, say: Say, read: list[list[int]], tmp_path: Path
+) -> None:
     """And of its own fork, which goes on in that order."""
     assert pretrain_command("train.steps=4") == 0
     child, grandchild, start = tmp_path / "child", tmp_path / "grandchild", len(read)
-    assert pretrain_command("train.steps=7", "data.seq_length=48", "--fork", str(child), config=str(pretrain_command.run_dir)) == 0
-    assert pretrain_command("train.steps=9", "--fork", str(grandchild), config=str(child)) == 0, pretrain_command.err
+    assert (
+        pretrain_command(
+            "train.steps=7",
+            "data.seq_length=48",
+            "--fork",
+            str(child),
+            config=str(pretrain_command.run_dir),
+        )
+        == 0
+    )
+    assert pretrain_command("train.steps=9", "--fork", str(grandchild), config=str(child)) == 0, (
+        pretrain_command.err
+    )
     for anew in (False, True):
         runs = {5: child, 6: child, 7: child, 8: grandchild, 9: grandchild}
         rows = [row for step, run in runs.items() for row in say(run, "--step", step)]
@@ -247,7 +313,10 @@ def test_of_a_fork_with_an_order_of_its_own(pretrain_command: Command, say: Say,
 def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> None:
     """12 steps of 4 samples' tokens, of which six are done, continue in steps of 8: 3 more. The checkpoint alone has the change."""
     tokens = ("train.steps=null", f"train.tokens={48 * LENGTH}")
-    assert pretrain_command("train.steps=6") == 0 and pretrain_command(*tokens, "train.global_batch_size=8") == 0
+    assert (
+        pretrain_command("train.steps=6") == 0
+        and pretrain_command(*tokens, "train.global_batch_size=8") == 0
+    )
     shutil.rmtree(pretrain_command.run_dir / "checkpoints" / "step_00000009")
     (pretrain_command.run_dir / "metrics.jsonl").unlink()
     (pretrain_command.run_dir / "progress.json").unlink()
@@ -255,7 +324,9 @@ def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> No
     assert record.steps.points == [(0, 0), (6, 24), (8, 40), (9, 48)] and record.order_samples == 48
 
 
-def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_command: Command, refused: Refused) -> None:
+def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(
+    pretrain_command: Command, refused: Refused
+) -> None:
     run_dir = pretrain_command.run_dir
     run_dir.mkdir()
     config = load_run(DEMO, [*SMALL, "train.steps=30", "train.global_batch_size=4"])
@@ -263,16 +334,29 @@ def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_c
     assert read_run(run_dir)[0].steps == Steps([(0, 0), (30, 120)], {4}, 0)
 
     def metrics(steps: list[tuple[int, int]]) -> str:
-        return "".join(json.dumps({"step": step, "consumed_tokens": LENGTH * samples}) + "\n" for step, samples in steps)
+        return "".join(
+            json.dumps({"step": step, "consumed_tokens": LENGTH * samples}) + "\n"
+            for step, samples in steps
+        )
 
-    (run_dir / "attempts.jsonl").write_text('{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n')
+    (run_dir / "attempts.jsonl").write_text(
+        '{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n'
+    )
     # A kill after step 4 took back what came after the checkpoint of step 2.
     (run_dir / "metrics.jsonl").write_text(
-        metrics([(1, 8), (2, 16), (3, 24)]) + '{"step": 4, "con\n' + metrics([(4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons'
+        metrics([(1, 8), (2, 16), (3, 24)])
+        + '{"step": 4, "con\n'
+        + metrics([(4, 32), (3, 20), (5, 28)])
+        + '{"step": 6, "cons'
     )
     steps = read_run(run_dir)[0].steps
     assert steps == Steps([(0, 0), (1, 8), (2, 16), (3, 20), (5, 28), (30, 128)], {4, 8}, 5)
-    assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(8, 16), range(16, 20), range(24, 28), range(28, 32)]
+    assert [steps.samples(step) for step in (2, 3, 5, 6)] == [
+        range(8, 16),
+        range(16, 20),
+        range(24, 28),
+        range(28, 32),
+    ]
     assert all(steps.of(sample) == step for step in range(1, 31) for sample in steps.samples(step))
     (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (10, 60)]))
     assert read_run(run_dir)[0].steps.of(30) is None and read_run(run_dir)[0].steps.of(60) == 11
@@ -285,7 +369,15 @@ def test_mistakes_are_one_line(tmp_path: Path, refused: Refused) -> None:
     prefix = write_data(tmp_path / "one", "one", 0)
     refused(main, "tools.tokens", run_dir, "--step", 1)
     begin(run_dir, [prefix])
-    for words in (("--step", 0), ("--step", 21), ("--step", "one"), ("--sample", 80), ("--find", "two-1"), ("--document", 72), ()):
+    for words in (
+        ("--step", 0),
+        ("--step", 21),
+        ("--step", "one"),
+        ("--sample", 80),
+        ("--find", "two-1"),
+        ("--document", 72),
+        (),
+    ):
         refused(main, "tools.tokens", run_dir, *words)
     manifest = tmp_path / "one" / "manifest.json"
     said = json.loads(manifest.read_text())
@@ -295,11 +387,21 @@ def test_mistakes_are_one_line(tmp_path: Path, refused: Refused) -> None:
     (cache,) = (folder for folder in (run_dir / "index_cache").iterdir() if folder.is_dir())
     sample_index = next(cache.glob("*-sample_index.npy"))
     sample_index.write_bytes(sample_index.read_bytes()[:-8])
-    refused(main, "tools.tokens", run_dir, "--step", 1, CACHE=cache.name, KEY=sample_index.name.partition("-")[0])
+    refused(
+        main,
+        "tools.tokens",
+        run_dir,
+        "--step",
+        1,
+        CACHE=cache.name,
+        KEY=sample_index.name.partition("-")[0],
+    )
     sample_index.unlink()
     cache.rename(tmp_path / "cache")
     refused(main, "tools.tokens", run_dir, "--step", 1)
-    (run_dir / "config.yaml").write_text(dump_yaml(load_run(run_dir / "config.yaml", [f"data.index_cache={tmp_path / 'elsewhere'}"])))
+    (run_dir / "config.yaml").write_text(
+        dump_yaml(load_run(run_dir / "config.yaml", [f"data.index_cache={tmp_path / 'elsewhere'}"]))
+    )
     refused(main, "tools.tokens", run_dir, "--step", 1)
     (run_dir / "environment.json").unlink()
     refused(main, "tools.tokens", run_dir, "--step", 1)

@@ -50,14 +50,24 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
             computed += time.thread_time() - began
 
     reader = Timed(step)
-    stored = {name: one for name, one in reader.read_metadata().state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    stored = {
+        name: one
+        for name, one in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
     targets = {one.size: torch.ones(one.size) for one in stored.values()}
     for file in step.iterdir():
         with file.open("rb") as content:
-            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_WILLNEED if cached else os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                content.fileno(), 0, 0, os.POSIX_FADV_WILLNEED if cached else os.POSIX_FADV_DONTNEED
+            )
     began = time.perf_counter()
     try:
-        load({name: targets[one.size] for name, one in stored.items()}, storage_reader=reader, no_dist=True)
+        load(
+            {name: targets[one.size] for name, one in stored.items()},
+            storage_reader=reader,
+            no_dist=True,
+        )
     except CheckpointException as error:  # torch's, of whatever it met, a signal too
         raise next(failure for failure, _ in error.failures.values()) from None
     return time.perf_counter() - began, computed
@@ -65,9 +75,15 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a Markdown table; returns the exit code."""
-    parser = runner.command_line(PROGRAM, "What comparing checksums costs beside the load of a checkpoint.")
+    parser = runner.command_line(
+        PROGRAM, "What comparing checksums costs beside the load of a checkpoint."
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written for the while (default: the one for temporary files)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the checkpoint is written for the while (default: the one for temporary files)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="loads of each kind (default: 5)")
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
@@ -82,18 +98,38 @@ def measure(options: argparse.Namespace) -> int:
     from pretrain.checkpoint.writer import save_weights
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(config.model).items()}
+        weights = {
+            name: torch.zeros(shape) for name, shape in parameter_shapes(config.model).items()
+        }
         step = save_weights(Path(folder), weights.items(), config, Progress(0, 0, 0), "")
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
-        print("| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|")
+        print(
+            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|"
+        )
         for place, cached in (("disk", False), ("memory", True)):
-            pairs = [[seconds(step, compared=compared, cached=cached) for compared in (True, False)] for _ in range(options.rounds)]
+            pairs = [
+                [seconds(step, compared=compared, cached=cached) for compared in (True, False)]
+                for _ in range(options.rounds)
+            ]
             (whole, alone), (bare, _) = (min(side) for side in zip(*pairs, strict=True))
             longer = whole - bare
-            rows.append({"from": place, "bytes": size, "seconds": whole, "longer": longer, "comparing": alone})
-            print(f"| {place} | {whole:.2f} | {longer:.2f} | {longer / whole:.1%} | {alone:.2f} |", flush=True)
-    runner.write_json(options.json, {"suite": "checked_load", "machine": runner.facts(), "rows": rows})
+            rows.append(
+                {
+                    "from": place,
+                    "bytes": size,
+                    "seconds": whole,
+                    "longer": longer,
+                    "comparing": alone,
+                }
+            )
+            print(
+                f"| {place} | {whole:.2f} | {longer:.2f} | {longer / whole:.1%} | {alone:.2f} |",
+                flush=True,
+            )
+    runner.write_json(
+        options.json, {"suite": "checked_load", "machine": runner.facts(), "rows": rows}
+    )
     return 0
 
 

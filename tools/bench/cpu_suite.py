@@ -74,7 +74,9 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
     seconds = fastest(sides)
     row: dict[str, Any] = {"what": name, "tokens": tokens, "seconds": seconds}
     for other in seconds.keys() - {"ours"}:
-        row[f"ours / {other}"] = {which: seconds["ours"][n] / seconds[other][n] for n, which in enumerate(PASSES)}
+        row[f"ours / {other}"] = {
+            which: seconds["ours"][n] / seconds[other][n] for n, which in enumerate(PASSES)
+        }
     return row
 
 
@@ -86,7 +88,9 @@ def models(effort: Effort) -> Iterator[dict[str, Any]]:
         return train_step(variant, scale, torch.float32, 4 * effort.budget).step.seconds
 
     for variant in VARIANTS:
-        base, own = zip(*((seconds(BASELINE), seconds(variant)) for _ in range(ROUNDS)), strict=True)
+        base, own = zip(
+            *((seconds(BASELINE), seconds(variant)) for _ in range(ROUNDS)), strict=True
+        )
         yield {
             "what": f"model: {variant}",
             "tokens": scale.tokens,
@@ -97,7 +101,13 @@ def models(effort: Effort) -> Iterator[dict[str, Any]]:
 
 def small_scale(effort: Effort) -> Scale:
     """A model for a CPU."""
-    model = replace(SCALES["table 5"].model, num_layers=effort.layers, hidden_size=effort.hidden, num_attention_heads=4, vocab_size=1024)
+    model = replace(
+        SCALES["table 5"].model,
+        num_layers=effort.layers,
+        hidden_size=effort.hidden,
+        num_attention_heads=4,
+        vocab_size=1024,
+    )
     return Scale("a CPU's", model, effort.model_tokens, 1)
 
 
@@ -110,8 +120,21 @@ def render(rows: list[dict[str, Any]]) -> str:
             steps.append([what, tokens, f"{row['ours / Transformer']['train step']:.2f}"])
             continue
         ratios = (row.get(f"ours / {other}", {}) for other in ("standard attention", "reference"))
-        operations.append([what, tokens, *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES)])
-    header = ["operation", "tokens", "forward ÷ standard", "fwd + bwd ÷ standard", "forward ÷ reference", "fwd + bwd ÷ reference"]
+        operations.append(
+            [
+                what,
+                tokens,
+                *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES),
+            ]
+        )
+    header = [
+        "operation",
+        "tokens",
+        "forward ÷ standard",
+        "fwd + bwd ÷ standard",
+        "forward ÷ reference",
+        "fwd + bwd ÷ reference",
+    ]
     tables = ((header, operations), (["model", "tokens", "train step ÷ Transformer"], steps))
     return "\n\n".join(runner.table(columns, lines) for columns, lines in tables if lines)
 
@@ -126,11 +149,15 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
             for which, now in row.get(ratio, {}).items():
                 then = old.get(ratio, {}).get(which)
                 if then and now > SLOWER * then:
-                    found.append(f"{row['what']}, {row['tokens']} tokens, {which}: {now / then:.2f} times slower ({then:.2f} -> {now:.2f})")
+                    found.append(
+                        f"{row['what']}, {row['tokens']} tokens, {which}: {now / then:.2f} times slower ({then:.2f} -> {now:.2f})"
+                    )
     return found
 
 
-def measure_all(effort: Effort, only: list[str] | None, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[str]]:
+def measure_all(
+    effort: Effort, only: list[str] | None, tell: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Every row, and a line for each operation that could not be timed."""
     rows, gaps = [], []
     wanted = [name for name in WORKLOADS if not only or name in only]
@@ -161,10 +188,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
-    parser = runner.command_line(PROGRAM, "Every operation and small models on a CPU, as ratios to standard attention and the Transformer.")
-    parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
-    parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
+    parser = runner.command_line(
+        PROGRAM,
+        "Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one short length, tiny models: under two minutes on two cores",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=[*WORKLOADS, "models"],
+        help="these operations alone, or models",
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="PATH",
+        help="an earlier --json: say what became over 20%% slower",
+    )
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 
@@ -182,10 +227,14 @@ def measure(options: argparse.Namespace) -> int:
     print(f"{runner.sentence(machine)}; float32\n\n{render(rows)}")
     for gap in gaps:
         print(f"not timed: {gap}")
-    runner.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
+    runner.write_json(
+        options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps}
+    )
     if options.compare:
         found = slower(rows, earlier)
-        print("\n".join(["", f"slower by over 20% than {options.compare}:", *(found or ["nothing"])]))
+        print(
+            "\n".join(["", f"slower by over 20% than {options.compare}:", *(found or ["nothing"])])
+        )
     return 0
 
 

@@ -37,8 +37,14 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     from tools.bench.engines.rank import random_batches
 
     engine = MegatronEngine(config, Schedule.of(config))
-    named: dict[str, Watch] = {"layers": Observer(engine.models, 1), "tensors": TensorNorms(engine, 1)}
-    look, stream = together(*(named[name] for name in config.log.diagnostics)), random_batches(config)
+    named: dict[str, Watch] = {
+        "layers": Observer(engine.models, 1),
+        "tensors": TensorNorms(engine, 1),
+    }
+    look, stream = (
+        together(*(named[name] for name in config.log.diagnostics)),
+        random_batches(config),
+    )
     plain, longer = [], []
     for number in range(pairs + 1):
         took = []
@@ -56,9 +62,13 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a Markdown table; returns the exit code."""
-    parser = runner.command_line(PROGRAM, "What a look at every layer costs beside a training step.")
+    parser = runner.command_line(
+        PROGRAM, "What a look at every layer costs beside a training step."
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
-    parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
+    parser.add_argument(
+        "--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
@@ -74,20 +84,31 @@ def measure(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     try:
         for name in names:
-            config = load_run(RUN, [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides])
+            config = load_run(
+                RUN, [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides]
+            )
             validate(config, 1)
             interval = max(1, config.log.diagnostics_interval)
             if not rows:
                 initialize_model_parallel(config)
-                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|")
+                print(
+                    f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|"
+                )
             step, look = seconds(config, options.pairs)
             share = look / step
-            rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})
-            print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
+            rows.append(
+                {"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval}
+            )
+            print(
+                f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |",
+                flush=True,
+            )
     finally:
         destroy_model_parallel()
         torch.distributed.destroy_process_group()
-    runner.write_json(options.json, {"suite": "diagnostics_cost", "machine": runner.facts(), "rows": rows})
+    runner.write_json(
+        options.json, {"suite": "diagnostics_cost", "machine": runner.facts(), "rows": rows}
+    )
     return 0
 
 

@@ -29,7 +29,11 @@ GENTLER = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "cem": GENTLER,
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
-    "transformer, looped twice": ("model.mixer=transformer", "model.num_layers=2", "model.recurrence=2"),
+    "transformer, looped twice": (
+        "model.mixer=transformer",
+        "model.num_layers=2",
+        "model.recurrence=2",
+    ),
     "hybrid: fem_softmax, fem_gla": ("model.pattern=[fem_softmax, fem_gla]",),
     "transformer with CEM's MLP": ("model.mixer=transformer", "model.mlp=cem", *GENTLER),
     "cem with SwiGLU": ("model.mixer=cem", "model.mlp=swiglu", *GENTLER),
@@ -46,7 +50,13 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
     """The run's settings."""
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
     run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
-    fixed = [f"run_dir={run_dir}", f"train.steps={steps}", f"train.eval_interval={steps}", "log.interval=5", "data.test=[]"]
+    fixed = [
+        f"run_dir={run_dir}",
+        f"train.steps={steps}",
+        f"train.eval_interval={steps}",
+        "log.interval=5",
+        "data.test=[]",
+    ]
     return [*mixer, *SETTINGS.get(name, ()), *fixed, "optimizer.warmup_steps=15"]
 
 
@@ -54,10 +64,18 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
     """One run; its numbers. Raises Fault with the end of its output where it fails."""
     settings = overrides(name, steps, folder)
     command = [sys.executable, "-m", "pretrain", RUN, *settings]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     if done.returncode:
-        raise Fault(f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}")
-    run_dir = Path(next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix("run_dir="))
+        raise Fault(
+            f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}"
+        )
+    run_dir = Path(
+        next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix(
+            "run_dir="
+        )
+    )
     config, history = load_run(run_dir / "config.yaml", ()), History.read(run_dir)
     counts = count_by_component(config.model)
     label = f"{name} (lr {config.optimizer.lr:g})" if set(GENTLER) <= set(settings) else name
@@ -78,8 +96,18 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
     lines = []
     for row in rows:
-        parameters, loss, speed, state = (float(row[key]) for key in ("parameters", "heldout_loss", "tokens_per_second", "state_bytes"))
-        cells = [str(row["name"]), str(row["cost"]), f"{parameters / 1e6:.2f}M", f"{loss:.3f}", f"{speed:,.0f}", f"{speed / base:.2f}"]
+        parameters, loss, speed, state = (
+            float(row[key])
+            for key in ("parameters", "heldout_loss", "tokens_per_second", "state_bytes")
+        )
+        cells = [
+            str(row["name"]),
+            str(row["cost"]),
+            f"{parameters / 1e6:.2f}M",
+            f"{loss:.3f}",
+            f"{speed:,.0f}",
+            f"{speed / base:.2f}",
+        ]
         lines.append([*cells, f"{state / 1024:,.0f} KiB"])
     columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
     return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
@@ -87,9 +115,16 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, print progress, write the table and the numbers as JSON."""
-    parser = runner.command_line(PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data.")
+    parser = runner.command_line(
+        PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data."
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder of the runs, table.md and table.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/mixers"),
+        help="folder of the runs, table.md and table.json",
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
@@ -103,10 +138,18 @@ def measure(options: argparse.Namespace) -> int:
     for number, name in enumerate(chosen):
         rows.append(train(name, options.steps, options.out))
         left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
-        print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
+        print(
+            f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True
+        )
         runner.write_json(options.out / "table.json", rows)
     (options.out / "table.md").write_text(table(rows, options.steps))
-    content = {"suite": "mixers", "machine": runner.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
+    content = {
+        "suite": "mixers",
+        "machine": runner.facts(),
+        "steps": options.steps,
+        "baseline": BASELINE,
+        "rows": rows,
+    }
     runner.write_json(options.json, content)
     print(f"wrote {options.out / 'table.md'}")
     return 0

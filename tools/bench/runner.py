@@ -24,7 +24,15 @@ from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
 
 # What a benchmark may find installed beside torch, and uses then.
-PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-linear-attention", "megatron-core", "transformer-engine", "matplotlib")
+PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-linear-attention",
+    "megatron-core",
+    "transformer-engine",
+    "matplotlib",
+)
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 VOCABULARY = 32000  # of a model that takes its data's
@@ -36,7 +44,9 @@ def model_file(name: str) -> Path:
     file = Path(name).resolve() if by_path else MODELS / f"{name}.yaml"
     if not file.is_file():
         known = sorted(path.stem for path in MODELS.glob("*.yaml"))
-        raise ConfigError(f"{'there is no file' if by_path else 'configs/model has no'} {name}; {did_you_mean(file.stem, known)}")
+        raise ConfigError(
+            f"{'there is no file' if by_path else 'configs/model has no'} {name}; {did_you_mean(file.stem, known)}"
+        )
     return file
 
 
@@ -50,7 +60,9 @@ def facts() -> dict[str, Any]:
             continue
     return {
         "date": date.today().isoformat(),
-        "device": platform.device_name() if platform.has_cuda() else f"CPU ({host.machine()}, {os.cpu_count()} cores)",
+        "device": platform.device_name()
+        if platform.has_cuda()
+        else f"CPU ({host.machine()}, {os.cpu_count()} cores)",
         "memory_bytes": platform.device_memory_bytes(),
         "threads": torch.get_num_threads(),
         "python": host.python_version(),
@@ -62,23 +74,46 @@ def facts() -> dict[str, Any]:
 
 def sentence(machine: dict[str, Any]) -> str:
     """The facts as one line of text."""
-    parts = [machine["date"], machine["device"], f"Python {machine['python']}", f"torch {machine['torch']}"]
+    parts = [
+        machine["date"],
+        machine["device"],
+        f"Python {machine['python']}",
+        f"torch {machine['torch']}",
+    ]
     parts.append(machine["toolkit"] or f"{machine['threads']} threads")
-    return ", ".join([*parts, *(f"{name} {number}" for name, number in machine["packages"].items() if name != "matplotlib")])
+    return ", ".join(
+        [
+            *parts,
+            *(
+                f"{name} {number}"
+                for name, number in machine["packages"].items()
+                if name != "matplotlib"
+            ),
+        ]
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown, its columns aligned so that it reads in a console, too."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    text = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    return "\n".join(
+        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
+    )
 
 
 def command_line(program: str, description: str) -> Parser:
     """A benchmark's parser, with --json PATH, which every one takes."""
     parser = Parser(prog=f"python -m {program}", description=description)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to this file, too")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write all numbers to this file, too"
+    )
     return parser
 
 
@@ -88,7 +123,9 @@ def write_json(path: Path | None, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout, which no file must replace
+    if path.is_symlink() or (
+        path.exists() and not path.is_file()
+    ):  # /dev/stdout, which no file must replace
         path.write_text(text, encoding="utf-8")
     else:
         write_whole(path, text, synced=False)

@@ -36,7 +36,11 @@ def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
     automatic: without those that run only where they are asked for.
     """
     found = operations().get(op)
-    return ("reference",) if found is None else tuple(each.name for each in found.implementations if each.automatic or not automatic)
+    return (
+        ("reference",)
+        if found is None
+        else tuple(each.name for each in found.implementations if each.automatic or not automatic)
+    )
 
 
 def lacks(op: str, implementation: str, device: torch.device) -> str | None:
@@ -44,13 +48,24 @@ def lacks(op: str, implementation: str, device: torch.device) -> str | None:
     found = operations().get(op)
     if found is None:
         return None
-    return next((each.lacks(device) for each in found.implementations if each.name == implementation), None)
+    return next(
+        (each.lacks(device) for each in found.implementations if each.name == implementation), None
+    )
 
 
-def time_workload(name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
+def time_workload(
+    name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float
+) -> Speed:
     """An operation by one of its implementations, or "auto". Raises ValueError where that cannot run such a call."""
     workload = WORKLOADS[name]
-    return _time(workload.inputs, lambda inputs: workload.call(inputs, implementation), workload.flops(size), size, dtype, budget)
+    return _time(
+        workload.inputs,
+        lambda inputs: workload.call(inputs, implementation),
+        workload.flops(size),
+        size,
+        dtype,
+        budget,
+    )
 
 
 def time_baseline(name: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
@@ -75,8 +90,12 @@ def _time(
     sets = [draw_inputs(Draw(device, dtype, 0), size)]
     bytes_of_one = _bytes(sets[0].values())
     needed = math.ceil(2 * platform.device_cache_bytes() / max(1, bytes_of_one))
-    sets += [draw_inputs(Draw(device, dtype, seed), size) for seed in range(1, min(MOST_SETS, needed))]
-    leaves = [[x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad] for inputs in sets]
+    sets += [
+        draw_inputs(Draw(device, dtype, seed), size) for seed in range(1, min(MOST_SETS, needed))
+    ]
+    leaves = [
+        [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad] for inputs in sets
+    ]
     with torch.no_grad():
         outputs = call(sets[0])
     weights = [torch.randn_like(output) for output in outputs]

@@ -44,7 +44,11 @@ class Scale:
 
     def begins(self) -> Tensor:
         """[batch, tokens] bool, True where a document begins, by chance, but the same each time."""
-        begins = torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0)) * self.documents < 1
+        begins = (
+            torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0))
+            * self.documents
+            < 1
+        )
         begins[:, 0] = True
         return begins
 
@@ -56,11 +60,21 @@ class Scale:
         sizes = torch.diff(first, append=torch.tensor([self.batch * self.tokens]))
         shares = torch.bincount(sizes, sizes.double(), self.tokens + 1) / sizes.sum()
         pieces = Pieces(shares.numpy(), float(sizes.double().mean()), len(sizes), len(sizes))
-        return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens, pieces).values())
+        return (
+            3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens, pieces).values())
+        )
 
 
-def _scale(about: str, layers: int, hidden: int, heads: int, inner: int | None, tokens: int, batch: int) -> Scale:
-    model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=inner, vocab_size=32000)
+def _scale(
+    about: str, layers: int, hidden: int, heads: int, inner: int | None, tokens: int, batch: int
+) -> Scale:
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=inner,
+        vocab_size=32000,
+    )
     return Scale(about, model, tokens, batch)
 
 
@@ -74,14 +88,23 @@ SCALES: dict[str, Scale] = {
     "86M": _scale("the CEM paper's 86M", 8, 672, 8, 1792, 2048, 8),
 }
 PACKED = {f"{name}, documents": name for name in ("1.3B", "340M")}
-SCALES |= {packed: replace(SCALES[name], about=f"{SCALES[name].about}, documents apart", documents=512) for packed, name in PACKED.items()}
+SCALES |= {
+    packed: replace(SCALES[name], about=f"{SCALES[name].about}, documents apart", documents=512)
+    for packed, name in PACKED.items()
+}
 
 VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
     BASELINE: lambda model: replace(model, mixer="transformer"),
     "FEM-SM, C L T G": lambda model: replace(model, mixer="fem_softmax"),
-    "FEM-SM, L T G": lambda model: replace(model, mixer="fem_softmax", fem=FemConfig(conditioner=False)),
-    "FEM-SM, L T": lambda model: replace(model, mixer="fem_softmax", fem=FemConfig(conditioner=False, gate=False)),
-    "FEM-SM, L": lambda model: replace(model, mixer="fem_softmax", fem=replace(WITHOUT, free_energy=True)),
+    "FEM-SM, L T G": lambda model: replace(
+        model, mixer="fem_softmax", fem=FemConfig(conditioner=False)
+    ),
+    "FEM-SM, L T": lambda model: replace(
+        model, mixer="fem_softmax", fem=FemConfig(conditioner=False, gate=False)
+    ),
+    "FEM-SM, L": lambda model: replace(
+        model, mixer="fem_softmax", fem=replace(WITHOUT, free_energy=True)
+    ),
     "FEM-GLA, C L T G": lambda model: replace(model, mixer="fem_gla"),
     "GLA": lambda model: replace(model, mixer="fem_gla", fem=WITHOUT),
     "CEM": lambda model: replace(model, mixer="cem"),
@@ -125,14 +148,20 @@ class LanguageModel(nn.Module):
         with torch.device(device or platform.device()):
             self.embedding = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
             moves = model.stream_size > hidden
-            self.velocities = nn.Parameter(torch.empty(rows, hidden, dtype=dtype)) if moves else None
-            self.blocks = nn.ModuleList(Block(shape, parallel or Fused(dtype)) for shape in model.blocks())
+            self.velocities = (
+                nn.Parameter(torch.empty(rows, hidden, dtype=dtype)) if moves else None
+            )
+            self.blocks = nn.ModuleList(
+                Block(shape, parallel or Fused(dtype)) for shape in model.blocks()
+            )
             self.norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
             self.output = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
         outer = outer_weights(replace(model, tie_embeddings=False))
         with torch.no_grad():
             for name, weight in self.named_parameters():
-                start = starts_from(model, weight.spec if hasattr(weight, "spec") else outer[OUTER[name]])
+                start = starts_from(
+                    model, weight.spec if hasattr(weight, "spec") else outer[OUTER[name]]
+                )
                 if isinstance(start, Normal):
                     weight.normal_(0.0, start.std)
 
@@ -143,7 +172,11 @@ class LanguageModel(nn.Module):
             x = torch.cat((x, self.velocities[tokens]), dim=-1)
         x = x.transpose(0, 1).contiguous()
         for block in self.blocks:
-            x = checkpoint(block, x, context, use_reentrant=False) if self.recompute else block(x, context)
+            x = (
+                checkpoint(block, x, context, use_reentrant=False)
+                if self.recompute
+                else block(x, context)
+            )
         logits = linear(rms_norm(x[..., : len(self.norm)], self.norm, self.eps), self.output)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy(logits.to(wide).flatten(0, 1), labels.T.flatten())
@@ -170,13 +203,17 @@ class StepCost:
         return self.flops / self.step.seconds / peak_flops
 
 
-def train_step(variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False) -> StepCost:
+def train_step(
+    variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False
+) -> StepCost:
     """Time a model's training step, on random tokens. Raises torch.OutOfMemoryError where it does not fit."""
     config = VARIANTS[variant](scale.model)
     platform.reset_peak_memory()
     model = LanguageModel(config, dtype, recompute=recompute)
     device = platform.device()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     rng = torch.Generator().manual_seed(0)
     shape = (4, scale.batch, scale.tokens + 1)
     assert config.vocab_size is not None
@@ -196,4 +233,11 @@ def train_step(variant: str, scale: Scale, dtype: torch.dtype, budget: float, *,
 
     timing = measure(step, budget, most=20)
     parameters = sum(count_by_component(config).values())
-    return StepCost(timing, scale.batch * scale.tokens, scale.flops(config), parameters, platform.peak_memory_bytes(), recompute)
+    return StepCost(
+        timing,
+        scale.batch * scale.tokens,
+        scale.flops(config),
+        parameters,
+        platform.peak_memory_bytes(),
+        recompute,
+    )

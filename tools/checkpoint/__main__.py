@@ -18,7 +18,9 @@ CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code; 1 also of a damaged checkpoint."""
     given = _parser().parse_args(arguments)
-    return run("tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written")
+    return run(
+        "tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written"
+    )
 
 
 def _parser() -> Parser:
@@ -34,14 +36,23 @@ def _parser() -> Parser:
         "weights, optimizer state, position in the data. Files of tensors are linked, or copied where that is not possible.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.add_argument("--engine", required=True, choices=["megatron", "deepspeed"], help="the engine that is to continue")
+    verb.add_argument(
+        "--engine",
+        required=True,
+        choices=["megatron", "deepspeed"],
+        help="the engine that is to continue",
+    )
     verb.add_argument(
         "--plain-optimizer",
         action="store_true",
         help="for Megatron's optimizer that is not split over ranks (parallel.use_distributed_optimizer=false)",
     )
     verb.add_argument(
-        "--out", required=True, type=Path, metavar="RUN_DIR", help="run directory of the run that continues; not the source's"
+        "--out",
+        required=True,
+        type=Path,
+        metavar="RUN_DIR",
+        help="run directory of the run that continues; not the source's",
     )
     verb.set_defaults(run=_convert)
     _add_merge(verbs)
@@ -57,7 +68,11 @@ def _parser() -> Parser:
         help="read every byte of a checkpoint, or of all of a run, and compare it with its checksums",
         description="Reads checkpoints whole and compares sizes, hashes and every tensor's checksum. Exit code 1: one is damaged.",
     )
-    verb.add_argument("checkpoint", metavar="CHECKPOINT", help="a run directory (all its checkpoints), a step_NNNNNNNN, or a mirror's URL")
+    verb.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run directory (all its checkpoints), a step_NNNNNNNN, or a mirror's URL",
+    )
     verb.set_defaults(run=_verify)
     verb = verbs.add_parser(
         "mirror",
@@ -66,8 +81,16 @@ def _parser() -> Parser:
         "sent again. A run with checkpoint.mirror does so by itself.",
     )
     _add_places(verb)
-    verb.add_argument("--interval", type=_whole, default=1, metavar="STEPS", help="of which steps this divides; the last one always")
-    verb.add_argument("--keep-last", type=_whole, metavar="N", help="checkpoints kept there (default: all)")
+    verb.add_argument(
+        "--interval",
+        type=_whole,
+        default=1,
+        metavar="STEPS",
+        help="of which steps this divides; the last one always",
+    )
+    verb.add_argument(
+        "--keep-last", type=_whole, metavar="N", help="checkpoints kept there (default: all)"
+    )
     verb.add_argument("--follow", action="store_true", help="and each newer one, until stdin ends")
     verb.set_defaults(run=_mirror)
     verb = verbs.add_parser(
@@ -77,8 +100,18 @@ def _parser() -> Parser:
         "directory without checkpoints takes over the mirror's run: a run with checkpoint.mirror does so by itself only at the same path.",
     )
     _add_places(verb)
-    verb.add_argument("--damaged", action="append", default=[], metavar="STEP", help="a step_NNNNNNNN of the run that is no good")
-    verb.add_argument("--aside", action="store_true", help="leave in RUN_DIR/.fetched, for the run to check, what may be another run's")
+    verb.add_argument(
+        "--damaged",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="a step_NNNNNNNN of the run that is no good",
+    )
+    verb.add_argument(
+        "--aside",
+        action="store_true",
+        help="leave in RUN_DIR/.fetched, for the run to check, what may be another run's",
+    )
     verb.set_defaults(run=_fetch)
     return parser
 
@@ -91,24 +124,49 @@ def _add_merge(verbs: Any) -> None:
         "evaluate, to export, and to start from with checkpoint.load.",
     )
     verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.add_argument("--last", type=_whole, metavar="N", help="the newest N good checkpoints of a run, instead of named ones")
+    verb.add_argument(
+        "--last",
+        type=_whole,
+        metavar="N",
+        help="the newest N good checkpoints of a run, instead of named ones",
+    )
     verb.add_argument("--of", type=Path, metavar="RUN_DIR", help="whose")
     shares = verb.add_mutually_exclusive_group()
-    shares.add_argument("--weights", type=_share, nargs="+", metavar="SHARE", help="a share for each checkpoint, as named (default: equal)")
+    shares.add_argument(
+        "--weights",
+        type=_share,
+        nargs="+",
+        metavar="SHARE",
+        help="a share for each checkpoint, as named (default: equal)",
+    )
     shares.add_argument(
         "--ema",
         type=_share,
         metavar="DECAY",
         help="an exponential window: of two neighbours the older one has DECAY times the share, below 1",
     )
-    verb.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet, or is empty")
+    verb.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a folder that is not there yet, or is empty",
+    )
     verb.set_defaults(run=_merge)
 
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
-    verb.add_argument("url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder")
-    verb.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long a fault is tried again (default: 600)")
+    verb.add_argument(
+        "url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder"
+    )
+    verb.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a fault is tried again (default: 600)",
+    )
 
 
 def _whole(text: str) -> int:
@@ -129,7 +187,9 @@ def _share(text: str) -> float:
 
 def _convert(given: argparse.Namespace) -> None:
     if given.plain_optimizer and given.engine != "megatron":
-        raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
+        raise ConfigError(
+            f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}"
+        )
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
@@ -144,7 +204,9 @@ def _merge(given: argparse.Namespace) -> None:
         raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
     if given.weights and (last or len(given.weights) != len(named)):
         count = f"{last} of --last" if last else str(len(named))
-        raise ConfigError(f"--weights has {len(given.weights)} shares for {count} checkpoints: name as many checkpoints as shares")
+        raise ConfigError(
+            f"--weights has {len(given.weights)} shares for {count} checkpoints: name as many checkpoints as shares"
+        )
     if given.ema and given.ema >= 1:
         raise ConfigError(f"--ema {given.ema:g}: a share of the next checkpoint's, below 1")
     from fem_megatron.megatron.platform import import_megatron
@@ -174,13 +236,21 @@ def _verify(given: argparse.Namespace) -> bool:
 def _mirror(given: argparse.Namespace) -> None:
     from tools.checkpoint.mirror import Wanted, mirror
 
-    mirror(given.run_dir, given.url, Wanted(given.interval, given.keep_last), follow=given.follow, patience=given.patience)
+    mirror(
+        given.run_dir,
+        given.url,
+        Wanted(given.interval, given.keep_last),
+        follow=given.follow,
+        patience=given.patience,
+    )
 
 
 def _fetch(given: argparse.Namespace) -> None:
     from tools.checkpoint.mirror import fetch
 
-    fetch(given.run_dir, given.url, patience=given.patience, damaged=given.damaged, aside=given.aside)
+    fetch(
+        given.run_dir, given.url, patience=given.patience, damaged=given.damaged, aside=given.aside
+    )
 
 
 if __name__ == "__main__":

@@ -46,12 +46,19 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
         manifest = _manifest(found.manifest, engine, plain=plain, alone=bool(why_alone))
         with claimed(out) as ours:
             if not ours:
-                raise InUse(f"{out} is in use by another process; wait for it, end it, or choose another --out")
+                raise InUse(
+                    f"{out} is in use by another process; wait for it, end it, or choose another --out"
+                )
             linked = _write(found, final, manifest, pickles)
     objection = None if why_alone else _objection(manifest, final)
     if objection:
-        print(f"tools.checkpoint: note: the run's other settings have to change, too: {objection}", file=sys.stderr)
-    print(f"wrote {final}: {'files linked, no tensor was copied' if linked else 'files copied, they could not be linked'}")
+        print(
+            f"tools.checkpoint: note: the run's other settings have to change, too: {objection}",
+            file=sys.stderr,
+        )
+    print(
+        f"wrote {final}: {'files linked, no tensor was copied' if linked else 'files copied, they could not be linked'}"
+    )
     print(_last_line(found, manifest, out, why_alone))
 
 
@@ -68,7 +75,9 @@ def _refuse(found: Found, out: Path) -> None:
         number = int(there.name.removeprefix("step_"))
         if number >= found.progress.step:
             older = "newer than" if number > found.progress.step else "of the same step as"
-            raise ConfigError(f"{there} is {older} {found.path}, and a run there would resume from it: choose another --out")
+            raise ConfigError(
+                f"{there} is {older} {found.path}, and a run there would resume from it: choose another --out"
+            )
 
 
 def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
@@ -95,7 +104,11 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
     return {
         **{key: value for key, value in source.items() if key not in ("files", "sha256", "run")},
         "layout": {**source["layout"], SPLIT: split},
-        "config": {**config, "engine": {**settings, "name": engine}, "parallel": {**config["parallel"], SPLIT: split}},
+        "config": {
+            **config,
+            "engine": {**settings, "name": engine},
+            "parallel": {**config["parallel"], SPLIT: split},
+        },
         "converted": {"engine": settings["name"], SPLIT: config["parallel"].get(SPLIT, True)},
         **({"contents": WEIGHTS_ALONE} if alone else {}),
     }
@@ -107,7 +120,11 @@ def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[st
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        kept = [found.path / name for name in found.manifest["files"] if name not in pickles and name != MANIFEST]
+        kept = [
+            found.path / name
+            for name in found.manifest["files"]
+            if name not in pickles and name != MANIFEST
+        ]
         linked = [_linked(path, temporary / path.name) for path in kept]
         if pickles:
             metadata, common = (pickles[name] for name in PICKLES)
@@ -147,7 +164,9 @@ def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str
     if why_alone:
         model = found.path.parent / "model.yaml"  # an import's
         given = f"model={shlex.quote(str(model))} " if model.is_file() else ""
-        command = f"{start} -m pretrain RUN.yaml {given}checkpoint.load={shlex.quote(str(out))} {engine}"
+        command = (
+            f"{start} -m pretrain RUN.yaml {given}checkpoint.load={shlex.quote(str(out))} {engine}"
+        )
         return f"weights alone ({why_alone}); start from them: {command}"
     yaml = found.path.parent.parent / "config.yaml"
     run = shlex.quote(str(yaml)) if yaml.is_file() else "RUN.yaml"

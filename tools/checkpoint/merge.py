@@ -40,26 +40,42 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
             if last is not None and path.name > last.name:
                 continue
             if wrong := flaw(path):
-                print(f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it", file=sys.stderr)
+                print(
+                    f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it",
+                    file=sys.stderr,
+                )
             else:
                 good.insert(0, path)
     if len(good) < count:
         there = f"{run} has {len(good)} good checkpoints{f' up to {last.name}' if last else ''}"
-        raise ConfigError(f"{count} are to be averaged: {there}; a run keeps as many as checkpoint.keep_last says")
+        raise ConfigError(
+            f"{count} are to be averaged: {there}; a run keeps as many as checkpoint.keep_last says"
+        )
     return good
 
 
-def merge(checkpoints: Sequence[Path], out: Path, *, shares: Sequence[float] | None = None, decay: float | None = None) -> None:
+def merge(
+    checkpoints: Sequence[Path],
+    out: Path,
+    *,
+    shares: Sequence[float] | None = None,
+    decay: float | None = None,
+) -> None:
     """As `average`, and says on stdout what it wrote.
 
     shares: None: equal ones, or with ``decay`` those of an exponential window, the last named checkpoint's the largest.
     """
     if shares is None:
-        shares = [(1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n) for n in range(len(checkpoints))]
+        shares = [
+            (1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n)
+            for n in range(len(checkpoints))
+        ]
     with files_told():
         steps = [find(path).path for path in checkpoints]
     step, total = average(steps, out, shares), sum(shares)
-    print(f"wrote {step}: the average of {len(steps)} checkpoints, weights alone; checkpoint.load={out} starts from them")
+    print(
+        f"wrote {step}: the average of {len(steps)} checkpoints, weights alone; checkpoint.load={out} starts from them"
+    )
     for path, share in zip(steps, shares, strict=True):
         print(f"  {share / total:7.2%}  {path}")
 
@@ -82,10 +98,16 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
         newest = max(range(len(found)), key=lambda n: found[n].progress.step)
         for each, source in zip(found, sources, strict=True):
             _check_alike(found[newest], sources[newest], each, source)
-        return write_weights(out, averages(sources, shares, sources[newest].dtypes), _manifest(found, shares, found[newest]))
+        return write_weights(
+            out,
+            averages(sources, shares, sources[newest].dtypes),
+            _manifest(found, shares, found[newest]),
+        )
 
 
-def averages(sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+def averages(
+    sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
     """(name, weighted mean over the sources) of every weight, in the given type; one is in memory at a time, and its float64 sum."""
     for name, dtype in dtypes.items():
         total = torch.zeros(sources[0].shapes[name], dtype=torch.float64)
@@ -97,12 +119,28 @@ def averages(sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[s
 def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) -> None:
     """Raises ConfigError where they are not of one model."""
     config = run_of(first.manifest["config"], first.path / MANIFEST)
-    kept = [change for change in changes(other.manifest["config"], config) if change.key.startswith("model.")]
-    differ = [f"{change.key} is {shown(change.old)} there, {shown(change.new)} here" for change in kept if change.rule not in (FREE, TOLD)]
-    differ += [f"{name} has another shape" for name, shape in weights.shapes.items() if others.shapes.get(name, shape) != shape]
-    differ += [f"{name} is in one alone" for name in sorted(weights.shapes.keys() ^ others.shapes.keys())]
+    kept = [
+        change
+        for change in changes(other.manifest["config"], config)
+        if change.key.startswith("model.")
+    ]
+    differ = [
+        f"{change.key} is {shown(change.old)} there, {shown(change.new)} here"
+        for change in kept
+        if change.rule not in (FREE, TOLD)
+    ]
+    differ += [
+        f"{name} has another shape"
+        for name, shape in weights.shapes.items()
+        if others.shapes.get(name, shape) != shape
+    ]
+    differ += [
+        f"{name} is in one alone" for name in sorted(weights.shapes.keys() ^ others.shapes.keys())
+    ]
     if differ:
-        raise ConfigError(f"checkpoint {other.path} is of another model than {first.path}: {differ[0]}")
+        raise ConfigError(
+            f"checkpoint {other.path} is of another model than {first.path}: {differ[0]}"
+        )
 
 
 def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) -> dict[str, Any]:
@@ -117,4 +155,7 @@ def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) ->
         for each, share in zip(found, shares, strict=True)
     ]
     gone = ("files", "sha256", HASHES, "heldout_loss", "converted", RNG_DEVICE)
-    return {**{key: value for key, value in newest.manifest.items() if key not in gone}, "merged": merged}
+    return {
+        **{key: value for key, value in newest.manifest.items() if key not in gone},
+        "merged": merged,
+    }

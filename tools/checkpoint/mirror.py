@@ -31,14 +31,25 @@ import xxhash
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, write_whole
 from fem_common.stores import kind_of, open_store, said, until_it_works
-from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, damage, hashes_of, newest_first, newest_good, refuse_newer
+from pretrain.checkpoint.folder import (
+    HASHES,
+    MANIFEST,
+    MIRROR_STATE,
+    damage,
+    hashes_of,
+    newest_first,
+    newest_good,
+    refuse_newer,
+)
 from pretrain.checkpoint.mirroring import FETCHED, take_in
 from pretrain.run_directory import RUN_ID
 from tools.checkpoint.records import admit, bring_records, claim, send_records
 
 HOLD = ".mirroring_"
 LATEST = "latest"
-_BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
+_BLOCK = (
+    8 * 2**20
+)  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
 _PARTS = 9000
 _AT_ONCE = 4  # files
 _LOOK = 0.5  # seconds between two looks at a run's folder
@@ -70,7 +81,10 @@ class Mirror:
     def put(self, source: Path, name: str) -> str:
         """Send a file and read it back; its hash. Raises OSError: what is there is not what was sent."""
         target, hashed, size = f"{self.root}/{name}", xxhash.xxh3_128(), source.stat().st_size
-        with source.open("rb") as local, self.fs.open(target, "wb", block_size=max(_BLOCK, size // _PARTS)) as remote:
+        with (
+            source.open("rb") as local,
+            self.fs.open(target, "wb", block_size=max(_BLOCK, size // _PARTS)) as remote,
+        ):
             while block := local.read(_BLOCK):
                 hashed.update(block)
                 remote.write(block)
@@ -82,7 +96,9 @@ class Mirror:
     def hash(self, name: str, take: Callable[[bytes], object] = lambda block: None) -> str:
         """The hash of what is there; ``take`` has every block."""
         hashed = xxhash.xxh3_128()
-        with self.fs.open(f"{self.root}/{name}", "rb", block_size=_BLOCK, cache_type="none") as remote:
+        with self.fs.open(
+            f"{self.root}/{name}", "rb", block_size=_BLOCK, cache_type="none"
+        ) as remote:
             while block := remote.read(_BLOCK):
                 hashed.update(block)
                 take(block)
@@ -111,16 +127,22 @@ class _State:
     file: Path
     url: str
     newest: int | None = None  # step that is whole there
-    sent: dict[str, dict[str, str]] = field(default_factory=dict)  # of unfinished ones: checkpoint -> file -> hash
+    sent: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # of unfinished ones: checkpoint -> file -> hash
     fault: str | None = None  # why nothing can be sent, at the last attempt
-    damaged: list[str] = field(default_factory=list)  # not in the file: checkpoints that came to harm here, which are not sent
+    damaged: list[str] = field(
+        default_factory=list
+    )  # not in the file: checkpoints that came to harm here, which are not sent
     looked_at: bool = False  # not in the file: the place was not another run's
 
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             written = json.loads((run_dir / MIRROR_STATE).read_text())
-            typed = isinstance(written.get("newest"), int | None) and isinstance(written.get("sent", {}), dict)
+            typed = isinstance(written.get("newest"), int | None) and isinstance(
+                written.get("sent", {}), dict
+            )
             if typed and written.pop("url") == url:
                 return cls(run_dir / MIRROR_STATE, url, **written)
         return cls(run_dir / MIRROR_STATE, url)
@@ -154,13 +176,17 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
         state = _State.of(run_dir, place.url)
         for left in (run_dir / "checkpoints").glob(f"{HOLD}*"):
             shutil.rmtree(left, ignore_errors=True)
-        with suppress(Exception):  # where it cannot be looked at, that is told when something is to be sent
+        with suppress(
+            Exception
+        ):  # where it cannot be looked at, that is told when something is to be sent
             if state.newest is not None and f"step_{state.newest:08d}" not in place.steps():
                 state.newest = None
         retry = _Retry(state)
 
         def send(last: bool = False) -> None:
-            step = _next(run_dir, state, wanted, last=last)  # looked for at every attempt: the run may have deleted the last one
+            step = _next(
+                run_dir, state, wanted, last=last
+            )  # looked for at every attempt: the run may have deleted the last one
             if step or not state.looked_at:
                 claim(place, run_dir, step)
                 state.looked_at = True
@@ -180,13 +206,21 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
-            later = f"it is whole, and later python -m tools.checkpoint mirror {run_dir} {url} sends it"
-            raise kind_of(failed)(f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; {later}")
+            later = (
+                f"it is whole, and later python -m tools.checkpoint mirror {run_dir} {url} sends it"
+            )
+            raise kind_of(failed)(
+                f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; {later}"
+            )
     if state.damaged:
-        raise StorageError(f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}")
+        raise StorageError(
+            f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}"
+        )
 
 
-def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = (), aside: bool = False) -> None:
+def fetch(
+    run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = (), aside: bool = False
+) -> None:
     """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there but the ``damaged``.
 
     A run directory without checkpoints takes over the mirror's run. ``aside``: only where it is the one that the mirror records, and what
@@ -198,12 +232,21 @@ def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] 
     """
     place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
     with files_told():
-        here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), "")) if folder.is_dir() else None
+        here = (
+            newest_good(folder, dict.fromkeys((folder / name for name in damaged), ""))
+            if folder.is_dir()
+            else None
+        )
         state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
         newest, retry = here.path.name if here else "", _Retry(state, write=False)
-        failed = retry.until(lambda: _fetch_newest(place, run_dir, newest, wrong, aside=aside), lambda pause: _over(pause, end))
+        failed = retry.until(
+            lambda: _fetch_newest(place, run_dir, newest, wrong, aside=aside),
+            lambda pause: _over(pause, end),
+        )
     if failed and here is None:
-        raise kind_of(failed)(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
+        raise kind_of(failed)(
+            f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}"
+        )
     if wrong and here is None:
         told = ", ".join(f"{name}: {what}" for name, what in wrong.items())
         raise StorageError(
@@ -211,10 +254,15 @@ def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] 
             "fault, the same command continues after it; else name another place to start anew"
         )
     if failed:
-        print(f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}", flush=True)
+        print(
+            f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}",
+            flush=True,
+        )
 
 
-def _fetch_newest(place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool) -> None:
+def _fetch_newest(
+    place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool
+) -> None:
     """``wrong``: gets what is wrong with those that are passed over, where none is good."""
     fetched, (adopted, known) = run_dir / FETCHED, admit(place, run_dir, by_run=aside)
     shutil.rmtree(fetched, ignore_errors=True)
@@ -232,7 +280,10 @@ def _fetch_newest(place: Mirror, run_dir: Path, newest_here: str, wrong: dict[st
         if damaged is None:
             wrong.clear()
             bring_records(place, fetched)
-            print(f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
+            print(
+                f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)",
+                flush=True,
+            )
             break
         shutil.rmtree(fetched / name)
         wrong[name] = damaged
@@ -259,7 +310,9 @@ def _bring(place: Mirror, name: str, into: Path) -> str | None:
     return damage(into)
 
 
-def _compared(place: Mirror, name: str, hash_of: Callable[[str], str]) -> tuple[str | None, dict[str, Any]]:
+def _compared(
+    place: Mirror, name: str, hash_of: Callable[[str], str]
+) -> tuple[str | None, dict[str, Any]]:
     """(What is wrong with a checkpoint there, None: nothing; its manifest); ``hash_of`` reads a file of it."""
     manifest: dict[str, Any] = {}
     try:
@@ -289,9 +342,15 @@ def verify_mirror(url: str) -> bool:
         if not names:
             raise ConfigError(f"{url}: no checkpoint there")
         for name in names:
-            wrong, manifest = _compared(place, name, lambda file, name=name: place.hash(f"{name}/{file}"))  # type: ignore[misc]
+            wrong, manifest = _compared(
+                place,
+                name,
+                lambda file, name=name: place.hash(f"{name}/{file}"),  # type: ignore[misc]
+            )
             size = sum(manifest.get("files", {}).values())
-            print(f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'whole, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}")
+            print(
+                f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'whole, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}"
+            )
             good = good and wrong is None
     except ConfigError:
         raise
@@ -305,12 +364,18 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
     with _held(step) as folder:
         manifest, hashes = json.loads((folder / MANIFEST).read_text()), hashes_of(folder)
         sent = state.sent.setdefault(step.name, {})
-        files = [name for name in manifest["files"] if not _is_there(place, f"{step.name}/{name}", folder / name, name in sent)]
+        files = [
+            name
+            for name in manifest["files"]
+            if not _is_there(place, f"{step.name}/{name}", folder / name, name in sent)
+        ]
 
         def put(name: str) -> None:
             hashed = place.put(folder / name, f"{step.name}/{name}")
             if hashed != hashes.get(name, hashed):
-                raise _DamagedHere(f"{step}: {name} does not match the hash taken while it was written; it is not sent")
+                raise _DamagedHere(
+                    f"{step}: {name} does not match the hash taken while it was written; it is not sent"
+                )
             sent[name] = hashed
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -320,14 +385,19 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
             finally:
                 pool.shutdown(cancel_futures=True)
         place.put_text(
-            json.dumps({**manifest, HASHES: {name: sent[name] for name in manifest["files"]}}, indent=1), f"{step.name}/{MANIFEST}"
+            json.dumps(
+                {**manifest, HASHES: {name: sent[name] for name in manifest["files"]}}, indent=1
+            ),
+            f"{step.name}/{MANIFEST}",
         )
         place.put_text(step.name + "\n", LATEST)
     for old in [] if wanted.keep_last is None else place.steps()[wanted.keep_last :]:
         place.remove(old)
     state.newest, state.sent, state.fault = int(step.name.removeprefix("step_")), {}, None
     state.write()
-    print(f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
+    print(
+        f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True
+    )
 
 
 def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
@@ -343,7 +413,11 @@ def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path |
         step = int(path.name.removeprefix("step_"))
         if state.newest is not None and step <= state.newest:
             return None
-        if (last or step % wanted.interval == 0) and path.name not in state.damaged and damage(path) is None:
+        if (
+            (last or step % wanted.interval == 0)
+            and path.name not in state.damaged
+            and damage(path) is None
+        ):
             return path
     return None
 

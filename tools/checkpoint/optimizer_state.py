@@ -31,14 +31,22 @@ def has_moments(metadata: Metadata) -> bool:
     return any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in metadata.state_dict_metadata)
 
 
-def renamed(metadata: Metadata, common: dict[str, Any], *, plain: bool) -> tuple[Metadata, dict[str, Any]]:
+def renamed(
+    metadata: Metadata, common: dict[str, Any], *, plain: bool
+) -> tuple[Metadata, dict[str, Any]]:
     """``.metadata`` and ``common.pt`` of the other optimizer's checkpoint, whose files hold the same tensors. plain: the wanted one.
 
     Raises:
         ConfigError: the state is not one that Megatron's optimizers write.
     """
-    inner = common["optimizer"] if "param_groups" in common["optimizer"] else common["optimizer"]["optimizer"]
-    sources = _sources(metadata, plain=plain, muon=any(group.get("muon") for group in inner["param_groups"]))
+    inner = (
+        common["optimizer"]
+        if "param_groups" in common["optimizer"]
+        else common["optimizer"]["optimizer"]
+    )
+    sources = _sources(
+        metadata, plain=plain, muon=any(group.get("muon") for group in inner["param_groups"])
+    )
     places = defaultdict(list)
     for index, place in metadata.storage_data.items():
         places[index.fqn].append((index, place))
@@ -46,14 +54,24 @@ def renamed(metadata: Metadata, common: dict[str, Any], *, plain: bool) -> tuple
     moved = replace(
         metadata,
         state_dict_metadata={name: stored[source] for name, source in sources.items()},
-        storage_data={replace(index, fqn=name): place for name, source in sources.items() for index, place in places[source]},
+        storage_data={
+            replace(index, fqn=name): place
+            for name, source in sources.items()
+            for index, place in places[source]
+        },
         planner_data=None,
     )
     mixed = any(name.startswith(PLAIN) for name in (sources if plain else stored))
     try:
-        optimizer = _plain(common["optimizer"], mixed=mixed) if plain else _distributed(common["optimizer"], mixed=mixed)
+        optimizer = (
+            _plain(common["optimizer"], mixed=mixed)
+            if plain
+            else _distributed(common["optimizer"], mixed=mixed)
+        )
     except (KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"common.pt holds no groups and step of Megatron's optimizers ({error!r})") from None
+        raise ConfigError(
+            f"common.pt holds no groups and step of Megatron's optimizers ({error!r})"
+        ) from None
     return moved, {**common, "optimizer": optimizer}
 
 
@@ -66,7 +84,9 @@ def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
         full = _is_fp32(metadata, weight)  # then the weight is its own fp32 main weight
         main = weight if full and here + weight not in stored else here + weight
         for name in (main, *(f"{STATE}{moment}.{weight}" for moment in MOMENTS)):
-            if not _is_fp32(metadata, name) and not (muon and name.startswith(f"{STATE}{MOMENTS[1]}.")):
+            if not _is_fp32(metadata, name) and not (
+                muon and name.startswith(f"{STATE}{MOMENTS[1]}.")
+            ):
                 raise ConfigError(
                     f"the optimizer's state is not one of Megatron's in fp32: {name} is {'' if name in stored else 'not '}there"
                 )
@@ -84,7 +104,9 @@ def _plain(optimizer: dict[str, Any], *, mixed: bool) -> dict[str, Any]:
     groups = optimizer["optimizer"]["param_groups"]
     inner = {
         "state": {"common_step": torch.tensor(float(groups[0]["step"]))},
-        "param_groups": [{key: value for key, value in group.items() if key != "step"} for group in groups],
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "step"} for group in groups
+        ],
     }
     return {"optimizer": inner} if mixed else inner
 

@@ -42,7 +42,11 @@ def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bo
     new = not newest_first(run_dir / "checkpoints")
     lost = own is None and new and owner["run_dir"] == str(run_dir.resolve())
     if not (lost if by_run else new or own is None):
-        way = f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir} {place.url}" if new else ""
+        way = (
+            f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir} {place.url}"
+            if new
+            else ""
+        )
         raise _another(place, owner, way)
     return record_of(owner["run"], run_dir), False
 
@@ -66,7 +70,9 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
             theirs = place.manifest(name)
         key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
         if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
-            raise ConfigError(f"{place.url} holds checkpoints of another run, of another model or other data: {_CHOOSE}")
+            raise ConfigError(
+                f"{place.url} holds checkpoints of another run, of another model or other data: {_CHOOSE}"
+            )
     if owner is None or owner["run_dir"] != str(run_dir.resolve()):
         place.put_text(record_of(run, run_dir), f"{RECORDS}/{RUN_ID}")
 
@@ -89,16 +95,24 @@ def bring_records(place: Mirror, folder: Path) -> None:
 
 def _owner(place: Mirror) -> dict[str, str] | None:
     """The run that a place belongs to, by its newest manifest where the record is lost; None: none is known."""
-    names = place.steps()[:1]  # first: where a store refuses, a listing says why, and reading a file does not
+    names = place.steps()[
+        :1
+    ]  # first: where a store refuses, a listing says why, and reading a file does not
     with suppress(*_UNREADABLE):
         record = json.loads(place.fs.cat_file(f"{place.root}/{RECORDS}/{RUN_ID}"))
         return {key: str(record[key]) for key in ("run", "run_dir")}
     for name in names:
         with suppress(*_UNREADABLE):
             manifest = place.manifest(name)
-            return {"run": manifest["run"], "run_dir": str(manifest["config"]["run_dir"])} if manifest["run"] else None
+            return (
+                {"run": manifest["run"], "run_dir": str(manifest["config"]["run_dir"])}
+                if manifest["run"]
+                else None
+            )
     return None
 
 
 def _another(place: Mirror, owner: dict[str, str], way: str = "") -> ConfigError:
-    return ConfigError(f"{place.url} belongs to another run, of run_dir {owner['run_dir']}: {_CHOOSE}{way}")
+    return ConfigError(
+        f"{place.url} belongs to another run, of run_dir {owner['run_dir']}: {_CHOOSE}{way}"
+    )

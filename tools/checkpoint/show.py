@@ -63,22 +63,37 @@ def _found(checkpoint: Path) -> tuple[Found, str | None]:
 
 def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
     manifest, config, progress = found.manifest, found.manifest["config"], found.progress
-    contents, files, length = manifest.get("contents"), manifest["files"], config["data"]["seq_length"]
+    contents, files, length = (
+        manifest.get("contents"),
+        manifest["files"],
+        config["data"]["seq_length"],
+    )
     weights, optimizer = _sizes(found.path)
     skipped = f", {progress.skipped_steps} of them skipped" if progress.skipped_steps else ""
     return [
         ("checkpoint", str(found.path)),
         ("step", f"{progress.step:,}{skipped}"),
-        ("tokens", f"{progress.consumed_samples * length:,} in {progress.consumed_samples:,} sequences of {length:,}"),
+        (
+            "tokens",
+            f"{progress.consumed_samples * length:,} in {progress.consumed_samples:,} sequences of {length:,}",
+        ),
         ("model", f"{config['model'].get('pattern') or config['model']['mixer']}"),
         ("engine", _engine(manifest)),
         ("layout", _layout(manifest["layout"])),
         ("precision", manifest["config"]["train"]["precision"]),
         ("weights", weights),
         ("optimizer", optimizer),
-        ("contents", f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes"),
+        (
+            "contents",
+            f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes",
+        ),
         ("files", f"{len(files)} of {gib(sum(files.values()))}"),
-        ("undamaged", "yes: every size is as it was written, every pickle's hash too" if wrong is None else f"no: {wrong}"),
+        (
+            "undamaged",
+            "yes: every size is as it was written, every pickle's hash too"
+            if wrong is None
+            else f"no: {wrong}",
+        ),
     ]
 
 
@@ -86,7 +101,11 @@ def _engine(manifest: dict[str, Any]) -> str:
     split = manifest["config"]["parallel"].get("use_distributed_optimizer", True)
     now = _named(manifest["config"].get("engine", {}).get("name", "megatron"), split)
     before = manifest.get("converted")
-    return f"{now}, converted from {_named(before['engine'], before['use_distributed_optimizer'])}" if before else now
+    return (
+        f"{now}, converted from {_named(before['engine'], before['use_distributed_optimizer'])}"
+        if before
+        else now
+    )
 
 
 def _named(engine: str, split: bool) -> str:
@@ -94,7 +113,11 @@ def _named(engine: str, split: bool) -> str:
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    world, tensor, pipeline = layout["world_size"], layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"]
+    world, tensor, pipeline = (
+        layout["world_size"],
+        layout["tensor_model_parallel_size"],
+        layout["pipeline_model_parallel_size"],
+    )
     context = layout.get("context_parallel_size", 1)
     words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}"
     words += f" x DP {world // (tensor * pipeline * context)}"
@@ -118,8 +141,14 @@ def _sizes(step: Path) -> tuple[str, str]:
         ]
         numbers = sum(math.prod(tensor.size) for tensor in tensors)
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
-        types = ", ".join(sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors}))
-        texts.append(f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}" if tensors else "none")
+        types = ", ".join(
+            sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors})
+        )
+        texts.append(
+            f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}"
+            if tensors
+            else "none"
+        )
     return texts[0], texts[1]
 
 
@@ -137,7 +166,9 @@ def verify(checkpoint: Path) -> bool:
         steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(checkpoint)
         steps = steps or [step for folder in _below(checkpoint) for step in newest_first(folder)]
         if not steps:
-            raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
+            raise ConfigError(
+                f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some"
+            )
         return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
 
 
@@ -148,7 +179,11 @@ def _below(folder: Path) -> list[Path]:
         if not isinstance(error, FileNotFoundError | PermissionError):
             raise error
 
-    return sorted(Path(place, "checkpoints") for place, names, _ in os.walk(folder, onerror=failed) if "checkpoints" in names)
+    return sorted(
+        Path(place, "checkpoints")
+        for place, names, _ in os.walk(folder, onerror=failed)
+        if "checkpoints" in names
+    )
 
 
 def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:
@@ -161,7 +196,11 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
         read += count
         if time.monotonic() - told > WORD_SECONDS:
             told = time.monotonic()
-            print(f"{folder}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+            print(
+                f"{folder}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB",
+                file=sys.stderr,
+                flush=True,
+            )
 
     faults = look(advance)
     for fault in faults:
@@ -177,7 +216,11 @@ def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
     if wrong:
         return [wrong]
     hashed, files = hashes_of(step), dict(damaged_files(step, advance))
-    tensors = [name for name in json.loads((step / MANIFEST).read_text())["files"] if name.endswith(TENSORS)]
+    tensors = [
+        name
+        for name in json.loads((step / MANIFEST).read_text())["files"]
+        if name.endswith(TENSORS)
+    ]
     if not files and all(name in hashed for name in tensors):
         return []
     return list(damaged_tensors(step, advance)) or list(files.values())

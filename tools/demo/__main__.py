@@ -18,19 +18,42 @@ from tools.demo.shell import DemoError, Shell, say
 
 ROOT = Path(__file__).resolve().parents[2]
 # One thread a rank: the ranks are what fills the cores. Nothing here needs a network.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
-    parser = Parser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of everything it writes; default: runs/demo")
-    parser.add_argument("--readme", action="store_true", help="put what it measured into README.md and docs/ of this checkout")
+    parser = Parser(
+        prog="tools.demo", description="The whole product at work in a few minutes on a CPU."
+    )
     parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain"
+        "--out",
+        type=Path,
+        default=ROOT / "runs" / "demo",
+        help="folder of everything it writes; default: runs/demo",
+    )
+    parser.add_argument(
+        "--readme",
+        action="store_true",
+        help="put what it measured into README.md and docs/ of this checkout",
+    )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of every training run, as for python -m pretrain",
     )
     given = parser.parse_args(arguments)
-    return run("tools.demo", lambda: _demo(given.out.absolute(), given.settings, given.readme), kept="what it started is ended")
+    return run(
+        "tools.demo",
+        lambda: _demo(given.out.absolute(), given.settings, given.readme),
+        kept="what it started is ended",
+    )
 
 
 def _demo(out: Path, settings: list[str], readme: bool) -> None:
@@ -50,15 +73,24 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
-    pages.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
+    pages.draw(
+        History.read(demo.out / "fem"),
+        History.read(demo.out / "transformer"),
+        found,
+        demo.out / "report.png",
+    )
     write_whole(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
     seconds = found["seconds"]
     assert isinstance(seconds, dict)
     say("\n" + report.table(found) + "\n")
     for line in report.verdict(found):
         say(line)
-    say("\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items()))
-    say(f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}")
+    say(
+        "\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items())
+    )
+    say(
+        f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}"
+    )
     short = report.shortfall(found)
     if short:
         raise DemoError(f"the report failed: {short}")

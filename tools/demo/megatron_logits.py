@@ -19,21 +19,35 @@ from tools.diagnose.from_checkpoint import megatron_model
 def main(arguments: list[str] | None = None) -> int:
     """Writes the logits of every model by Megatron at TP 1, PP 1; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools.demo.megatron_logits", description=__doc__)
-    parser.add_argument("out", type=Path, help="folder of NAME.npy, float32 [sequences, length, vocabulary], NAME being the checkpoint's")
+    parser.add_argument(
+        "out",
+        type=Path,
+        help="folder of NAME.npy, float32 [sequences, length, vocabulary], NAME being the checkpoint's",
+    )
     parser.add_argument("tokens", type=Path, help="a split's .bin file (uint16)")
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="checkpoints, or run directories (their newest checkpoints)")
+    parser.add_argument(
+        "checkpoints",
+        type=Path,
+        nargs="+",
+        help="checkpoints, or run directories (their newest checkpoints)",
+    )
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     given = parser.parse_args(arguments)
-    ids = np.fromfile(given.tokens, dtype=np.uint16, count=given.sequences * given.length).astype(np.int64)
+    ids = np.fromfile(given.tokens, dtype=np.uint16, count=given.sequences * given.length).astype(
+        np.int64
+    )
     tokens = torch.from_numpy(ids).view(given.sequences, given.length)
     given.out.mkdir(parents=True, exist_ok=True)
     for checkpoint in given.checkpoints:
         with megatron_model(checkpoint, given.length) as (chunk, model, _):
-            result = chunk(tokens, torch.arange(given.length).expand_as(tokens), None)[..., : model.vocab_size].float()
+            result = chunk(tokens, torch.arange(given.length).expand_as(tokens), None)[
+                ..., : model.vocab_size
+            ].float()
         np.save(given.out / f"{checkpoint.name}.npy", result.numpy())
         print(
-            f"Megatron-core, one process: logits of {ids.size} held-out tokens over {result.shape[-1]} entries of {checkpoint}", flush=True
+            f"Megatron-core, one process: logits of {ids.size} held-out tokens over {result.shape[-1]} entries of {checkpoint}",
+            flush=True,
         )
     torch.distributed.destroy_process_group()
     return 0

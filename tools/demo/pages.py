@@ -29,7 +29,11 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
     result = np.empty(len(values))
     for step in steps:
         weight = np.exp(-0.5 * ((steps - step) / width) ** 2)
-        _, level = np.polyfit(steps - step, values, 1, w=np.sqrt(weight)) if len(values) > 2 else (0.0, values[step])
+        _, level = (
+            np.polyfit(steps - step, values, 1, w=np.sqrt(weight))
+            if len(values) > 2
+            else (0.0, values[step])
+        )
         result[step] = level
     return result
 
@@ -39,23 +43,52 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     figure = new_figure((9, 6.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     width = max(1.0, fem.last_step / 40)
-    curves = (("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("fem", "FEM-softmax", fem, FEM, "o", "-"))
+    curves = (
+        ("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))),
+        ("fem", "FEM-softmax", fem, FEM, "o", "-"),
+    )
     for key, name, history, colour, marker, style in curves:
         steps, losses = np.array(list(history.losses().items())).T
         above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
         label = f"{name}, training (smoothed; faint: each step)"
-        above.plot(steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label)
+        above.plot(
+            steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label
+        )
         if history.validations:
             where, values = zip(*history.validations, strict=True)
-            look = {"linestyle": "", "marker": marker, "color": colour, "markeredgecolor": "white", "markersize": 8}
-            above.plot(where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look)
+            look = {
+                "linestyle": "",
+                "marker": marker,
+                "color": colour,
+                "markeredgecolor": "white",
+                "markersize": 8,
+            }
+            above.plot(
+                where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look
+            )
         # A little to the right of the last step, clear of the sample's markers.
-        whole, open_marker = found["models"][key]["heldout_nats_per_token"], {"color": "white", "markeredgecolor": colour}
-        above.plot([1.02 * steps[-1]], [whole], linestyle="", marker=marker, markeredgewidth=1.8, markersize=8, **open_marker)
+        whole, open_marker = (
+            found["models"][key]["heldout_nats_per_token"],
+            {"color": "white", "markeredgecolor": colour},
+        )
+        above.plot(
+            [1.02 * steps[-1]],
+            [whole],
+            linestyle="",
+            marker=marker,
+            markeredgewidth=1.8,
+            markersize=8,
+            **open_marker,
+        )
     _mark(above, below, found)
     _difference(below, fem, transformer, width)
     plain_axes(above, "", "loss, nats a token", grid="y")
-    plain_axes(below, f"step ({found['run']['batch_tokens']:,} tokens each)", "FEM − Transformer,\nsame batch", grid="y")
+    plain_axes(
+        below,
+        f"step ({found['run']['batch_tokens']:,} tokens each)",
+        "FEM − Transformer,\nsame batch",
+        grid="y",
+    )
     above.legend(frameon=False, loc="upper right", fontsize=9)
     models, run = found["models"], found["run"]
     above.set_title(
@@ -74,11 +107,23 @@ def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
     run, entropy = found["run"], found["unigram"]["heldout_entropy"]
     look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
     above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
-    above.annotate(f"unigram entropy of the held-out text {entropy:.2f}", (run["steps"], entropy), xytext=(0, 4), **look)
+    above.annotate(
+        f"unigram entropy of the held-out text {entropy:.2f}",
+        (run["steps"], entropy),
+        xytext=(0, 4),
+        **look,
+    )
     for axes in (above, below):
         axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2)
     stop = f"FEM stopped by SIGTERM at step {run['stopped_at']}\n(TP 2 × PP 2, 4 ranks), resumed at DP 2"
-    above.annotate(stop, (run["stopped_at"], 0.03), xycoords=("data", "axes fraction"), xytext=(-6, 0), va="bottom", **look)
+    above.annotate(
+        stop,
+        (run["stopped_at"], 0.03),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6, 0),
+        va="bottom",
+        **look,
+    )
 
 
 def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
@@ -89,7 +134,14 @@ def _difference(axes: Any, fem: History, transformer: History, width: float) -> 
     axes.axhline(0.0, color=QUIET, linewidth=0.9)
     axes.plot(steps, gaps, color=FEM, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth(gaps, width), color=FEM, linewidth=1.9)
-    axes.annotate("below 0: FEM is better", (0.995, 0.04), xycoords="axes fraction", fontsize=9, color=QUIET, ha="right")
+    axes.annotate(
+        "below 0: FEM is better",
+        (0.995, 0.04),
+        xycoords="axes fraction",
+        fontsize=9,
+        color=QUIET,
+        ha="right",
+    )
 
 
 COMMAND = "python -m tools.demo --readme"
@@ -101,7 +153,9 @@ IDLE = 0.5  # of the cores: the load above which others' work would be in the de
 def check(root: Path, settings: Sequence[str]) -> None:
     """What must be so before anything starts. Raises ConfigError where it is not."""
     if settings:
-        raise ConfigError(f"--readme shows the demo as it stands, so it takes no setting ({settings[0]})")
+        raise ConfigError(
+            f"--readme shows the demo as it stands, so it takes no setting ({settings[0]})"
+        )
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > IDLE * cores:
         raise ConfigError(
@@ -115,7 +169,12 @@ def check(root: Path, settings: Sequence[str]) -> None:
 
 def write(root: Path, out: Path, found: dict[str, Any]) -> None:
     """Both pages and their pictures, of the demo in ``out``, whose models were evaluated into ``out/evaluation``."""
-    texts = {"demo": demo_text(found), "evaluation": evaluation_text((out / "evaluation" / "table.md").read_text(encoding="utf-8"))}
+    texts = {
+        "demo": demo_text(found),
+        "evaluation": evaluation_text(
+            (out / "evaluation" / "table.md").read_text(encoding="utf-8")
+        ),
+    }
     for name, text in texts.items():
         before, after = _split(root, name)
         (root / PAGES[name]).write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
@@ -125,7 +184,9 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 def demo_text(found: dict[str, Any]) -> str:
     """README.md's picture, table and what they were measured on."""
-    run, models, parity, alone, machine = (found[key] for key in ("run", "models", "parity", "unigram", "machine"))
+    run, models, parity, alone, machine = (
+        found[key] for key in ("run", "models", "parity", "unigram", "machine")
+    )
     rows = [
         f"| {name} | {models[key]['heldout_nats_per_token']:.3f} | {models[key]['heldout_bits_per_byte']:.3f} | "
         f"{models[key]['parameters'] / 1e6:.2f}M | {models[key]['tokens_per_second']:,.0f} |"
@@ -160,7 +221,10 @@ def evaluation_text(report: str) -> str:
     """docs/evaluation.md's picture and table, the first of the report that ``tools.evaluate`` wrote."""
     lines = report.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
-    last = next((number for number in range(first, len(lines)) if not lines[number].startswith("|")), len(lines))
+    last = next(
+        (number for number in range(first, len(lines)) if not lines[number].startswith("|")),
+        len(lines),
+    )
     return "\n".join(
         [
             "![The quick suite on the demo's two models](evaluation.png)",
@@ -183,5 +247,7 @@ def _split(root: Path, name: str) -> tuple[str, str]:
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ConfigError(f"--readme: {path} has no {begin} with {end} after it: run it in a checkout of the project")
+        raise ConfigError(
+            f"--readme: {path} has no {begin} with {end} after it: run it in a checkout of the project"
+        )
     return before + begin, end + after

@@ -51,7 +51,9 @@ class History:
     def part(self, after: int = 0, up_to: int | None = None) -> History:
         """Its steps ``after`` < step <= ``up_to``, with all validations."""
         end = self.last_step if up_to is None else up_to
-        return History(tuple(entry for entry in self.steps if after < entry["step"] <= end), self.validations)
+        return History(
+            tuple(entry for entry in self.steps if after < entry["step"] <= end), self.validations
+        )
 
     def tokens_per_second(self) -> float:
         """Median over the steps."""
@@ -100,7 +102,10 @@ def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
     ``heldout_entropy``: the held-out split's own frequencies, which no model without context can beat; ``train_cross_entropy``: the
     training split's frequencies (one added to each count) on the held-out split, which is what such a model would really reach.
     """
-    counts = [np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary) for file in (train, heldout)]
+    counts = [
+        np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
+        for file in (train, heldout)
+    ]
     own = counts[1] / counts[1].sum()
     learned = (counts[0] + 1) / (counts[0] + 1).sum()
     seen = own > 0
@@ -115,7 +120,9 @@ def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
     return nats_per_token / math.log(2) * split["tokens"] / split["text_bytes"]
 
 
-def model_findings(found: dict[str, Any], history: History, heldout: dict[str, Any]) -> dict[str, Any]:
+def model_findings(
+    found: dict[str, Any], history: History, heldout: dict[str, Any]
+) -> dict[str, Any]:
     """One model's row: what stock transformers found of it, and how it trained at the layout that both models share."""
     return {
         "heldout_nats_per_token": found["heldout_nats_per_token"],
@@ -148,8 +155,19 @@ def table(found: dict[str, Any]) -> str:
             )
         )
     alone = found["unigram"]
-    rows.append(("unigram (held-out text's own)", f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}", "", "", ""))
-    rows.append(("unigram (from training text)", f"{alone['train_cross_entropy']:.3f}", "", "", "", ""))
+    rows.append(
+        (
+            "unigram (held-out text's own)",
+            f"{alone['heldout_entropy']:.3f}",
+            f"{alone['bits_per_byte']:.3f}",
+            "",
+            "",
+            "",
+        )
+    )
+    rows.append(
+        ("unigram (from training text)", f"{alone['train_cross_entropy']:.3f}", "", "", "", "")
+    )
     lines = aligned(rows, left=(0,))
     return "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:], "", *notes(found)])
 
@@ -189,12 +207,13 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 def shortfall(found: dict[str, Any]) -> str | None:
     """What the FEM model failed to learn, or None."""
-    entropy, loss = found["unigram"]["heldout_entropy"], found["models"]["fem"]["heldout_nats_per_token"]
+    entropy, loss = (
+        found["unigram"]["heldout_entropy"],
+        found["models"]["fem"]["heldout_nats_per_token"],
+    )
     if loss <= entropy - MARGIN:
         return None
-    return (
-        f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy {entropy:.3f}: at most {entropy - MARGIN:.3f} will do"
-    )
+    return f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy {entropy:.3f}: at most {entropy - MARGIN:.3f} will do"
 
 
 def minutes(seconds: float) -> str:

@@ -48,7 +48,11 @@ class Shell:
     def torchrun(self) -> list[str]:
         """torchrun of this interpreter's environment, on ports of its own and without asking for the host's name."""
         beside = Path(sys.executable).with_name("torchrun")
-        program = [self.shown(beside)] if beside.is_file() else [self.python, "-m", "torch.distributed.run"]
+        program = (
+            [self.shown(beside)]
+            if beside.is_file()
+            else [self.python, "-m", "torch.distributed.run"]
+        )
         return [*program, "--standalone", "--local-addr", "127.0.0.1"]
 
     def shown(self, path: Path) -> str:
@@ -101,12 +105,17 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader, end = threading.Thread(target=_show, args=(process, tell), daemon=True), time.monotonic() + limit
+        reader, end = (
+            threading.Thread(target=_show, args=(process, tell), daemon=True),
+            time.monotonic() + limit,
+        )
         reader.start()
         try:
             while process.poll() is None:
                 if time.monotonic() > end:
-                    raise DemoError(f"{what}: the command above was ended: it took more than {limit:.0f} s")
+                    raise DemoError(
+                        f"{what}: the command above was ended: it took more than {limit:.0f} s"
+                    )
                 if watch is not None:
                     watch(process.pid)
                 time.sleep(POLL_SECONDS)
@@ -119,7 +128,9 @@ class Shell:
 
 def printed(command: Sequence[str]) -> str:
     """The command as it can be typed into a shell; a plain ``key=value`` needs no quotes."""
-    return " ".join(word if re.fullmatch(r"[\w./:=,@%+-]+", word) else shlex.quote(word) for word in command)
+    return " ".join(
+        word if re.fullmatch(r"[\w./:=,@%+-]+", word) else shlex.quote(word) for word in command
+    )
 
 
 def terminate_children(pid: int) -> None:

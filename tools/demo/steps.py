@@ -30,9 +30,22 @@ SPLIT = [
 STOP_AT = 0.25  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
 COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
-RESUME_TOLERANCE = 1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
+RESUME_TOLERANCE = (
+    1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
+)
 TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
-PRODUCTS = ("fem", "fem_same_layout", "transformer", "checkpoints", "hf", "check", "evaluation", "lengths.png", "report.json", "report.png")
+PRODUCTS = (
+    "fem",
+    "fem_same_layout",
+    "transformer",
+    "checkpoints",
+    "hf",
+    "check",
+    "evaluation",
+    "lengths.png",
+    "report.json",
+    "report.png",
+)
 
 
 @dataclass
@@ -44,8 +57,13 @@ class Demo:
     config: RunConfig
     settings: tuple[str, ...] = ()  # the user's section.key=value, for every run
     stopped_at: int = 0
-    resume: tuple[int, float] = (0, 0.0)  # steps compared, largest relative difference of their losses
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # what stock_transformers found of each
+    resume: tuple[int, float] = (
+        0,
+        0.0,
+    )  # steps compared, largest relative difference of their losses
+    models: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what stock_transformers found of each
     seconds: dict[str, float] = field(default_factory=dict)
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
@@ -62,15 +80,40 @@ class Demo:
         run_dir = f"run_dir={_yaml(self.path(name))}"
         if self.out == self.shell.root / "runs" / "demo":
             return [run_dir]
-        data = [f"data.{split}.0.prefix={_yaml(self.path('data', split))}" for split in ("train", "valid", "test")]
+        data = [
+            f"data.{split}.0.prefix={_yaml(self.path('data', split))}"
+            for split in ("train", "valid", "test")
+        ]
         return [run_dir, *data]
 
-    def pretrain(self, what: str, name: str, ranks: int, *arguments: str, watch: Callable[[int], None] | None = None) -> None:
+    def pretrain(
+        self,
+        what: str,
+        name: str,
+        ranks: int,
+        *arguments: str,
+        watch: Callable[[int], None] | None = None,
+    ) -> None:
         """Runs ``pretrain`` under torchrun for the run directory ``name``."""
-        recipe = "configs/run/demo_transformer.yaml" if name == "transformer" else "configs/run/demo.yaml"
+        recipe = (
+            "configs/run/demo_transformer.yaml"
+            if name == "transformer"
+            else "configs/run/demo.yaml"
+        )
         settings = (*self.overrides(name), *self.settings, *arguments)
         self.shell.run(
-            [*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", recipe, *settings], what, TRAINING_LIMIT, watch
+            [
+                *self.shell.torchrun,
+                "--nproc-per-node",
+                str(ranks),
+                "-m",
+                "pretrain",
+                recipe,
+                *settings,
+            ],
+            what,
+            TRAINING_LIMIT,
+            watch,
         )
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
@@ -87,30 +130,65 @@ class Demo:
         total = self.config.train.steps or 0
         step = checkpoint_step(self.out / name)
         if not signalled or not after <= step < total:
-            raise DemoError(f"{what}: it was to stop after step {after} of {total}, but its last checkpoint is of step {step}")
+            raise DemoError(
+                f"{what}: it was to stop after step {after} of {total}, but its last checkpoint is of step {step}"
+            )
         return step
 
     def prepare_data(self) -> None:
         """Text of the standard library, a tokenizer, .bin/.idx, checked and counted; after what an earlier demo trained is gone."""
         known = {"corpus", "tokenizer", "data", *PRODUCTS}
-        if self.out.is_dir() and any(self.out.iterdir()) and not any((self.out / name).exists() for name in known):
-            raise DemoError(f"{self.out} is not empty and not from an earlier demo: choose another --out")
+        if (
+            self.out.is_dir()
+            and any(self.out.iterdir())
+            and not any((self.out / name).exists() for name in known)
+        ):
+            raise DemoError(
+                f"{self.out} is not empty and not from an earlier demo: choose another --out"
+            )
         old = [self.path(name) for name in PRODUCTS if os.path.lexists(self.out / name)]
         if old:
             self.shell.run(["rm", "-rf", *old], "starting anew", COMMAND_LIMIT)
-        corpus, tokenizer, data = self.path("corpus", "stdlib.parquet"), self.path("tokenizer"), self.path("data")
+        corpus, tokenizer, data = (
+            self.path("corpus", "stdlib.parquet"),
+            self.path("tokenizer"),
+            self.path("data"),
+        )
         prepare = ("-m", "data_prep")
         self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
         vocabulary = ("--vocab-size", str(VOCABULARY))
-        self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
-        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "10", "--overwrite")
+        self.python(
+            "training the tokenizer",
+            *prepare,
+            "train-tokenizer",
+            corpus,
+            *vocabulary,
+            "--out",
+            tokenizer,
+            "--overwrite",
+        )
+        self.python(
+            "encoding",
+            *prepare,
+            "run",
+            corpus,
+            "--tokenizer",
+            tokenizer,
+            "--out",
+            data,
+            "--valid-percent",
+            "10",
+            "--overwrite",
+        )
         python = [self.shell.python, *prepare]
         stats = [*python, "stats", data, "--picture", self.path("lengths.png")]
         self._together({"checking the data": [*python, "verify", data], "counting": stats})
 
     def pretrain_until_sigterm(self) -> None:
         """FEM over four ranks, stopped on the way."""
-        say(f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}")
+        say(
+            f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}"
+        )
         self.stopped_at = self.pretrain_and_stop("pretraining", "fem", self._stop_step)
         say(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
 
@@ -121,47 +199,108 @@ class Demo:
     def resume_elsewhere(self) -> None:
         """The same run at another layout to its end; and a copy of it at the old layout for a few steps, to compare with."""
         say(f"  first a copy that goes on at the old layout ({STOPPED_LAYOUT}), to compare with:")
-        self.shell.run(["cp", "-r", self.path("fem"), self.path("fem_same_layout")], "copying the run", COMMAND_LIMIT)
-        self.pretrain_and_stop("continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS)
+        self.shell.run(
+            ["cp", "-r", self.path("fem"), self.path("fem_same_layout")],
+            "copying the run",
+            COMMAND_LIMIT,
+        )
+        self.pretrain_and_stop(
+            "continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS
+        )
         say(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
         self.pretrain("resuming", "fem", 2, "parallel.use_distributed_optimizer=true")
         after = History.read(self.out / "fem").part(after=self.stopped_at)
         same = History.read(self.out / "fem_same_layout").part(after=self.stopped_at)
         if after.last_step != self.config.train.steps:
-            raise DemoError(f"resuming: the run ended at step {after.last_step} of {self.config.train.steps}")
+            raise DemoError(
+                f"resuming: the run ended at step {after.last_step} of {self.config.train.steps}"
+            )
         steps, difference = self.resume = largest_difference(after.losses(), same.losses())
         say(f"  the next {steps} losses at both layouts:")
         for step in sorted(after.losses().keys() & same.losses().keys()):
-            say(f"    step {step}: {same.losses()[step]:.7f} as it was, {after.losses()[step]:.7f} resumed elsewhere")
+            say(
+                f"    step {step}: {same.losses()[step]:.7f} as it was, {after.losses()[step]:.7f} resumed elsewhere"
+            )
         say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
         if difference > RESUME_TOLERANCE:
-            raise DemoError(f"resuming: the losses after the resume differ by {difference:.1e} from those without it")
-        self.shell.run(["ln", "-s", "fem/checkpoints", self.path("checkpoints")], "naming the model", COMMAND_LIMIT)
+            raise DemoError(
+                f"resuming: the losses after the resume differ by {difference:.1e} from those without it"
+            )
+        self.shell.run(
+            ["ln", "-s", "fem/checkpoints", self.path("checkpoints")],
+            "naming the model",
+            COMMAND_LIMIT,
+        )
         say(f"  {self.shell.shown(self.out)} now names this model, for every tool")
 
     def twin(self) -> None:
         """The Transformer of the same budget, by the same command as the resumed run."""
-        self.pretrain("pretraining the Transformer", "transformer", 2, "parallel.use_distributed_optimizer=true")
+        self.pretrain(
+            "pretraining the Transformer",
+            "transformer",
+            2,
+            "parallel.use_distributed_optimizer=true",
+        )
 
     def export(self) -> None:
         """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; as many at once as there are cores."""
-        valid, length, names = self.path("data", "valid.bin"), ("--length", str(self.config.data.seq_length)), ("fem", "transformer")
+        valid, length, names = (
+            self.path("data", "valid.bin"),
+            ("--length", str(self.config.data.seq_length)),
+            ("fem", "transformer"),
+        )
         python, check = self.shell.python, self.path("check")
-        exports = {f"exporting {name}": [python, "-m", "tools.hf", "export", self.path(name), self.path("hf", name)] for name in names}
-        ours = [python, "-m", "tools.demo.megatron_logits", check, valid, *(self.path(name) for name in names), *length]
+        exports = {
+            f"exporting {name}": [
+                python,
+                "-m",
+                "tools.hf",
+                "export",
+                self.path(name),
+                self.path("hf", name),
+            ]
+            for name in names
+        }
+        ours = [
+            python,
+            "-m",
+            "tools.demo.megatron_logits",
+            check,
+            valid,
+            *(self.path(name) for name in names),
+            *length,
+        ]
         self._together({**exports, "Megatron's logits": ours})
         given = ("--tokens", valid, *length, "--prompt", PROMPT)
-        files = {name: ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json") for name in names}
-        stock = {name: [python, "tools/demo/stock_transformers.py", self.path("hf", name), *given, *files[name]] for name in names}
-        self._together({f"stock transformers of {name}": command for name, command in stock.items()})
+        files = {
+            name: ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json")
+            for name in names
+        }
+        stock = {
+            name: [
+                python,
+                "tools/demo/stock_transformers.py",
+                self.path("hf", name),
+                *given,
+                *files[name],
+            ]
+            for name in names
+        }
+        self._together(
+            {f"stock transformers of {name}": command for name, command in stock.items()}
+        )
         for name in names:
-            found = self.models[name] = json.loads((self.out / "check" / f"{name}.json").read_text())
+            found = self.models[name] = json.loads(
+                (self.out / "check" / f"{name}.json").read_text()
+            )
             for key, what in (
                 ("logit_difference", "to Megatron's logits"),
                 ("cache_difference", "between generating with and without cache"),
             ):
                 if not found[key] < LOGIT_TOLERANCE:
-                    raise DemoError(f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}")
+                    raise DemoError(
+                        f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}"
+                    )
 
     def _together(self, commands: dict[str, list[str]]) -> None:
         """Commands by what they do, at once."""
@@ -169,7 +308,10 @@ class Demo:
 
     def evaluate(self) -> None:
         """The quick suite's questions to both models."""
-        models, out = [self.path("fem"), self.path("transformer")], ("--out", self.path("evaluation"))
+        models, out = (
+            [self.path("fem"), self.path("transformer")],
+            ("--out", self.path("evaluation")),
+        )
         command = [self.shell.python, "-m", "tools.evaluate", *models, "--suite", "quick", *out]
         self.shell.run(command, "evaluating", TRAINING_LIMIT)
 
@@ -177,7 +319,11 @@ class Demo:
         """Everything measured, as ``report.json`` holds it."""
         manifest = json.loads((self.out / "data" / "manifest.json").read_text())
         valid = manifest["splits"]["valid"]
-        unigram = report.unigram(self.out / "data" / "train.bin", self.out / "data" / "valid.bin", manifest["tokenizer"]["vocab_size"])
+        unigram = report.unigram(
+            self.out / "data" / "train.bin",
+            self.out / "data" / "valid.bin",
+            manifest["tokenizer"]["vocab_size"],
+        )
         fem, plain = History.read(self.out / "fem"), History.read(self.out / "transformer")
         resumed, stopped = fem.part(after=self.stopped_at), fem.part(up_to=self.stopped_at)
         models = {
@@ -191,12 +337,19 @@ class Demo:
         found = {
             "format": 1,
             "models": models,
-            "unigram": {**unigram, "bits_per_byte": report.bits_per_byte(unigram["heldout_entropy"], valid)},
+            "unigram": {
+                **unigram,
+                "bits_per_byte": report.bits_per_byte(unigram["heldout_entropy"], valid),
+            },
             "parity": {
                 "resume_steps": self.resume[0],
                 "resume_relative_loss_difference": self.resume[1],
-                "logit_difference": {name: self.models[name]["logit_difference"] for name in models},
-                "cache_difference": {name: self.models[name]["cache_difference"] for name in models},
+                "logit_difference": {
+                    name: self.models[name]["logit_difference"] for name in models
+                },
+                "cache_difference": {
+                    name: self.models[name]["cache_difference"] for name in models
+                },
             },
             "run": {
                 "steps": self.config.train.steps,
@@ -223,7 +376,10 @@ def machine(load_average: float) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average_at_start": load_average,
         "python": platform.python_version(),
-        **{package: metadata.version(package) for package in ("torch", "megatron-core", "transformers")},
+        **{
+            package: metadata.version(package)
+            for package in ("torch", "megatron-core", "transformers")
+        },
     }
 
 
@@ -235,15 +391,33 @@ def run(demo: Demo) -> dict[str, Any]:
     """
     started = time.monotonic()
     steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
-        ("data", "the running Python's standard library: parquet, tokenizer, .bin/.idx", demo.prepare_data),
-        ("pretrain", "FEM-softmax over four ranks, stopped by SIGTERM", demo.pretrain_until_sigterm),
+        (
+            "data",
+            "the running Python's standard library: parquet, tokenizer, .bin/.idx",
+            demo.prepare_data,
+        ),
+        (
+            "pretrain",
+            "FEM-softmax over four ranks, stopped by SIGTERM",
+            demo.pretrain_until_sigterm,
+        ),
         ("resume", "the same run at another layout, to its end", demo.resume_elsewhere),
-        ("twin", "the Transformer of the same budget: same data, same order, same batches, same schedule", demo.twin),
-        ("export", "both to Hugging Face's format, loaded by stock transformers; the report", demo.export),
+        (
+            "twin",
+            "the Transformer of the same budget: same data, same order, same batches, same schedule",
+            demo.twin,
+        ),
+        (
+            "export",
+            "both to Hugging Face's format, loaded by stock transformers; the report",
+            demo.export,
+        ),
     )
     for number, (name, purpose, step) in enumerate(steps, 1):
         begun = time.monotonic()
-        say(f"\n[{number}/{len(steps)}] {name}: {purpose}   ({report.minutes(begun - started)} since the start)")
+        say(
+            f"\n[{number}/{len(steps)}] {name}: {purpose}   ({report.minutes(begun - started)} since the start)"
+        )
         try:
             step()
         except DemoError as error:

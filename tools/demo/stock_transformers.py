@@ -35,7 +35,10 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
     whole = (len(ids) - 1) // length
-    inputs, targets = ids[: whole * length].view(whole, length), ids[1 : whole * length + 1].view(whole, length)
+    inputs, targets = (
+        ids[: whole * length].view(whole, length),
+        ids[1 : whole * length + 1].view(whole, length),
+    )
     pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, whole, batch)]
     if whole * length < len(ids) - 1:
         pieces.append((ids[None, whole * length : -1], ids[None, whole * length + 1 :]))
@@ -43,7 +46,11 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
     with torch.no_grad():
         for piece, wanted in pieces:
             logits = model(input_ids=piece, use_cache=False).logits
-            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), wanted.flatten(), reduction="sum"
+                )
+            )
     return total / (len(ids) - 1), len(ids) - 1
 
 
@@ -74,8 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Writes the findings to --out as JSON and prints them; judges nothing. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")
-    parser.add_argument("--tokens", type=Path, required=True, help="a held-out split's .bin file (uint16)")
-    parser.add_argument("--megatron-logits", type=Path, required=True, help="written by tools.demo.megatron_logits from the same tokens")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help="a held-out split's .bin file (uint16)"
+    )
+    parser.add_argument(
+        "--megatron-logits",
+        type=Path,
+        required=True,
+        help="written by tools.demo.megatron_logits from the same tokens",
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--length", type=int, default=256, help="window of the held-out loss")
     parser.add_argument("--prompt", default="def read(self")
@@ -86,19 +100,35 @@ def main(arguments: list[str] | None = None) -> int:
 
     disable_progress_bar()
     tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
-    model = AutoModelForCausalLM.from_pretrained(given.model, trust_remote_code=True, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        given.model, trust_remote_code=True, dtype=torch.float32
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=True)
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in OURS)
     if imported:
-        print(f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone", file=sys.stderr)
+        print(
+            f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone",
+            file=sys.stderr,
+        )
         return 1
-    print(f"loaded {given.model}: {type(model).__name__}, code from its own folder, none of the project's packages imported", flush=True)
+    print(
+        f"loaded {given.model}: {type(model).__name__}, code from its own folder, none of the project's packages imported",
+        flush=True,
+    )
     difference = logit_difference(model, tokens, reference)
-    print(f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})", flush=True)
+    print(
+        f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})",
+        flush=True,
+    )
     loss, predicted = heldout_loss(model, tokens, given.length)
-    print(f"held-out loss {loss:.4f} nats a token over {predicted} tokens, the whole split", flush=True)
+    print(
+        f"held-out loss {loss:.4f} nats a token over {predicted} tokens, the whole split",
+        flush=True,
+    )
     text, seconds, cache_difference = sample(model, tokenizer, given.prompt, given.new_tokens)
-    print(f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; logits as without it to {cache_difference:.1e}:")
+    print(
+        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; logits as without it to {cache_difference:.1e}:"
+    )
     print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
     findings = {
         "parameters": sum(weight.numel() for weight in model.parameters()),

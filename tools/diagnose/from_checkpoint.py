@@ -26,7 +26,9 @@ class Found:
 
 
 @contextmanager
-def megatron_model(checkpoint: Path, length: int) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
+def megatron_model(
+    checkpoint: Path, length: int
+) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
     """The checkpoint's whole model, built for sequences of ``length`` tokens in one process, in eval mode; its configuration, its manifest.
 
     Raises:
@@ -48,8 +50,12 @@ def megatron_model(checkpoint: Path, length: int) -> Iterator[tuple[Any, ModelCo
         (chunk,) = fem_model.build(model, fem_model.Layout(), length, seed=0)
         answer = chunk.load_state_dict(state, strict=False)
         missing = {name for name in answer.missing_keys if not name.endswith("_extra_state")}
-        if answer.unexpected_keys or missing - ({"output_layer.weight"} if model.tie_embeddings else set()):
-            raise ConfigError(f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and holds besides {answer.unexpected_keys}")
+        if answer.unexpected_keys or missing - (
+            {"output_layer.weight"} if model.tie_embeddings else set()
+        ):
+            raise ConfigError(
+                f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and holds besides {answer.unexpected_keys}"
+            )
         chunk.eval()
         with torch.no_grad():
             yield chunk, model, manifest
@@ -98,7 +104,11 @@ def first_tokens(prefix: Path, count: int) -> np.ndarray:
         kind = read_index(prefix.with_name(prefix.name + ".idx")).dtype
         ids = np.fromfile(prefix.with_name(prefix.name + ".bin"), dtype=kind, count=count)
     except (OSError, FormatError) as error:
-        raise ConfigError(f"the data {prefix} cannot be read ({error}): name a .bin/.idx pair with --data PREFIX") from error
+        raise ConfigError(
+            f"the data {prefix} cannot be read ({error}): name a .bin/.idx pair with --data PREFIX"
+        ) from error
     if len(ids) < 2:
-        raise ConfigError(f"the data {prefix} has {len(ids)} tokens: name other data with --data PREFIX")
+        raise ConfigError(
+            f"the data {prefix} has {len(ids)} tokens: name other data with --data PREFIX"
+        )
     return ids.astype(np.int64)

@@ -20,10 +20,14 @@ def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
     cells: dict[tuple[str, tuple[str, str]], float] = {}
     for name, value in values.items():
         *place, part, quantity = name.split("/")
-        row = ", ".join(word.rpartition("_")[0] + " " + str(int(word.rpartition("_")[2])) for word in place)
+        row = ", ".join(
+            word.rpartition("_")[0] + " " + str(int(word.rpartition("_")[2])) for word in place
+        )
         cells[row, (part, quantity)] = value
     rows = list(dict.fromkeys(row for row, _ in cells))
-    columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: column[0] != "mixer")
+    columns = sorted(
+        dict.fromkeys(column for _, column in cells), key=lambda column: column[0] != "mixer"
+    )
     numbers = np.array([[cells.get((row, column), math.nan) for column in columns] for row in rows])
     return rows, [f"{part}: {_in_words(quantity)}" for part, quantity in columns], numbers
 
@@ -41,12 +45,16 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
     size = (1.9 + 0.74 * len(columns), 2.6 + 0.31 * len(rows))
     figure = new_figure(size)
     axes = figure.subplots()
-    shades = LinearSegmentedColormap.from_list("shades", [LEAST, GREATEST]).with_extremes(bad=ABSENT)
+    shades = LinearSegmentedColormap.from_list("shades", [LEAST, GREATEST]).with_extremes(
+        bad=ABSENT
+    )
     axes.imshow(shade(numbers), cmap=shades, vmin=0.0, vmax=1.0, aspect="auto")
     for (row, column), number in np.ndenumerate(numbers):
         if not math.isnan(number):
             axes.text(column, row, f"{number:.3g}", ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
+    axes.set_xticks(
+        range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor", fontsize=9
+    )
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
     axes.xaxis.tick_top()
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
@@ -68,7 +76,10 @@ def shade(numbers: np.ndarray) -> np.ndarray:
     finite = np.where(np.isfinite(numbers), numbers, np.nan)
     known = np.isfinite(finite).any(axis=0)
     low, high = (np.full(numbers.shape[1], np.nan) for _ in range(2))
-    low[known], high[known] = np.nanmin(finite[:, known], axis=0), np.nanmax(finite[:, known], axis=0)
+    low[known], high[known] = (
+        np.nanmin(finite[:, known], axis=0),
+        np.nanmax(finite[:, known], axis=0),
+    )
     span = np.where(high > low, high - low, 1.0)
     shaded: np.ndarray = (finite - low) / span
     return shaded

@@ -34,32 +34,96 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m tools.evaluate", description="Scores of models on a suite of tasks, in one table.")
+    parser = cli.Parser(
+        prog="python -m tools.evaluate",
+        description="Scores of models on a suite of tasks, in one table.",
+    )
     model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL names it in the table"
     suites = ", ".join(sorted(path.stem for path in SUITES.glob("*.yaml")))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=model)
-    parser.add_argument("--suite", default="quick", metavar="NAME|FILE", help=f"one of {suites}, or the path of a YAML (default: quick)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/evaluation/SUITE)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and computation (default: as stored)")
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="requests a call (default: 8 on a CPU, else as many as fit)")
     parser.add_argument(
-        "--max-length", type=_positive, metavar="N", help="tokens a prompt may have (default: the training's context length)"
+        "--suite",
+        default="quick",
+        metavar="NAME|FILE",
+        help=f"one of {suites}, or the path of a YAML (default: quick)",
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N examples of each task alone: to try things out")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (default: the model's)")
-    parser.add_argument("--seed", type=_seed, metavar="N", help="of the order of choices and examples (default: the harness's)")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder of data sets (default: the libraries' own)")
-    network = parser.add_mutually_exclusive_group()
-    network.add_argument("--online", action="store_true", help="download data sets that are not in the cache")
-    network.add_argument("--offline", action="store_false", dest="online", help="ask no network (default)")
-    parser.add_argument("--download", action="store_true", help="fill the cache with the suite's data sets, and stop")
-    parser.add_argument("--retry", action="store_true", help="ask again where a result is of another model, suite or setting")
     parser.add_argument(
-        "--merge", type=_positive, metavar="N", help="ask also the average of N checkpoints of the run, the newest ones up to MODEL"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the results (default: runs/evaluation/SUITE)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of weights and computation (default: as stored)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="requests a call (default: 8 on a CPU, else as many as fit)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="tokens a prompt may have (default: the training's context length)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="N",
+        help="the first N examples of each task alone: to try things out",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the tokenizer (default: the model's)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        metavar="N",
+        help="of the order of choices and examples (default: the harness's)",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="folder of data sets (default: the libraries' own)",
+    )
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument(
+        "--online", action="store_true", help="download data sets that are not in the cache"
+    )
+    network.add_argument(
+        "--offline", action="store_false", dest="online", help="ask no network (default)"
+    )
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="fill the cache with the suite's data sets, and stop",
+    )
+    parser.add_argument(
+        "--retry",
+        action="store_true",
+        help="ask again where a result is of another model, suite or setting",
+    )
+    parser.add_argument(
+        "--merge",
+        type=_positive,
+        metavar="N",
+        help="ask also the average of N checkpoints of the run, the newest ones up to MODEL",
     )
     parser.add_argument("--list", action="store_true", help="show the suite's tasks, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="check data and results, show what would be asked, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check data and results, show what would be asked, and stop",
+    )
     return parser
 
 
@@ -94,17 +158,24 @@ def _command(given: argparse.Namespace) -> int:
     if tasks is not None and all(path.is_dir() for _, path in models):
         catalogue.require(tasks, download, sys.stderr)
 
-    from tools.hf.open_model import device_named, weights_at  # torch and transformers take seconds: not for missing data
+    from tools.hf.open_model import (
+        device_named,
+        weights_at,
+    )  # torch and transformers take seconds: not for missing data
 
     device_named(given.device)
-    models = [(name, weights_at(path)) for name, path in models]  # a run that goes on gets newer ones while others are asked
+    models = [
+        (name, weights_at(path)) for name, path in models
+    ]  # a run that goes on gets newer ones while others are asked
     out = given.out or DEFAULT_OUT / suite.name
     with _with_averages(models, given.merge, out) as all_models:
         return _ask(all_models, suite, tasks, out, given)
 
 
 @contextmanager
-def _with_averages(models: list[tuple[str, Path]], count: int | None, out: Path) -> Iterator[list[tuple[str, Path]]]:
+def _with_averages(
+    models: list[tuple[str, Path]], count: int | None, out: Path
+) -> Iterator[list[tuple[str, Path]]]:
     """The models and, where a ``count`` is given, after each the average of its run's checkpoints, in a folder that goes at the end."""
     if count is None:
         yield models
@@ -117,13 +188,18 @@ def _with_averages(models: list[tuple[str, Path]], count: int | None, out: Path)
         yield [
             each
             for name, path in models
-            for each in ((name, path), (f"{name}-last_{count}", average(newest(path.parent, count, path), folder / name)))
+            for each in (
+                (name, path),
+                (f"{name}-last_{count}", average(newest(path.parent, count, path), folder / name)),
+            )
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ask(models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, given: argparse.Namespace) -> int:
+def _ask(
+    models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, given: argparse.Namespace
+) -> int:
     """Plans, asks and reports; the exit code."""
     from tools.hf.open_model import fingerprint
 
@@ -135,7 +211,10 @@ def _ask(models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, gi
     settings = Settings(given.limit, given.seed, given.dtype, given.max_length, harness)
     keyed = [run.Model(name, path, fingerprint(path, given.tokenizer)) for name, path in models]
     plan = run.plan(suite, keyed, out, settings, tasks, given.retry)
-    print(f"{suite.name}: {plan.done} of {plan.done + len(plan.jobs)} tasks have their results in {out}", file=sys.stderr)
+    print(
+        f"{suite.name}: {plan.done} of {plan.done + len(plan.jobs)} tasks have their results in {out}",
+        file=sys.stderr,
+    )
     if given.dry_run:
         print("".join(f"{job.model.name}: {job.columns[0].task}\n" for job in plan.jobs), end="")
         return 0
@@ -150,7 +229,9 @@ def _ask(models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, gi
     for line in runner.failed:
         print(f"failed: {line}", file=sys.stderr)
     if runner.failed:
-        print("tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr)
+        print(
+            "tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr
+        )
     return Exit.FAULT if runner.failed else 0
 
 
@@ -169,7 +250,10 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
         if given and not name:
             raise ConfigError(f"{word}: expected NAME=MODEL")
         found.append((name, Path(after)) if given else ("", Path(word)))
-    parts = [[part for part in path.resolve().parts if part not in ("/", "checkpoints")] for _, path in found]
+    parts = [
+        [part for part in path.resolve().parts if part not in ("/", "checkpoints")]
+        for _, path in found
+    ]
     names: list[str] = []
     for (name, path), own in zip(found, parts, strict=True):
         rivals = [other for other in parts if other is not own]
@@ -181,7 +265,9 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
         names.append(name or "-".join(own[-length:]))
     for name in names:
         if not name or name.startswith(".") or "/" in name or names.count(name) > 1:
-            raise ConfigError(f"{name!r}: a model's name is a folder's name, and each has its own: give NAME=MODEL")
+            raise ConfigError(
+                f"{name!r}: a model's name is a folder's name, and each has its own: give NAME=MODEL"
+            )
     return [(name, path) for name, (_, path) in zip(names, found, strict=True)]
 
 
@@ -190,8 +276,19 @@ def listing(suite: Suite) -> str:
     rows = [("column", "task", "examples", "metric", "chance", "rescaled")]
     for task in suite.tasks:
         shots = "as the task says" if task.fewshot is None else str(task.fewshot)
-        chance = "a part" if task.subtask_chance else "" if task.chance is None else f"{task.chance:g}"
-        rows.append((task.label, task.task, "" if task.kind == "heldout" else shots, task.metric, chance, task.rescale))
+        chance = (
+            "a part" if task.subtask_chance else "" if task.chance is None else f"{task.chance:g}"
+        )
+        rows.append(
+            (
+                task.label,
+                task.task,
+                "" if task.kind == "heldout" else shots,
+                task.metric,
+                chance,
+                task.rescale,
+            )
+        )
     title = f"{suite.name}: {suite.title}\n" if suite.title else f"{suite.name}\n"
     return title + "".join(f"{line}\n" for line in aligned(rows))
 

@@ -58,7 +58,11 @@ class Leaf:
         if path is None or self.config.get("custom_dataset") is not None or "class" in self.config:
             return None
         name = self.config.get("dataset_name")
-        return DataSet(path, None if name is None else str(name), json.dumps(self.config.get("dataset_kwargs") or {}, sort_keys=True))
+        return DataSet(
+            path,
+            None if name is None else str(name),
+            json.dumps(self.config.get("dataset_kwargs") or {}, sort_keys=True),
+        )
 
     @property
     def fewshot(self) -> int:
@@ -69,7 +73,10 @@ class Leaf:
     def metrics(self) -> dict[str, bool | None]:
         """Its metrics' names, and whether more is better, where the YAML says."""
         listed = self.config.get("metric_list") or []
-        return {str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better") for entry in listed}
+        return {
+            str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better")
+            for entry in listed
+        }
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,23 @@ class Tasks:
             content.append(
                 [
                     leaf.name,
-                    json.dumps(leaf.config, sort_keys=True, default=str).replace(str(leaf.folder), "").replace(str(self.folder), ""),
+                    json.dumps(leaf.config, sort_keys=True, default=str)
+                    .replace(str(leaf.folder), "")
+                    .replace(str(self.folder), ""),
                 ]
             )
-            beside = sorted(file for file in leaf.folder.iterdir() if file.is_file() and not file.name.startswith(".")) if own else []
-            content += [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in beside]
+            beside = (
+                sorted(
+                    file
+                    for file in leaf.folder.iterdir()
+                    if file.is_file() and not file.name.startswith(".")
+                )
+                if own
+                else []
+            )
+            content += [
+                [file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in beside
+            ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -125,12 +144,24 @@ def find_tasks(suite: Suite) -> Tasks:
         places = {**dict(named_in(theirs)), **places}
     for name in wanted:
         if name not in places:
-            raise ConfigError(f"the suite {suite.name} asks for {name}, which is no task{_meant(name, sorted(places))}")
-    of_harness = {theirs / places[name].relative_to(theirs).parts[0] for name in wanted if places[name].is_relative_to(theirs)}
+            raise ConfigError(
+                f"the suite {suite.name} asks for {name}, which is no task{_meant(name, sorted(places))}"
+            )
+    of_harness = {
+        theirs / places[name].relative_to(theirs).parts[0]
+        for name in wanted
+        if places[name].is_relative_to(theirs)
+    }
     manager = manager_of([*sorted(of_harness), *own])
-    if any(child not in manager.task_index for name in wanted for child in children(manager.task_index, name)):
+    if any(
+        child not in manager.task_index
+        for name in wanted
+        for child in children(manager.task_index, name)
+    ):
         manager = manager_of([theirs, *own])
-    tasks = Tasks(manager, {name: tuple(_leaves(manager.task_index, name)) for name in wanted}, theirs)
+    tasks = Tasks(
+        manager, {name: tuple(_leaves(manager.task_index, name)) for name in wanted}, theirs
+    )
     for task in suite.tasks:
         if task.kind == "harness":
             _check(task, tasks)
@@ -156,7 +187,10 @@ def children(index: dict[str, Any], name: str) -> list[str]:
     if "group" not in config:
         return [name]
     members = config["task"] if isinstance(config["task"], list) else [config["task"]]
-    names = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in members]
+    names = [
+        member if isinstance(member, str) else member.get("task", member.get("group"))
+        for member in members
+    ]
     return [below for child in names if isinstance(child, str) for below in children(index, child)]
 
 
@@ -178,17 +212,29 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
     known: dict[str, bool | None] = {}
     for leaf in leaves:
         known |= leaf.metrics
-    listed = [str(item["metric"]) for item in (entry.cfg.get("aggregate_metric_list") or [])] if group else list(known)
+    listed = (
+        [str(item["metric"]) for item in (entry.cfg.get("aggregate_metric_list") or [])]
+        if group
+        else list(known)
+    )
     if listed and metric not in listed:
-        raise ConfigError(f"{task.name}: {task.task} has no metric {metric}; {did_you_mean(metric, listed, 'it has')}")
+        raise ConfigError(
+            f"{task.name}: {task.task} has no metric {metric}; {did_you_mean(metric, listed, 'it has')}"
+        )
     if group and not listed:
-        raise ConfigError(f"{task.name}: the group {task.task} has no score of its own: name its tasks one by one")
+        raise ConfigError(
+            f"{task.name}: the group {task.task} has no score of its own: name its tasks one by one"
+        )
     if known.get(metric) is not None and known[metric] != task.higher_is_better:
-        raise ConfigError(f"{task.name}: {metric} of {task.task} has higher_is_better: {str(known[metric]).lower()}")
+        raise ConfigError(
+            f"{task.name}: {metric} of {task.task} has higher_is_better: {str(known[metric]).lower()}"
+        )
     unknown = sorted(set(task.subtask_chance) - {leaf.name for leaf in leaves})
     if unknown:
         meant = _meant(unknown[0], [leaf.name for leaf in leaves])
-        raise ConfigError(f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{meant}")
+        raise ConfigError(
+            f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{meant}"
+        )
     fixed = [leaf.name for leaf in leaves if leaf.config.get("num_fewshot") == 0]
     if task.fewshot and fixed:
         raise ConfigError(
@@ -201,7 +247,9 @@ def _meant(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-GATED = {"Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login` or HF_TOKEN"}
+GATED = {
+    "Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login` or HF_TOKEN"
+}
 PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
 
 
@@ -241,9 +289,15 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
     width = max(len(what) for what, *_ in absent)
     for what, names, why in absent:
         stream.write(f"missing  {what:<{width}}  for {listed(names)}{f': {why}' if why else ''}\n")
-    gated = [f" ({path} is gated: {how})" for path, how in GATED.items() if any(what.startswith(path) for what, *_ in absent)]
+    gated = [
+        f" ({path} is gated: {how})"
+        for path, how in GATED.items()
+        if any(what.startswith(path) for what, *_ in absent)
+    ]
     if os.environ["HF_HUB_OFFLINE"] == "0":
-        raise ConfigError(f"{len(absent)} of what the suite needs could not be downloaded: the list above says what{''.join(gated)}")
+        raise ConfigError(
+            f"{len(absent)} of what the suite needs could not be downloaded: the list above says what{''.join(gated)}"
+        )
     raise ConfigError(
         f"{len(absent)} of what the suite needs are not on this machine (data sets are looked for in {cache_folder()}); on a machine with "
         f"a network: {command} --cache DIR{''.join(gated)}; then bring DIR here and give --cache DIR"
@@ -279,14 +333,24 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
                     found.setdefault(key, {}).setdefault(None, {}).update(names)
             elif (why := why_not_loaded(data, stream)) is not None:
                 found.setdefault((data.path, why), {}).setdefault(data.config, {}).update(names)
-        sentences = {name: None for name, leaves in tasks.leaves.items() if any(leaf.folder.name == "ifeval" for leaf in leaves)}
+        sentences = {
+            name: None
+            for name, leaves in tasks.leaves.items()
+            if any(leaf.folder.name == "ifeval" for leaf in leaves)
+        }
         if sentences and not sentences_counted():
             found[f"nltk's {PUNKT_NAME}", ""] = {None: sentences}
     entries = []
     for (what, why), configurations in found.items():
         named = [name for name in configurations if name is not None]
         suffix = f" ({listed(named)})" if len(named) == len(configurations) else ""
-        entries.append((what + suffix, list({name: None for names in configurations.values() for name in names}), why))
+        entries.append(
+            (
+                what + suffix,
+                list({name: None for names in configurations.values() for name in names}),
+                why,
+            )
+        )
     return entries
 
 
@@ -316,7 +380,12 @@ def local_files(data: DataSet) -> list[str]:
     """The files that a data set of local files names."""
     files = json.loads(data.options).get("data_files") or []
     named = list(files.values()) if isinstance(files, dict) else [files]
-    return [str(file) for entry in named for file in (entry if isinstance(entry, list) else [entry]) if "*" not in str(file)]
+    return [
+        str(file)
+        for entry in named
+        for file in (entry if isinstance(entry, list) else [entry])
+        if "*" not in str(file)
+    ]
 
 
 def sentences_counted() -> bool:
@@ -327,7 +396,9 @@ def sentences_counted() -> bool:
         nltk.data.find(PUNKT)
     except LookupError:
         online = os.environ["HF_HUB_OFFLINE"] == "0"
-        return online and bool(nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True))
+        return online and bool(
+            nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True)
+        )
     return True
 
 
@@ -337,7 +408,10 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):
             yield
     finally:
         logging.disable(before)

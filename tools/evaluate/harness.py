@@ -49,7 +49,9 @@ class Answers:
     Raises InUse on entering where another process writes the file.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], progress: Progress | None = None) -> None:
+    def __init__(
+        self, path: Path, identity: dict[str, Any], progress: Progress | None = None
+    ) -> None:
         self.path, self.identity = path, identity
         self.progress = progress or Progress(0, "requests", quiet=True)
         self.known: dict[str, Any] = {}
@@ -65,7 +67,12 @@ class Answers:
         self._read()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._held.close()
 
     def _read(self) -> None:
@@ -117,7 +124,11 @@ def request_key(kind: str, arguments: Any) -> str:
 
 def sampled(arguments: Any) -> bool:
     """Whether a request asks for a random answer, which is drawn anew each time."""
-    return len(arguments) > 1 and isinstance(arguments[1], dict) and bool(arguments[1].get("do_sample"))
+    return (
+        len(arguments) > 1
+        and isinstance(arguments[1], dict)
+        and bool(arguments[1].get("do_sample"))
+    )
 
 
 BOOTSTRAPS = 1000  # draws of a standard error that has no formula
@@ -136,12 +147,22 @@ class Adaptor(HFLM):
 
     def __init__(self, opened: Any, batch_size: int | str, max_length: int | None = None) -> None:
         if opened.tokenizer is None:
-            raise ConfigError(f"{opened.name}: {opened.no_tokenizer or 'it has no tokenizer: name its folder with --tokenizer DIR'}")
+            raise ConfigError(
+                f"{opened.name}: {opened.no_tokenizer or 'it has no tokenizer: name its folder with --tokenizer DIR'}"
+            )
         if opened.config is not None:
             if not opened.config.causal:
-                raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
-            if max_length is not None and opened.max_length is not None and max_length > opened.max_length:
-                raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most")
+                raise ConfigError(
+                    f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token"
+                )
+            if (
+                max_length is not None
+                and opened.max_length is not None
+                and max_length > opened.max_length
+            ):
+                raise ConfigError(
+                    f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most"
+                )
         ours = opened.trained_here
         self._encode = opened.encode if ours else None
         with quiet():
@@ -158,25 +179,42 @@ class Adaptor(HFLM):
         self.answers: Answers
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **options: Any
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **options: Any,
     ) -> list[int]:
         """The ids of a text, its last ``left_truncate_len`` alone."""
         if self._encode is None:
-            foreign: list[int] = super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
+            foreign: list[int] = super().tok_encode(
+                string, add_special_tokens, left_truncate_len, **options
+            )
             return foreign
         return self._encode(string)[-(left_truncate_len or 0) :]
 
     def tok_batch_encode(
-        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids and mask [b, t] of several texts."""
         if self._encode is None:
-            foreign: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            foreign: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(
+                strings, padding_side, left_truncate_len, truncation
+            )
             return foreign
-        ids = [self.tok_encode(string, left_truncate_len=left_truncate_len) or [self.prefix_token_id] for string in strings]
+        ids = [
+            self.tok_encode(string, left_truncate_len=left_truncate_len) or [self.prefix_token_id]
+            for string in strings
+        ]
         rows = [torch.tensor(row) for row in ids]
         masks = [torch.ones_like(row) for row in rows]
-        return pad_sequence(rows, True, self.tokenizer.pad_token_id, padding_side), pad_sequence(masks, True, 0, padding_side)
+        return pad_sequence(rows, True, self.tokenizer.pad_token_id, padding_side), pad_sequence(
+            masks, True, 0, padding_side
+        )
 
     def keep_in(self, answers: Answers) -> None:
         """From now on answers are kept there."""
@@ -187,11 +225,15 @@ class Adaptor(HFLM):
         """Nothing: the harness would ask a network."""
         return {}
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         """Of each (context, continuation): the continuation's log-probability in nats, and whether greedy decoding would give it."""
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
         """Of each text: its log-probability in nats, cut into windows where it is longer than the context."""
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
@@ -203,15 +245,23 @@ class Adaptor(HFLM):
             context, settings = request.args
             new = min(normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"], most)
             arguments = (context, {**settings, "max_gen_toks": new})
-            fitted.append(Instance(request.request_type, request.doc, arguments, request.idx, request.metadata))
+            fitted.append(
+                Instance(
+                    request.request_type, request.doc, arguments, request.idx, request.metadata
+                )
+            )
             if len(self.tok_encode(context)) > self.max_length - new:
                 self.answers.truncated.add(request_key("generate_until", arguments))
         return self._answered("generate_until", fitted, super().generate_until)
 
-    def _answered(self, kind: str, requests: list[Instance], ask: Callable[..., list[Any]]) -> list[Any]:
+    def _answered(
+        self, kind: str, requests: list[Instance], ask: Callable[..., list[Any]]
+    ) -> list[Any]:
         """The answers that are kept, and the model's to all else."""
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
-        waiting = [request for request, answer in zip(requests, found, strict=True) if answer is None]
+        waiting = [
+            request for request, answer in zip(requests, found, strict=True) if answer is None
+        ]
         self.answers.progress.total = (self.answers.progress.total or 0) + len(waiting)
         fresh = iter(ask(waiting, disable_tqdm=True) if waiting else [])
         return [next(fresh) if answer is None else answer for answer in found]
@@ -219,15 +269,21 @@ class Adaptor(HFLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """As the harness splits the tokens of both together; by themselves where the context's last token swallows the continuation."""
         both: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
-        return both if both[1] else (both[0], self.tok_encode(continuation, add_special_tokens=False))
+        return (
+            both if both[1] else (both[0], self.tok_encode(continuation, add_special_tokens=False))
+        )
 
-    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
         for texts, context, continuation in requests:
             if texts is not None and len(context) + len(continuation) > self.max_length + 1:
                 self.answers.truncated.add(request_key("loglikelihood", texts))
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
-    def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
+    def _model_call(
+        self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None
+    ) -> torch.Tensor:
         """Logits [b, t, vocabulary]. Rows are filled up on the right, where a causal model's scored tokens do not look."""
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
@@ -247,7 +303,14 @@ class Asked:
     requests: int
 
 
-def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seed: int | None, answers: Answers) -> Asked:
+def ask(
+    adaptor: Adaptor,
+    tasks: Tasks,
+    column: SuiteTask,
+    limit: int | None,
+    seed: int | None,
+    answers: Answers,
+) -> Asked:
     """Asks the model one task, all parts of a group at once. limit: the first so many examples of each part.
 
     seed: of the order of choices, of which examples are shown and of sampled answers; None: the harness's own.
@@ -265,14 +328,22 @@ def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, se
             if column.fewshot is not None or task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=column.fewshot or 0)
             task.set_fewshot_seed(seed=others)
-        found = evaluate(adaptor, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+        found = evaluate(
+            adaptor, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+        )
     assert found is not None
     leaves = [leaf.name for leaf in tasks.leaves[column.task]]
     versions = sorted({str(found["versions"][leaf]) for leaf in leaves})
     return Asked(
-        scores={name: numbers(found["results"][name]) for name in dict.fromkeys([column.task, *leaves])},
+        scores={
+            name: numbers(found["results"][name]) for name in dict.fromkeys([column.task, *leaves])
+        },
         counts={leaf: found["n-samples"][leaf]["effective"] for leaf in leaves},
-        chance={leaf: by_choices for leaf in leaves if (by_choices := guessing(loaded["tasks"][leaf])) is not None},
+        chance={
+            leaf: by_choices
+            for leaf in leaves
+            if (by_choices := guessing(loaded["tasks"][leaf])) is not None
+        },
         fewshot=max(found["n-shot"][leaf] for leaf in leaves),
         version=f"lm-eval {harness_version()}, task version {', '.join(versions)}",
         truncated=len(answers.truncated),
@@ -282,7 +353,11 @@ def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, se
 
 def numbers(scores: dict[str, Any]) -> dict[str, Any]:
     """The harness's metrics that are numbers."""
-    return {key: float(value) for key, value in scores.items() if "," in key and isinstance(value, int | float | np.number)}
+    return {
+        key: float(value)
+        for key, value in scores.items()
+        if "," in key and isinstance(value, int | float | np.number)
+    }
 
 
 def guessing(task: Any) -> float | None:

@@ -84,12 +84,21 @@ class Sums:
     open_nats: float = 0.0
     open_tokens: int = 0
 
-    def add(self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]) -> None:
+    def add(
+        self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]
+    ) -> None:
         """Losses in nats [n] of the tokens from ``first`` on, which come in order; ``starts``: where documents begin.
 
         A document may begin with tokens that are not scored: before ``first``, after the last ones that came.
         """
-        begun = starts[np.searchsorted(starts, self.position) : np.searchsorted(starts, first + len(losses))] - first
+        begun = (
+            starts[
+                np.searchsorted(starts, self.position) : np.searchsorted(
+                    starts, first + len(losses)
+                )
+            ]
+            - first
+        )
         for number, piece in enumerate(np.split(losses, np.maximum(begun, 0))):
             if number:
                 self._close()
@@ -131,7 +140,11 @@ class Sums:
         """
         if self.documents < 2:
             return None
-        squares = self.nats_squared - 2 * self.mean * self.nats_times_tokens + self.mean**2 * self.tokens_squared
+        squares = (
+            self.nats_squared
+            - 2 * self.mean * self.nats_times_tokens
+            + self.mean**2 * self.tokens_squared
+        )
         return math.sqrt(self.documents / (self.documents - 1) * max(squares, 0.0)) / self.tokens
 
 
@@ -166,7 +179,12 @@ class Text:
         order = np.argsort(np.arange(self.documents) * GOLDEN % 1.0)
         ends = np.minimum(np.cumsum(np.diff(self.starts)[order]), tokens)
         starts = np.concatenate([[0], ends[: np.searchsorted(ends, tokens) + 1]])
-        taken = [self.ids[first : first + size] for first, size in zip(self.starts[order].tolist(), np.diff(starts).tolist(), strict=False)]
+        taken = [
+            self.ids[first : first + size]
+            for first, size in zip(
+                self.starts[order].tolist(), np.diff(starts).tolist(), strict=False
+            )
+        ]
         return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
@@ -183,7 +201,11 @@ class Text:
         ids = self.ids[start:end].tolist()
         ended = bool(ids) and ids[-1] == self.eod_of(tokenizer)
         text = tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
-        return len((text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")).encode("utf-8", "surrogatepass"))
+        return len(
+            (text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")).encode(
+                "utf-8", "surrogatepass"
+            )
+        )
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """[start, end) of every document, in order."""
@@ -227,25 +249,42 @@ def open_text(prefix: Path) -> Text:
             raise ConfigError(f"data {prefix}: {with_ending(prefix, 'idx')} {error}") from None
         ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
         if not np.array_equal(found.pointers, ends[:-1] * np.dtype(found.dtype).itemsize):
-            raise ConfigError(f"data {prefix}: the sequences of its .idx do not follow each other in its .bin; write the pair anew")
+            raise ConfigError(
+                f"data {prefix}: the sequences of its .idx do not follow each other in its .bin; write the pair anew"
+            )
         if found.document_indices[-1] != len(found.lengths):
-            raise ConfigError(f"data {prefix}: its .idx names other sequences as documents than it has; write the pair anew")
-        ids = np.memmap(with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r")
-    return Text(prefix, ids, ends[found.document_indices], facts.eod_id, facts.vocab_size, source.text_bytes, facts.tokenizer)
+            raise ConfigError(
+                f"data {prefix}: its .idx names other sequences as documents than it has; write the pair anew"
+            )
+        ids = np.memmap(
+            with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r"
+        )
+    return Text(
+        prefix,
+        ids,
+        ends[found.document_indices],
+        facts.eod_id,
+        facts.vocab_size,
+        source.text_bytes,
+        facts.tokenizer,
+    )
 
 
 def _facts(prefix: Path) -> DataFacts:
     """What training would know of the pair."""
     key, any_vocabulary = "data.train.0.prefix = ", 2**31
     settings = RunConfig(
-        model=ModelConfig(vocab_size=any_vocabulary), data=DataConfig(train=(Source(prefix=str(prefix)),), seq_length=1)
+        model=ModelConfig(vocab_size=any_vocabulary),
+        data=DataConfig(train=(Source(prefix=str(prefix)),), seq_length=1),
     )  # two tokens
     try:
         with files_told():
             return check_data(settings)
     except ConfigError as error:
         if str(error).startswith("data.seq_length"):
-            raise ConfigError(f"data {prefix} has fewer than two tokens: nothing to predict; name another .bin/.idx pair") from None
+            raise ConfigError(
+                f"data {prefix} has fewer than two tokens: nothing to predict; name another .bin/.idx pair"
+            ) from None
         raise ConfigError(str(error).replace(key, "data ")) from None
 
 
@@ -272,7 +311,11 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
 def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
     """(token, id) of a tokenizer.json; of a Unigram's list of [token, score], ids are places."""
     vocabulary = raw.get("model", {}).get("vocab", {})
-    pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else [(token, i) for i, (token, _) in enumerate(vocabulary)]
+    pairs = (
+        list(vocabulary.items())
+        if isinstance(vocabulary, dict)
+        else [(token, i) for i, (token, _) in enumerate(vocabulary)]
+    )
     return pairs + [(token["content"], token["id"]) for token in raw.get("added_tokens", [])]
 
 
@@ -292,7 +335,11 @@ class Kept:
         self.path, self.sums = path, {}
         try:
             raw = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
-            self.sums = {key: Sums(**value) for key, value in raw["sums"].items()} if raw.get("format") == FORMAT else {}
+            self.sums = (
+                {key: Sums(**value) for key, value in raw["sums"].items()}
+                if raw.get("format") == FORMAT
+                else {}
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.sums = {}  # nothing is lost but time
 
@@ -301,7 +348,10 @@ class Kept:
         self.sums[key] = sums
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"format": FORMAT, "sums": {name: asdict(value) for name, value in self.sums.items()}}
+            content = {
+                "format": FORMAT,
+                "sums": {name: asdict(value) for name, value in self.sums.items()},
+            }
             write_whole(self.path, json.dumps(content).encode())
 
     def remove(self) -> None:

@@ -36,7 +36,17 @@ from fem_common.files import json_bytes, write_whole
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import find
 
-from .heldout import Kept, Settings, Sums, Text, Window, batched, check_vocabulary, open_text, windows
+from .heldout import (
+    Kept,
+    Settings,
+    Sums,
+    Text,
+    Window,
+    batched,
+    check_vocabulary,
+    open_text,
+    windows,
+)
 from .suite import SuiteTask
 
 if TYPE_CHECKING:
@@ -67,13 +77,24 @@ def measure(
     Raises:
         ConfigError: a token is not the model's, or a loss is not finite.
     """
-    key = sha256_json([model_key, str(opened.dtype), text.identity(), settings.context, settings.stride, settings.per_document])
+    key = sha256_json(
+        [
+            model_key,
+            str(opened.dtype),
+            text.identity(),
+            settings.context,
+            settings.stride,
+            settings.per_document,
+        ]
+    )
     sums = kept.sums.get(key, Sums())
     eod = text.eod_of(opened.tokenizer)
     size = batch_size or _batch_size(settings.context, vocabulary(opened))
     cut = windows(text.sections(settings.per_document, eod), settings.context, settings.stride)
     before, saved = sums.position, time.monotonic()
-    line = Progress(len(text.ids) - before, "tokens", f"{text.prefix.name} @{settings.context}", stream=stream)
+    line = Progress(
+        len(text.ids) - before, "tokens", f"{text.prefix.name} @{settings.context}", stream=stream
+    )
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
             after = replace(sums)  # so that an interruption finds whole batches
@@ -90,7 +111,9 @@ def measure(
     return sums.done()
 
 
-def _losses(opened: OpenModel, text: Text, batch: Sequence[Window]) -> list[npt.NDArray[np.float64]]:
+def _losses(
+    opened: OpenModel, text: Text, batch: Sequence[Window]
+) -> list[npt.NDArray[np.float64]]:
     """Nats of every scored token of each window, from one call of the model."""
     import torch
 
@@ -115,14 +138,18 @@ def _losses(opened: OpenModel, text: Text, batch: Sequence[Window]) -> list[npt.
             scored = logits[row, window.first - window.begin - 1 : len(window)]
             answers = torch.from_numpy(targets).to(device)
             pieces = [
-                torch.nn.functional.cross_entropy(scored[i : i + rows].to(wide), answers[i : i + rows], reduction="none")
+                torch.nn.functional.cross_entropy(
+                    scored[i : i + rows].to(wide), answers[i : i + rows], reduction="none"
+                )
                 for i in range(0, len(answers), rows)
             ]
             found.append(torch.cat(pieces).double().cpu().numpy())
     for window, losses in zip(batch, found, strict=True):
         if not np.isfinite(losses).all():
             place = window.first + int(np.flatnonzero(~np.isfinite(losses))[0])
-            raise ConfigError(f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: are the model's weights?")
+            raise ConfigError(
+                f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: are the model's weights?"
+            )
     return found
 
 
@@ -167,7 +194,10 @@ def heldout_result(
     kept = Kept(None if out is None else out / f".{task.name or task.task}.partial.json")
     found = []
     for one in settings:
-        sums = [measure(opened, text, one, kept, model_key, batch_size=batch_size, stream=stream) for text in texts]
+        sums = [
+            measure(opened, text, one, kept, model_key, batch_size=batch_size, stream=stream)
+            for text in texts
+        ]
         found.append(sum(sums[1:], sums[0]))
     sizes = [text.text_bytes(opened.tokenizer) for text in texts]
     text_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -186,7 +216,12 @@ def heldout_result(
         "raw": {**raw[-1], "contexts": {str(one["context"]): one for one in raw}},
         "chance": None,
         "subtasks": {
-            f"@{one.context}": {"value": sums.mean, "stderr": sums.stderr, "n": sums.documents, "chance": None}
+            f"@{one.context}": {
+                "value": sums.mean,
+                "stderr": sums.stderr,
+                "n": sums.documents,
+                "chance": None,
+            }
             for sums, one in zip(found, settings, strict=True)
             if len(settings) > 1
         },
@@ -205,9 +240,13 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
     """
     section = manifest.get("config", {}).get("data")
     if section is None:
-        raise ConfigError(f"{name}: nothing tells its held-out data: name a .bin/.idx pair with --data PREFIX (a suite: data: PREFIX)")
+        raise ConfigError(
+            f"{name}: nothing tells its held-out data: name a .bin/.idx pair with --data PREFIX (a suite: data: PREFIX)"
+        )
     if not section["valid"]:
-        raise ConfigError(f"{name}: its run has no validation data (data.valid is empty): name a .bin/.idx pair with --data PREFIX")
+        raise ConfigError(
+            f"{name}: its run has no validation data (data.valid is empty): name a .bin/.idx pair with --data PREFIX"
+        )
     return [Path(source["prefix"]) for source in section["valid"]]
 
 
@@ -238,9 +277,15 @@ def training_length(opened: OpenModel) -> int:
         ConfigError: neither is known.
     """
     section = opened.manifest.get("config", {}).get("data")
-    length = section["seq_length"] if section else getattr(opened.model.config, "max_position_embeddings", None)
+    length = (
+        section["seq_length"]
+        if section
+        else getattr(opened.model.config, "max_position_embeddings", None)
+    )
     if length is None:
-        raise ConfigError(f"{opened.name}: nothing tells its context length: give --context TOKENS (a suite: context_lengths)")
+        raise ConfigError(
+            f"{opened.name}: nothing tells its context length: give --context TOKENS (a suite: context_lengths)"
+        )
     return int(length)
 
 
@@ -253,14 +298,22 @@ def _check(opened: OpenModel, settings: Settings) -> None:
             f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, or tokens are never scored"
         )
     if opened.config is not None and not opened.config.causal:
-        raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
+        raise ConfigError(
+            f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token"
+        )
     longest = opened.max_length
     if longest is not None and settings.context > longest:
-        raise ConfigError(f"--context {settings.context} is more than {opened.name} takes: {longest} tokens at most")
+        raise ConfigError(
+            f"--context {settings.context} is more than {opened.name} takes: {longest} tokens at most"
+        )
 
 
-def _raw(sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int | None) -> dict[str, Any]:
-    unscored = sum(len(text.ids) - 1 for text in texts) - sums.tokens  # first tokens of documents; of each text one is given
+def _raw(
+    sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int | None
+) -> dict[str, Any]:
+    unscored = (
+        sum(len(text.ids) - 1 for text in texts) - sums.tokens
+    )  # first tokens of documents; of each text one is given
     text_bytes = None if unscored else text_bytes
     return {
         METRIC: sums.mean,
@@ -281,28 +334,69 @@ def _raw(sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints a table, writes results below --out; returns the exit code."""
     parser = cli.Parser(
-        prog="python -m tools.evaluate.perplexity", description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair."
+        prog="python -m tools.evaluate.perplexity",
+        description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
-    parser.add_argument("--data", metavar="PREFIX", help="a .bin/.idx pair without its ending; default: the run's validation data")
-    parser.add_argument("--context", type=int, nargs="+", default=[], metavar="TOKENS", help="window lengths; default: the training's")
-    parser.add_argument("--stride", type=int, metavar="TOKENS", help="tokens a window moves on; default: a whole window, as in training")
-    parser.add_argument("--per-document", action="store_true", help="no window sees a document before its own")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="read a sample of N tokens, documents spread over the data; default: all"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run directory, a checkpoint, or a Hugging Face folder",
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="windows a call; default: as memory allows. Changes no number")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--data",
+        metavar="PREFIX",
+        help="a .bin/.idx pair without its ending; default: the run's validation data",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="window lengths; default: the training's",
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="TOKENS",
+        help="tokens a window moves on; default: a whole window, as in training",
+    )
+    parser.add_argument(
+        "--per-document", action="store_true", help="no window sees a document before its own"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="read a sample of N tokens, documents spread over the data; default: all",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="windows a call; default: as memory allows. Changes no number",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write DIR/MODEL/valid_256.json; an interrupted measurement goes on from there"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/MODEL/valid_256.json; an interrupted measurement goes on from there",
     )
     given = parser.parse_args(arguments)
     for name in ("max_tokens", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1 + (name == "max_tokens"):
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: too few")
-    again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
+    again = (
+        "the same command goes on where it stopped"
+        if given.out
+        else "with --out DIR it could have gone on where it stopped"
+    )
 
     def measured() -> None:
         try:
@@ -324,8 +418,12 @@ def _command(given: argparse.Namespace) -> None:
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
     opened = open_model(given.model, dtype=dtype, device=given.device, tokenizer=given.tokenizer)
     stem = Path(given.data).name if given.data else "valid"
-    print(f"{opened.name}: {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}")
-    print(f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10} {'tokens':>12}")
+    print(
+        f"{opened.name}: {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}"
+    )
+    print(
+        f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10} {'tokens':>12}"
+    )
     for context in sorted(set(given.context)) or [training_length(opened)]:
         task = SuiteTask(
             task=f"{stem}_{context}",
@@ -341,13 +439,22 @@ def _command(given: argparse.Namespace) -> None:
         )
         folder = None if given.out is None else given.out / opened.name
         result = heldout_result(
-            opened, task, folder, fingerprint(opened), per_document=given.per_document, batch_size=given.batch_size, stream=sys.stderr
+            opened,
+            task,
+            folder,
+            fingerprint(opened),
+            per_document=given.per_document,
+            batch_size=given.batch_size,
+            stream=sys.stderr,
         )
         if folder is not None:
             write_whole(folder / f"{task.name}.json", json_bytes(result))
         raw, stderr = result["raw"], "-" if result["stderr"] is None else f"{result['stderr']:.4f}"
         bits = "-" if raw["bits_per_byte"] is None else f"{raw['bits_per_byte']:.4f}"
-        print(f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10} {raw['tokens']:>12,}", flush=True)
+        print(
+            f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10} {raw['tokens']:>12,}",
+            flush=True,
+        )
     if raw["unscored"]:
         why = f"{raw['unscored']:,} documents follow no end-of-document token, so that their first tokens are not scored"
         print(f"tools.evaluate.perplexity: no bits/byte: {why}", file=sys.stderr)

@@ -18,9 +18,14 @@ ROW, HEAD = 0.24, 0.95  # inches of a model in a panel, and of a panel's title a
 
 def scores(table: Table) -> Any:
     """A figure: groups from above, their columns as panels, in each the models, best average rank on top; dashed: what guessing scores."""
-    groups = [(name, list(columns)) for name, columns in groupby(table.columns, key=lambda column: column.group)]
+    groups = [
+        (name, list(columns))
+        for name, columns in groupby(table.columns, key=lambda column: column.group)
+    ]
     sizes = [len(columns) for _, columns in groups]
-    across = min(range(1, ACROSS + 1), key=lambda wide: sum(math.ceil(size / wide) for size in sizes))
+    across = min(
+        range(1, ACROSS + 1), key=lambda wide: sum(math.ceil(size / wide) for size in sizes)
+    )
     lines = [math.ceil(size / across) for size in sizes]
     order = _order(table)
     left = 0.075 * max(len(table.rows[index].model) for index in order) if len(order) > 1 else 0.4
@@ -28,9 +33,22 @@ def scores(table: Table) -> Any:
     heights = [count * panel + 0.3 for count in lines]
     figure = new_figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
     title = f"Evaluation: {table.suite}" if table.suite else "Evaluation"
-    one = f"{title}, {table.rows[0].model}" if len(table.rows) == 1 else f"{title}, {len(table.rows)} models"
-    best = "; vermilion: best by more than the standard error of a difference" if len(table.rows) > 1 else ""
-    figure.suptitle(f"{one}: score ± one standard error; dashed: guessing{best}", x=0.01, ha="left", fontsize=10.5)
+    one = (
+        f"{title}, {table.rows[0].model}"
+        if len(table.rows) == 1
+        else f"{title}, {len(table.rows)} models"
+    )
+    best = (
+        "; vermilion: best by more than the standard error of a difference"
+        if len(table.rows) > 1
+        else ""
+    )
+    figure.suptitle(
+        f"{one}: score ± one standard error; dashed: guessing{best}",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+    )
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, columns), count in zip(parts, groups, lines, strict=True):
         if name:
@@ -56,19 +74,48 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     for place, index in enumerate(order):
         result = table.rows[index].results.get(column.name)
         if result is None:
-            axes.annotate("–", (0.5, place), xycoords=("axes fraction", "data"), ha="center", va="center", color=QUIET)
+            axes.annotate(
+                "–",
+                (0.5, place),
+                xycoords=("axes fraction", "data"),
+                ha="center",
+                va="center",
+                color=QUIET,
+            )
             continue
         value, error = result.score.value, result.score.stderr or 0.0
         colour = BEST if index == ahead else OTHER
-        axes.errorbar(value, place, xerr=error, color=colour, marker="o", markersize=4.5, linewidth=1.3)
+        axes.errorbar(
+            value, place, xerr=error, color=colour, marker="o", markersize=4.5, linewidth=1.3
+        )
         side = axes.get_yaxis_transform()
-        axes.text(1.02, place, str(printed(value)), transform=side, fontsize=7.5, color=colour if colour == BEST else QUIET, va="center")
+        axes.text(
+            1.02,
+            place,
+            str(printed(value)),
+            transform=side,
+            fontsize=7.5,
+            color=colour if colour == BEST else QUIET,
+            va="center",
+        )
         low.append(value - error)
         high.append(value + error)
-    floor = 0.0 if all(row.results[column.name].score.value >= 0 for row in table.rows if column.name in row.results) else None
+    floor = (
+        0.0
+        if all(
+            row.results[column.name].score.value >= 0
+            for row in table.rows
+            if column.name in row.results
+        )
+        else None
+    )
     _limits(axes, column, low, high, floor, alone=len(order) == 1)
     axes.set_ylim(len(order) - 0.4, -0.6)
-    axes.set_yticks(range(len(order)), [_short(table.rows[index].model) for index in order] if named else [""] * len(order), fontsize=8)
+    axes.set_yticks(
+        range(len(order)),
+        [_short(table.rows[index].model) for index in order] if named else [""] * len(order),
+        fontsize=8,
+    )
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=7.5)
     plain_axes(axes, grid="x")
@@ -79,7 +126,15 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     axes.annotate(column.asked + lower, (0.0, 1.0), fontsize=7.5, color=QUIET, **under)
 
 
-def _limits(axes: Any, column: Column, low: Sequence[float], high: Sequence[float], floor: float | None, *, alone: bool) -> None:
+def _limits(
+    axes: Any,
+    column: Column,
+    low: Sequence[float],
+    high: Sequence[float],
+    floor: float | None,
+    *,
+    alone: bool,
+) -> None:
     """The range of the scores, and of guessing where it is near or a model is alone; guessing is drawn there, else told on its side.
 
     floor: what no score is below; None where that is not known.
@@ -96,7 +151,9 @@ def _limits(axes: Any, column: Column, low: Sequence[float], high: Sequence[floa
     elif chance is not None:
         here = {"x": 0.0, "ha": "left"} if chance < least else {"x": 1.0, "ha": "right"}
         told = f"‹ guessing {chance:.2g}" if chance < least else f"guessing {chance:.2g} ›"
-        axes.text(y=0.03, s=told, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here)
+        axes.text(
+            y=0.03, s=told, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here
+        )
     edge = max(0.06 * (most - least), (span - most + least) / 2)
     # Where no score is below zero, nothing is drawn there but the end of a whisker and a margin.
     left = least - edge if floor is None else max(least - edge, min(least, floor) - 0.06 * span)
@@ -109,27 +166,56 @@ def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
 
     axes.set_xlim(least, most)
     lowest = least if floor is None else max(least, floor)
-    found = [tick for tick in MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(least, most) if lowest <= tick <= most]
+    found = [
+        tick
+        for tick in MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(least, most)
+        if lowest <= tick <= most
+    ]
     step = min((after - before for before, after in pairwise(found)), default=0.1)
-    places = next((places for places in range(2, 9) if abs(round(step, places) - step) < 1e-9 * step), 9)
+    places = next(
+        (places for places in range(2, 9) if abs(round(step, places) - step) < 1e-9 * step), 9
+    )
     axes.set_xticks(found, [f"{tick:.{places}f}" for tick in found])
 
 
 def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
     """A figure: held-out loss over the context length, a panel a text, a line a model; None where no text has two lengths."""
-    shown = {text: models for text, models in texts.items() if any(len(points) > 1 for points in models.values())}
+    shown = {
+        text: models
+        for text, models in texts.items()
+        if any(len(points) > 1 for points in models.values())
+    }
     if not shown:
         return None
     models = list(dict.fromkeys(model for by_model in shown.values() for model in by_model))
     figure = new_figure((0.6 + 5.6 * len(shown), 4.2 + 0.08 * len(models)))
-    for axes, (text, by_model) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    for axes, (text, by_model) in zip(
+        figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
+    ):
         for model, points in by_model.items():
             number = models.index(model)
             again, colour = divmod(number, len(COLOURS))
-            look = {"color": COLOURS[colour], "marker": MARKERS[colour], "linestyle": ("-", "--", ":")[again % 3]}
-            lengths, values = [point.context for point in points], [point.nats.value for point in points]
+            look = {
+                "color": COLOURS[colour],
+                "marker": MARKERS[colour],
+                "linestyle": ("-", "--", ":")[again % 3],
+            }
+            lengths, values = (
+                [point.context for point in points],
+                [point.nats.value for point in points],
+            )
             errors = [point.nats.stderr or 0.0 for point in points]
-            axes.errorbar(lengths, values, yerr=errors, label=_short(model), linewidth=1.6, markersize=5, capsize=2, elinewidth=0.9, **look)
+            axes.errorbar(
+                lengths,
+                values,
+                yerr=errors,
+                label=_short(model),
+                linewidth=1.6,
+                markersize=5,
+                capsize=2,
+                elinewidth=0.9,
+                **look,
+            )
         lengths = sorted({point.context for points in by_model.values() for point in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

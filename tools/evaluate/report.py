@@ -36,12 +36,18 @@ def number(score: Score | None, places: int = 3) -> str:
     """``0.313 ± 0.014``; without standard error, the number alone."""
     if score is None:
         return MISSING
-    return f"{printed(score.value, places)}" + ("" if score.stderr is None else f" ± {printed(score.stderr, places)}")
+    return f"{printed(score.value, places)}" + (
+        "" if score.stderr is None else f" ± {printed(score.stderr, places)}"
+    )
 
 
 def markdown(table: Table) -> str:
     """The whole report: scores with ranks, rescaled scores, held-out perplexity, what the columns are, notes."""
-    blocks = [f"# Evaluation: {table.suite}" if table.suite else "# Evaluation", table.title, _scores(table)]
+    blocks = [
+        f"# Evaluation: {table.suite}" if table.suite else "# Evaluation",
+        table.title,
+        _scores(table),
+    ]
     if len(table.rows) > 1:
         blocks.append(
             "± is one standard error. **Best** and <u>second</u> of each column. Avg Rank and #Top1 are over the columns that every model "
@@ -53,7 +59,10 @@ def markdown(table: Table) -> str:
 
 
 def _scores(table: Table) -> str:
-    heads = ["Model", *(f"{_escaped(column.label)}<br>{_escaped(column.asked)}" for column in table.columns)]
+    heads = [
+        "Model",
+        *(f"{_escaped(column.label)}<br>{_escaped(column.asked)}" for column in table.columns),
+    ]
     rows = [[_escaped(row.model)] for row in table.rows]
     for column in table.columns:
         marks = table.marks(column)
@@ -65,7 +74,9 @@ def _scores(table: Table) -> str:
     if len(table.rows) > 1:
         heads += ["Avg Rank", "#Top1"]
         for cells, found in zip(rows, table.summary(), strict=True):
-            cells += [MISSING, MISSING] if found is None else [str(printed(found[0], 2)), str(found[1])]
+            cells += (
+                [MISSING, MISSING] if found is None else [str(printed(found[0], 2)), str(found[1])]
+            )
     return _grid_markdown(heads, rows)
 
 
@@ -74,7 +85,14 @@ def _rescaled(table: Table) -> list[str]:
     if not any(row.rescaled for row in table.rows):
         return []
     heads = ["Model", *(_escaped(column.label) for column in columns), "Average"]
-    rows = [[_escaped(row.model), *(number(row.rescaled.get(c.name), 2) for c in columns), number(row.average, 2)] for row in table.rows]
+    rows = [
+        [
+            _escaped(row.model),
+            *(number(row.rescaled.get(c.name), 2) for c in columns),
+            number(row.average, 2),
+        ]
+        for row in table.rows
+    ]
     told = (
         "0 is guessing, 100 everything right, below guessing is 0; BBH's and MuSR's sub-tasks are rescaled before they are averaged. "
         "Average: of the tasks, IFEval's two numbers as one."
@@ -92,16 +110,32 @@ def _heldout(table: Table) -> list[str]:
             at = {point.context: point for point in points}
             cells = [_loss(at[length]) if length in at else MISSING for length in lengths]
             rows.append([_escaped(model), *cells])
-        blocks += [f"## Held-out loss: {text}", "By context length; nats a token (bits a byte).", _grid_markdown(heads, rows)]
+        blocks += [
+            f"## Held-out loss: {text}",
+            "By context length; nats a token (bits a byte).",
+            _grid_markdown(heads, rows),
+        ]
     return blocks
 
 
 def _loss(point: Point) -> str:
-    return number(point.nats) + ("" if point.bits_per_byte is None else f" ({printed(point.bits_per_byte)})")
+    return number(point.nats) + (
+        "" if point.bits_per_byte is None else f" ({printed(point.bits_per_byte)})"
+    )
 
 
 def _columns(table: Table) -> str:
-    heads = ["Column", "Group", "Task", "Metric", "Few-shot", "Examples", "Chance", "Better", "Measured by"]
+    heads = [
+        "Column",
+        "Group",
+        "Task",
+        "Metric",
+        "Few-shot",
+        "Examples",
+        "Chance",
+        "Better",
+        "Measured by",
+    ]
     rows = [
         [
             c.label,
@@ -133,10 +167,19 @@ def console(table: Table, width: int = 120) -> str:
     grid = _grid(table)
     left = min(44, max(len(AVERAGE), *(len(row[0]) for row in grid)))
     names = [_short(row.model, NAME_WIDTH) for row in table.rows]
-    widths = [max(HEADING, len(name), *(len(row[place]) for row in grid)) for place, name in enumerate(names, 1)]
+    widths = [
+        max(HEADING, len(name), *(len(row[place]) for row in grid))
+        for place, name in enumerate(names, 1)
+    ]
     # The column beside each number is for the star, so headings end one place before it.
-    heads = [f"{f'{name} ' if len(name) < wide else name:>{wide}}" for name, wide in zip(names, widths, strict=True)]
-    grid = [[f"{_short(table.suite, left):<{left}}", *heads], *([_short(row[0], left), *row[1:]] for row in grid)]
+    heads = [
+        f"{f'{name} ' if len(name) < wide else name:>{wide}}"
+        for name, wide in zip(names, widths, strict=True)
+    ]
+    grid = [
+        [f"{_short(table.suite, left):<{left}}", *heads],
+        *([_short(row[0], left), *row[1:]] for row in grid),
+    ]
     blocks = [
         "\n".join(aligned([[row[0], *row[first + 1 : last + 1]] for row in grid], (0,)))
         for first, last in pairwise(_breaks(widths, width - left))
@@ -158,12 +201,23 @@ def _grid(table: Table) -> list[list[str]]:
         found = [row.results.get(column.name) for row in table.rows]
         cells = [number(result.score if result else None).replace(" ", "") for result in found]
         stars = ["*" if mark == 1 else " " for mark in table.marks(column)]
-        grid.append([f"{column.label} ({column.asked})", *(cell + star for cell, star in zip(cells, stars, strict=True))])
+        grid.append(
+            [
+                f"{column.label} ({column.asked})",
+                *(cell + star for cell, star in zip(cells, stars, strict=True)),
+            ]
+        )
     if any(row.average for row in table.rows):
-        grid += [["", *empty], [AVERAGE, *(number(row.average, 2).replace(" ", "") + " " for row in table.rows)]]
+        grid += [
+            ["", *empty],
+            [AVERAGE, *(number(row.average, 2).replace(" ", "") + " " for row in table.rows)],
+        ]
     if table.ranked:
         found_ranks = [ranks or (math.nan, 0) for ranks in table.summary()]
-        grid += [["", *empty], ["average rank", *(f"{printed(rank, 2)} " for rank, _ in found_ranks)]]
+        grid += [
+            ["", *empty],
+            ["average rank", *(f"{printed(rank, 2)} " for rank, _ in found_ranks)],
+        ]
         grid.append([f"first, of {len(table.ranked)}", *(f"{first} " for _, first in found_ranks)])
     return grid
 
@@ -203,7 +257,9 @@ def as_json(table: Table) -> dict[str, Any]:
                         **vars(row.results[c.name].score),
                         "rank": ranks[c.name][index] if c in table.ranked else None,
                         "rescaled": _score(row.rescaled.get(c.name)),
-                        "subtasks": {name: vars(part) for name, part in row.results[c.name].subtasks.items()},
+                        "subtasks": {
+                            name: vars(part) for name, part in row.results[c.name].subtasks.items()
+                        },
                         "raw": row.results[c.name].raw,
                     }
                     for c in table.columns
@@ -235,7 +291,9 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     curves = picture.heldout(heldout(table))
     files = {
         "table.md": markdown(table).encode(),
-        "results.json": (json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+        "results.json": (
+            json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        ).encode(),
         "table.png": png(picture.scores(table)),
     }
     if curves is not None:
@@ -252,15 +310,32 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
 
 def main(arguments: list[str] | None = None) -> int:
     """Reports on folders of results; returns the exit code."""
-    parser = cli.Parser(prog="python -m tools.evaluate.report", description="One table of the results in one or several folders.")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that tools.evaluate wrote")
-    parser.add_argument("--suite", metavar="NAME|FILE", help="columns, order, groups, rescaling; default: all results, by name")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; of one DIR: that one by default")
+    parser = cli.Parser(
+        prog="python -m tools.evaluate.report",
+        description="One table of the results in one or several folders.",
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="a folder that tools.evaluate wrote"
+    )
+    parser.add_argument(
+        "--suite",
+        metavar="NAME|FILE",
+        help="columns, order, groups, rescaling; default: all results, by name",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the report goes; of one DIR: that one by default",
+    )
     given = parser.parse_args(arguments)
     if given.out is None and len(given.folders) > 1:
         parser.error("--out DIR: say where the report of several folders goes")
     suite, out = given.suite, given.out or given.folders[0]
-    return cli.run("tools.evaluate.report", lambda: report(out, load_suite(suite) if suite else None, given.folders))
+    return cli.run(
+        "tools.evaluate.report",
+        lambda: report(out, load_suite(suite) if suite else None, given.folders),
+    )
 
 
 if __name__ == "__main__":

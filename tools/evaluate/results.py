@@ -95,10 +95,29 @@ class Settings:
     def of(self, column: SuiteTask, digest: str | None) -> dict[str, Any]:
         """As a result says it. digest: of the harness's task, or of the tokens that a held-out loss is of."""
         if column.kind == "heldout":
-            windows = {"context_lengths": list(column.context_lengths), "stride": column.stride, "max_tokens": column.max_tokens}
-            sample = {"sample": "spread"} if column.max_tokens else {}  # earlier results are of the first tokens
-            return {"kind": "heldout", "dtype": self.dtype, "data": column.data, "data_digest": digest, **windows, **sample}
-        general = {"limit": self.limit, "seed": self.seed, "dtype": self.dtype, "max_length": self.max_length, "lm_eval": self.harness}
+            windows = {
+                "context_lengths": list(column.context_lengths),
+                "stride": column.stride,
+                "max_tokens": column.max_tokens,
+            }
+            sample = (
+                {"sample": "spread"} if column.max_tokens else {}
+            )  # earlier results are of the first tokens
+            return {
+                "kind": "heldout",
+                "dtype": self.dtype,
+                "data": column.data,
+                "data_digest": digest,
+                **windows,
+                **sample,
+            }
+        general = {
+            "limit": self.limit,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "max_length": self.max_length,
+            "lm_eval": self.harness,
+        }
         return {"task": column.task, "fewshot": column.fewshot, "task_digest": digest, **general}
 
 
@@ -107,7 +126,9 @@ def result_file(out: Path, model: str, column: SuiteTask) -> Path:
     return out / model / f"{column.name}.json"
 
 
-def fitting(out: Path, model: str, key: str, column: SuiteTask, settings: dict[str, Any]) -> str | None:
+def fitting(
+    out: Path, model: str, key: str, column: SuiteTask, settings: dict[str, Any]
+) -> str | None:
     """What is wrong with the result that is there; "" where nothing is, None where there is none."""
     file = result_file(out, model, column)
     with files_told():
@@ -117,14 +138,22 @@ def fitting(out: Path, model: str, key: str, column: SuiteTask, settings: dict[s
             return None
         except ValueError:
             return f"{file} is not JSON"
-    if not isinstance(there, dict) or there.get("format") != FORMAT or not isinstance(there.get("settings"), dict):
+    if (
+        not isinstance(there, dict)
+        or there.get("format") != FORMAT
+        or not isinstance(there.get("settings"), dict)
+    ):
         return f"{file} is not a result of this version"
     if there.get("model_key") != key:
         return f"{file} is of other weights than {model} has now"
     made = there["settings"]
     # What the tokens are says more than where they lie; where they are not here, their place has to do.
     passed = "data" if made.get("data_digest") and settings.get("data_digest") else "data_digest"
-    differing = [name for name in {**settings, **made} if name != passed and settings.get(name) != made.get(name)]
+    differing = [
+        name
+        for name in {**settings, **made}
+        if name != passed and settings.get(name) != made.get(name)
+    ]
     if differing:
         name = differing[0]
         return f"{file} was made with {name} {shown(made.get(name))}, now it is {shown(settings.get(name))}"
@@ -159,7 +188,12 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
         raise ConfigError(f"{column.task} gave no {column.metric}; it gave {', '.join(given)}")
     error = metric.replace(",", "_stderr,", 1)
     parts = {name: count for name, count in asked.counts.items() if name != column.task}
-    chances = {name: column.subtask_chance.get(name, asked.chance.get(name) if column.chance is None else column.chance) for name in parts}
+    chances = {
+        name: column.subtask_chance.get(
+            name, asked.chance.get(name) if column.chance is None else column.chance
+        )
+        for name in parts
+    }
     total = sum(asked.counts.values())
     return {
         "format": FORMAT,
@@ -170,7 +204,11 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
         "stderr": scores.get(error),
         "higher_is_better": column.higher_is_better,
         "raw": scores,
-        "chance": column.chance if column.chance is not None else _weighted(chances, parts) if parts else asked.chance.get(column.task),
+        "chance": column.chance
+        if column.chance is not None
+        else _weighted(chances, parts)
+        if parts
+        else asked.chance.get(column.task),
         "subtasks": {
             name: {
                 "value": asked.scores[name][metric],
@@ -244,14 +282,22 @@ def read(folders: Sequence[Path]) -> list[Result]:
             if not folder.is_dir():
                 raise FileNotFoundError(2, "no such folder of results", str(folder))
             files = sorted(
-                file for file in folder.glob("*/*.json") if not file.name.startswith(".") and not file.parent.name.startswith(".")
+                file
+                for file in folder.glob("*/*.json")
+                if not file.name.startswith(".") and not file.parent.name.startswith(".")
             )
         for file in files:
             result = read_one(file)
             other = found.setdefault((result.model, result.name), result)
-            same = (other.model_key, other.score, other.subtasks) == (result.model_key, result.score, result.subtasks)
+            same = (other.model_key, other.score, other.subtasks) == (
+                result.model_key,
+                result.score,
+                result.subtasks,
+            )
             if not same and other.model_key == result.model_key:
-                raise ScoreError(f"{other.file} and {file} give other numbers for the same model and task: keep one of them")
+                raise ScoreError(
+                    f"{other.file} and {file} give other numbers for the same model and task: keep one of them"
+                )
             _one_model(other, result)
     results = list(found.values())
     check(results)
@@ -272,7 +318,9 @@ def read_one(file: Path) -> Result:
         raise ScoreError(f"{file}: not JSON ({error}): delete it and evaluate again") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         told = raw.get("format") if isinstance(raw, dict) else None
-        raise ScoreError(f"{file}: not a result of an evaluation, or of another version of it (format {told!r}, expected {FORMAT})")
+        raise ScoreError(
+            f"{file}: not a result of an evaluation, or of another version of it (format {told!r}, expected {FORMAT})"
+        )
     scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
     missing = [key for key in (*texts[:7], *scores) if key not in raw]
     if missing:
@@ -282,9 +330,14 @@ def read_one(file: Path) -> Result:
         said = build(Written, {key: raw[key] for key in texts if key in raw}, file)
     except ConfigError as error:
         raise ScoreError(f"{str(error).splitlines()[0]}: evaluate again") from None
-    for place, one in {"": score, **{f"subtasks.{name}.": part for name, part in said.subtasks.items()}}.items():
+    for place, one in {
+        "": score,
+        **{f"subtasks.{name}.": part for name, part in said.subtasks.items()},
+    }.items():
         if said.higher_is_better and not 0.0 <= one.value <= 1.0:
-            raise ScoreError(f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1")
+            raise ScoreError(
+                f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1"
+            )
     return Result(**vars(said), file=file, name=file.stem, score=score)
 
 
@@ -312,9 +365,18 @@ def _one_model(first: Result, result: Result) -> None:
 
 def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
     """(what, here, there) of all that must be alike."""
-    named = [(what, getattr(ours, what), getattr(theirs, what)) for what in ("metric", "fewshot", "version", "higher_is_better")]
+    named = [
+        (what, getattr(ours, what), getattr(theirs, what))
+        for what in ("metric", "fewshot", "version", "higher_is_better")
+    ]
     if ours.metric == HELDOUT:
         return named
-    told = [(what, ours.settings.get(what), theirs.settings.get(what)) for what in ("task", "task_digest", "limit", "seed")]
-    numbers = [("the number of examples", ours.score.n, theirs.score.n), ("what guessing scores", ours.score.chance, theirs.score.chance)]
+    told = [
+        (what, ours.settings.get(what), theirs.settings.get(what))
+        for what in ("task", "task_digest", "limit", "seed")
+    ]
+    numbers = [
+        ("the number of examples", ours.score.n, theirs.score.n),
+        ("what guessing scores", ours.score.chance, theirs.score.chance),
+    ]
     return [*named, *told, *numbers]

@@ -56,7 +56,14 @@ class Plan:
     done: int
 
 
-def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks: Tasks | None, retry: bool) -> Plan:
+def plan(
+    suite: Suite,
+    models: list[Model],
+    out: Path,
+    settings: Settings,
+    tasks: Tasks | None,
+    retry: bool,
+) -> Plan:
     """What of the suite has no result. retry: a result that does not fit is asked again.
 
     Raises:
@@ -70,7 +77,9 @@ def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks
             else:
                 digest = tasks.digest(columns[0].task) if tasks is not None else None
             wanted = settings.of(columns[0], digest)
-            found = [results.fitting(out, model.name, model.key, column, wanted) for column in columns]
+            found = [
+                results.fitting(out, model.name, model.key, column, wanted) for column in columns
+            ]
             complaints += [complaint for complaint in found if complaint]
             if all(complaint == "" for complaint in found):
                 done += 1
@@ -78,7 +87,9 @@ def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks
                 jobs.append(Job(model, columns, wanted))
     if complaints and not retry:
         more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
-        raise ConfigError(f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name")
+        raise ConfigError(
+            f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name"
+        )
     return Plan(tuple(jobs), done)
 
 
@@ -86,7 +97,9 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
     """Columns of one task and few-shot count, in the suite's order."""
     groups: dict[Any, list[SuiteTask]] = {}
     for column in suite.tasks:
-        groups.setdefault(column.name if column.kind == "heldout" else (column.task, column.fewshot), []).append(column)
+        groups.setdefault(
+            column.name if column.kind == "heldout" else (column.task, column.fewshot), []
+        ).append(column)
     return [tuple(columns) for columns in groups.values()]
 
 
@@ -96,8 +109,16 @@ class Runner:
     failed: lines of what went wrong; skipped: of what this machine cannot be asked.
     """
 
-    def __init__(self, out: Path, tasks: Tasks | None, settings: Settings, options: Namespace, stream: TextIO) -> None:
-        self.out, self.tasks, self.settings, self.options, self.stream = out, tasks, settings, options, stream
+    def __init__(
+        self, out: Path, tasks: Tasks | None, settings: Settings, options: Namespace, stream: TextIO
+    ) -> None:
+        self.out, self.tasks, self.settings, self.options, self.stream = (
+            out,
+            tasks,
+            settings,
+            options,
+            stream,
+        )
         self.failed: list[str] = []
         self.skipped: list[str] = []
         self._opened: Any = None
@@ -129,22 +150,34 @@ class Runner:
 
         from tools.hf.open_model import open_model
 
-        self._opened = self._adaptor = None  # the last one's memory is free before the next one's is taken
+        self._opened = self._adaptor = (
+            None  # the last one's memory is free before the next one's is taken
+        )
         dtype = None if self.options.dtype is None else getattr(torch, self.options.dtype)
-        opened = open_model(model.path, dtype=dtype, device=self.options.device, tokenizer=self.options.tokenizer)
+        opened = open_model(
+            model.path, dtype=dtype, device=self.options.device, tokenizer=self.options.tokenizer
+        )
         self._opened = replace(opened, name=model.name)
-        self._say(f"{model.name}: {opened.kind} {opened.source}, {str(opened.dtype).removeprefix('torch.')} on {opened.model.device.type}")
+        self._say(
+            f"{model.name}: {opened.kind} {opened.source}, {str(opened.dtype).removeprefix('torch.')} on {opened.model.device.type}"
+        )
 
     def _one(self, job: Job, count: str) -> None:
         started = time.monotonic()
         trace = self.out / job.model.name / f".{job.columns[0].name}.failed.txt"
         try:
-            contents = self._heldout(job) if job.columns[0].kind == "heldout" else self._harness(job, count)
+            contents = (
+                self._heldout(job)
+                if job.columns[0].kind == "heldout"
+                else self._harness(job, count)
+            )
         except (StorageError, KeyboardInterrupt):
             raise
         except Exception as error:  # a task's code, its data and the libraries raise what they like; the other tasks go on
             first = " ".join(str(error).split())[:300] or "no message"
-            kind = "" if isinstance(error, CommandError | NotANumber) else f"{type(error).__name__}: "
+            kind = (
+                "" if isinstance(error, CommandError | NotANumber) else f"{type(error).__name__}: "
+            )
             if kind:
                 trace.parent.mkdir(parents=True, exist_ok=True)
                 trace.write_text(traceback.format_exc(), encoding="utf-8")
@@ -153,11 +186,17 @@ class Runner:
             return
         trace.unlink(missing_ok=True)
         for column, content in zip(job.columns, contents, strict=False):
-            content |= {"model": job.model.name, "model_key": job.model.key, "settings": job.settings}
+            content |= {
+                "model": job.model.name,
+                "model_key": job.model.key,
+                "settings": job.settings,
+            }
             content["seconds"] = round(time.monotonic() - started, 3)
             results.write(self.out, job.model.name, column, content)
             error_bar = "" if content["stderr"] is None else f" ± {content['stderr']:.4f}"
-            self._say(f"{count} {job.model.name} {column.label}: {column.metric} {content['value']:.4f}{error_bar}{_cut(content)}")
+            self._say(
+                f"{count} {job.model.name} {column.label}: {column.metric} {content['value']:.4f}{error_bar}{_cut(content)}"
+            )
         if contents and job.columns[0].kind == "harness":
             self._answers(job).remove()
 
@@ -173,10 +212,21 @@ class Runner:
         assert self.tasks is not None
         if self._adaptor is None:
             small = self._opened.model.device.type == "cpu"
-            self._adaptor = Adaptor(self._opened, self.options.batch_size or (CPU_BATCH if small else "auto"), self.settings.max_length)
+            self._adaptor = Adaptor(
+                self._opened,
+                self.options.batch_size or (CPU_BATCH if small else "auto"),
+                self.settings.max_length,
+            )
         with self._answers(job, count) as answers, answers.progress:
             self._adaptor.keep_in(answers)
-            asked = ask(self._adaptor, self.tasks, job.columns[0], self.settings.limit, self.settings.seed, answers)
+            asked = ask(
+                self._adaptor,
+                self.tasks,
+                job.columns[0],
+                self.settings.limit,
+                self.settings.seed,
+                answers,
+            )
         return [results.harness_result(column, asked) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:
@@ -186,7 +236,11 @@ class Runner:
         if column.data is None:
             try:
                 prefixes = heldout_data(self._opened.manifest, self._opened.name)
-                absent = [prefix for prefix in prefixes if not prefix.with_name(f"{prefix.name}.idx").is_file()]
+                absent = [
+                    prefix
+                    for prefix in prefixes
+                    if not prefix.with_name(f"{prefix.name}.idx").is_file()
+                ]
                 why = f"its run's validation data, {absent[0]}, is not here" if absent else ""
             except ConfigError as error:
                 why = str(error)
@@ -194,7 +248,16 @@ class Runner:
                 self.skipped.append(f"{job.title}: {why}")
                 return []
         folder = self.out / job.model.name
-        return [heldout_result(self._opened, column, folder, job.model.key, batch_size=self.options.batch_size, stream=self.stream)]
+        return [
+            heldout_result(
+                self._opened,
+                column,
+                folder,
+                job.model.key,
+                batch_size=self.options.batch_size,
+                stream=self.stream,
+            )
+        ]
 
     def _say(self, line: str) -> None:
         self.stream.write(f"{line}\n")
@@ -204,4 +267,8 @@ class Runner:
 def _cut(content: dict[str, Any]) -> str:
     """Of a result: how many prompts did not fit into the context."""
     cut = content.get("truncated")
-    return f" ({cut} of {content['requests']} prompts were longer than the context and lost their beginning)" if cut else ""
+    return (
+        f" ({cut} of {content['requests']} prompts were longer than the context and lost their beginning)"
+        if cut
+        else ""
+    )

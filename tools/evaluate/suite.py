@@ -19,7 +19,11 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def _names_a_file(name: str) -> str | None:
-    return None if not name or NAME.fullmatch(name) else "names a file: letters, digits, ., - and _ alone"
+    return (
+        None
+        if not name or NAME.fullmatch(name)
+        else "names a file: letters, digits, ., - and _ alone"
+    )
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,29 @@ class SuiteTask:
     Two columns may share a task (IFEval's two accuracies): it is asked once, and each column has its own ``name`` and result file.
     """
 
-    task: str = setting("", "Name of a task or group of the harness, or of an own YAML under task_paths; held-out data: any name.")
+    task: str = setting(
+        "",
+        "Name of a task or group of the harness, or of an own YAML under task_paths; held-out data: any name.",
+    )
     label: str = setting("", "The column's heading; empty: the name.")
     metric: str = setting(
-        "acc", "The harness's name of the number; METRIC,FILTER where its filter is not none. Held-out data: nats_per_token."
+        "acc",
+        "The harness's name of the number; METRIC,FILTER where its filter is not none. Held-out data: nats_per_token.",
     )
     name: str = setting(
-        "", "Name of the result's file; empty: the task's. Must differ where two columns share a task.", check=_names_a_file
+        "",
+        "Name of the result's file; empty: the task's. Must differ where two columns share a task.",
+        check=_names_a_file,
     )
     kind: str = setting(
-        "harness", "harness: a task of lm-evaluation-harness; heldout: perplexity on a .bin/.idx pair.", choices=("harness", "heldout")
+        "harness",
+        "harness: a task of lm-evaluation-harness; heldout: perplexity on a .bin/.idx pair.",
+        choices=("harness", "heldout"),
     )
     group: str = setting("", "Heading over neighbouring columns.")
-    fewshot: int | None = setting(None, "Examples in the prompt; null: as the task's own YAML says.", least=0)
+    fewshot: int | None = setting(
+        None, "Examples in the prompt; null: as the task's own YAML says.", least=0
+    )
     rescale: str = setting(
         "none",
         "leaderboard: the report also gives (value - chance) / (1 - chance), sub-tasks first where they have chances of their own.",
@@ -49,17 +63,33 @@ class SuiteTask:
     )
     higher_is_better: bool = setting(True, "False for perplexities.")
     chance: float | None = setting(
-        None, "What guessing scores; null: of multiple choice the mean of 1/choices, else unknown.", least=0, below=1
+        None,
+        "What guessing scores; null: of multiple choice the mean of 1/choices, else unknown.",
+        least=0,
+        below=1,
     )
     subtask_chance: dict[str, float] = setting(
-        dict, "What guessing scores in each sub-task of a group, by the harness's names.", least=0, below=1
+        dict,
+        "What guessing scores in each sub-task of a group, by the harness's names.",
+        least=0,
+        below=1,
     )
     data: str | None = setting(
-        None, "Held-out data: path of the .bin/.idx pair without its suffix; null: the run's own validation data.", path=True
+        None,
+        "Held-out data: path of the .bin/.idx pair without its suffix; null: the run's own validation data.",
+        path=True,
     )
-    context_lengths: tuple[int, ...] = setting((), "Held-out data: tokens a window; empty: the training's context length.", least=2)
-    stride: int | None = setting(None, "Held-out data: tokens a window moves on; null: a whole window, as in training.", least=1)
-    max_tokens: int | None = setting(None, "Held-out data: tokens of a sample of its documents; null: all.", least=2)
+    context_lengths: tuple[int, ...] = setting(
+        (), "Held-out data: tokens a window; empty: the training's context length.", least=2
+    )
+    stride: int | None = setting(
+        None,
+        "Held-out data: tokens a window moves on; null: a whole window, as in training.",
+        least=1,
+    )
+    max_tokens: int | None = setting(
+        None, "Held-out data: tokens of a sample of its documents; null: all.", least=2
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +99,9 @@ class Suite:
     name: str = setting("", "Name of the suite; empty: the file's.")
     title: str = setting("", "One line above the table.")
     task_paths: tuple[str, ...] = setting(
-        (), "Folders of own task YAMLs of the harness; relative ones start at this file's folder.", path=True
+        (),
+        "Folders of own task YAMLs of the harness; relative ones start at this file's folder.",
+        path=True,
     )
     tasks: tuple[SuiteTask, ...] = setting((), "The columns.")
 
@@ -92,7 +124,9 @@ def load_suite(word: str) -> Suite:
     names = [task.name for task in tasks]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{path}: two tasks have the name {name}: give one of them another with name:")
+            raise ConfigError(
+                f"{path}: two tasks have the name {name}: give one of them another with name:"
+            )
     folders = tuple(str((path.parent / folder).resolve()) for folder in suite.task_paths)
     for folder in folders:
         if not Path(folder).is_dir():
@@ -107,7 +141,9 @@ def _named(task: SuiteTask, at: str) -> SuiteTask:
     name = task.name or task.task
     if wrong := _names_a_file(name):
         raise ConfigError(f"{at}: {name!r} {wrong}; give one with name:")
-    held = [key for key in ("data", "context_lengths", "stride", "max_tokens") if getattr(task, key)]
+    held = [
+        key for key in ("data", "context_lengths", "stride", "max_tokens") if getattr(task, key)
+    ]
     if held and task.kind != "heldout":
         raise ConfigError(f"{at}.{held[0]}: only of a task with kind: heldout")
     return replace(task, name=name, label=task.label or name)

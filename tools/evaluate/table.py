@@ -74,7 +74,10 @@ class Table:
         if len(self.rows) < 2:
             return ()
         return tuple(
-            column for column in self.columns if all(column.name in row.results for row in self.rows) and column.name not in self.unlike
+            column
+            for column in self.columns
+            if all(column.name in row.results for row in self.rows)
+            and column.name not in self.unlike
         )
 
     @property
@@ -86,14 +89,20 @@ class Table:
             if column.metric != HELDOUT or not here:
                 continue
             if len({repr(_cut(result)) for result in here}) > 1:
-                found[column.name] = "the models read other texts, or cut them otherwise: their losses do not compare"
+                found[column.name] = (
+                    "the models read other texts, or cut them otherwise: their losses do not compare"
+                )
             elif len({result.raw.get("tokens") for result in here}) > 1:
-                found[column.name] = "the models' tokenizers cut the text differently: bits a byte compare, nats a token do not"
+                found[column.name] = (
+                    "the models' tokenizers cut the text differently: bits a byte compare, nats a token do not"
+                )
         return found
 
     def ranks(self, column: Column) -> list[int | None]:
         """Each row's rank in a column, None where it has no result."""
-        here = [row.results[column.name].score.value for row in self.rows if column.name in row.results]
+        here = [
+            row.results[column.name].score.value for row in self.rows if column.name in row.results
+        ]
         found = iter(ranks(here, column.higher_is_better))
         return [next(found) if column.name in row.results else None for row in self.rows]
 
@@ -110,27 +119,38 @@ class Table:
 
         The error is that of independent scores, more than the same questions' have; a score without one counts as exact.
         """
-        scores = {index: row.results[column.name].score for index, row in enumerate(self.rows) if column.name in row.results}
+        scores = {
+            index: row.results[column.name].score
+            for index, row in enumerate(self.rows)
+            if column.name in row.results
+        }
         if len(scores) < 2 or column.name in self.unlike:
             return None
         sign = 1 if column.higher_is_better else -1
         best, *others = sorted(scores, key=lambda index: -sign * scores[index].value)
         first = scores[best]
         apart = [
-            sign * (first.value - scores[other].value) > math.hypot(first.stderr or 0.0, scores[other].stderr or 0.0) for other in others
+            sign * (first.value - scores[other].value)
+            > math.hypot(first.stderr or 0.0, scores[other].stderr or 0.0)
+            for other in others
         ]
         return best if all(apart) else None
 
     def summary(self) -> list[tuple[float, int] | None]:
         """Each row's (average rank, how often first) over the ranked columns; None where nothing is ranked."""
         return summary(
-            [[row.results[c.name].score.value for c in self.ranked] for row in self.rows], [c.higher_is_better for c in self.ranked]
+            [[row.results[c.name].score.value for c in self.ranked] for row in self.rows],
+            [c.higher_is_better for c in self.ranked],
         )
 
 
 def _cut(result: Result) -> list[Any]:
     """Which text a held-out loss is of, and how it was read."""
-    return [result.score.n, *(result.raw.get(key) for key in ("bytes", "stride", "per_document")), sorted(result.raw.get("contexts", []))]
+    return [
+        result.score.n,
+        *(result.raw.get(key) for key in ("bytes", "stride", "per_document")),
+        sorted(result.raw.get("contexts", [])),
+    ]
 
 
 @dataclass(frozen=True)
@@ -154,7 +174,10 @@ def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
                 score = result.subtasks.get(f"@{length}", result.score)
                 point = Point(int(length), score, raw["bits_per_byte"])
                 found.setdefault(_text(raw), {}).setdefault(row.model, {})[point.context] = point
-    return {text: {model: [points[length] for length in sorted(points)] for model, points in by.items()} for text, by in found.items()}
+    return {
+        text: {model: [points[length] for length in sorted(points)] for model, points in by.items()}
+        for text, by in found.items()
+    }
 
 
 def _text(raw: dict[str, Any]) -> str:
@@ -172,14 +195,22 @@ def printed(value: float, places: int = PLACES) -> Decimal:
 def ranks(values: Sequence[float], higher_is_better: bool = True) -> list[int]:
     """1 + how many are better as printed; equals share the better rank."""
     shown = [printed(value) for value in values]
-    return [1 + sum(other > own if higher_is_better else other < own for other in shown) for own in shown]
+    return [
+        1 + sum(other > own if higher_is_better else other < own for other in shown)
+        for own in shown
+    ]
 
 
-def summary(scores: Sequence[Sequence[float]], higher_is_better: Sequence[bool]) -> list[tuple[float, int] | None]:
+def summary(
+    scores: Sequence[Sequence[float]], higher_is_better: Sequence[bool]
+) -> list[tuple[float, int] | None]:
     """(average rank, number of columns where first) of each row of scores [models, columns]; None of every row without columns."""
     if not higher_is_better:
         return [None] * len(scores)
-    by_column = [ranks([row[index] for row in scores], higher) for index, higher in enumerate(higher_is_better)]
+    by_column = [
+        ranks([row[index] for row in scores], higher)
+        for index, higher in enumerate(higher_is_better)
+    ]
     by_row = list(zip(*by_column, strict=True))
     return [(sum(own) / len(own), own.count(1)) for own in by_row]
 
@@ -194,7 +225,10 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
         raise ScoreError("no results: evaluate a model first")
     by_name = {result.name: result for result in reversed(results)}
     asked = (
-        [SuiteTask(name=name, task=by_name[name].task, label=by_name[name].label) for name in sorted(by_name, key=_natural)]
+        [
+            SuiteTask(name=name, task=by_name[name].task, label=by_name[name].label)
+            for name in sorted(by_name, key=_natural)
+        ]
         if suite is None
         else suite.tasks
     )
@@ -203,8 +237,21 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
     columns = tuple(_column(task, by_name.get(task.name)) for task in asked)
     known = {column.name for column in columns}
     models = dict.fromkeys(result.model for result in results)
-    rows = tuple(_row(model, [result for result in results if result.model == model and result.name in known], columns) for model in models)
-    table = Table(suite.name if suite else "", suite.title if suite else "", columns, tuple(row for row in rows if row is not None), ())
+    rows = tuple(
+        _row(
+            model,
+            [result for result in results if result.model == model and result.name in known],
+            columns,
+        )
+        for model in models
+    )
+    table = Table(
+        suite.name if suite else "",
+        suite.title if suite else "",
+        columns,
+        tuple(row for row in rows if row is not None),
+        (),
+    )
     others = sorted({result.name for result in results} - known)
     if not table.rows:
         raise ScoreError(f"no results of the suite {table.suite}: only of {', '.join(others)}")
@@ -213,7 +260,10 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sorts valid_64 before valid_256."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
 def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str) -> None:
@@ -221,15 +271,22 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
         task = tasks.get(result.name)
         if task is None:
             continue
-        told = {"metric": (result.metric, task.metric), "task": (result.settings.get("task", task.task), task.task)}
+        told = {
+            "metric": (result.metric, task.metric),
+            "task": (result.settings.get("task", task.task), task.task),
+        }
         if task.fewshot is not None:
             told["fewshot"] = (str(result.fewshot), str(task.fewshot))
         for what, (here, there) in told.items():
             if here != there:
-                raise ScoreError(f"{result.file}: {what} is {here}, but the suite {suite} asks for {there}: evaluate again")
+                raise ScoreError(
+                    f"{result.file}: {what} is {here}, but the suite {suite} asks for {there}: evaluate again"
+                )
         absent = sorted(set(task.subtask_chance) - set(result.subtasks))
         if absent:
-            raise ScoreError(f"{result.file}: no score of the sub-task {absent[0]}, of which the suite {suite} tells: evaluate again")
+            raise ScoreError(
+                f"{result.file}: no score of the sub-task {absent[0]}, of which the suite {suite} tells: evaluate again"
+            )
 
 
 def _column(task: SuiteTask, result: Result | None) -> Column:
@@ -237,9 +294,28 @@ def _column(task: SuiteTask, result: Result | None) -> Column:
     rescaled = task.rescale == "leaderboard"
     if result is None:
         chance, metric = task.chance, task.metric
-        return Column(task.name, task.task, task.label, task.group, metric, "", task.fewshot, None, chance, task.higher_is_better, rescaled)
+        return Column(
+            task.name,
+            task.task,
+            task.label,
+            task.group,
+            metric,
+            "",
+            task.fewshot,
+            None,
+            chance,
+            task.higher_is_better,
+            rescaled,
+        )
     score = result.score
-    described = (result.metric, result.version, result.fewshot, score.n, score.chance, result.higher_is_better)
+    described = (
+        result.metric,
+        result.version,
+        result.fewshot,
+        score.n,
+        score.chance,
+        result.higher_is_better,
+    )
     return Column(task.name, task.task, task.label, task.group, *described, rescaled)
 
 
@@ -251,9 +327,17 @@ def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Ro
     for column in columns:
         result = by_name.get(column.name)
         if result and column.rescaled:
-            with contextlib.suppress(ValueError):  # what guessing scores is not known: the notes tell
+            with contextlib.suppress(
+                ValueError
+            ):  # what guessing scores is not known: the notes tell
                 rescaled[column.name] = leaderboard(result.score, list(result.subtasks.values()))
-    return Row(model, results[0].model_key, by_name, rescaled, _average(rescaled, [column for column in columns if column.rescaled]))
+    return Row(
+        model,
+        results[0].model_key,
+        by_name,
+        rescaled,
+        _average(rescaled, [column for column in columns if column.rescaled]),
+    )
 
 
 def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | None:
@@ -275,20 +359,42 @@ def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | N
 def _notes(table: Table, others: Sequence[str]) -> list[str]:
     """What is missing, what is left out, and what follows for the ranks."""
     notes = []
-    holes = {row.model: [c.label for c in table.columns if c.name not in row.results] for row in table.rows}
-    notes += [f"{model} has no result of {', '.join(labels)} (–)." for model, labels in holes.items() if labels]
+    holes = {
+        row.model: [c.label for c in table.columns if c.name not in row.results]
+        for row in table.rows
+    }
+    notes += [
+        f"{model} has no result of {', '.join(labels)} (–)."
+        for model, labels in holes.items()
+        if labels
+    ]
     if len(table.rows) > 1 and len(table.ranked) < len(table.columns):
-        notes.append(f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model has and that compare.")
-    notes += [f"{column.label}: {table.unlike[column.name]}." for column in table.columns if column.name in table.unlike]
+        notes.append(
+            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model has and that compare."
+        )
+    notes += [
+        f"{column.label}: {table.unlike[column.name]}."
+        for column in table.columns
+        if column.name in table.unlike
+    ]
     unknown = [
-        c.label for c in table.columns if c.rescaled and any(c.name in row.results and c.name not in row.rescaled for row in table.rows)
+        c.label
+        for c in table.columns
+        if c.rescaled
+        and any(c.name in row.results and c.name not in row.rescaled for row in table.rows)
     ]
     if unknown:
-        notes.append(f"Not rescaled, since what guessing scores is not known: {', '.join(unknown)}.")
+        notes.append(
+            f"Not rescaled, since what guessing scores is not known: {', '.join(unknown)}."
+        )
     keys: dict[str, list[str]] = {}
     for row in table.rows:
         keys.setdefault(row.model_key, []).append(row.model)
-    notes += [f"{' and '.join(models)} are the same weights." for models in keys.values() if len(models) > 1]
+    notes += [
+        f"{' and '.join(models)} are the same weights."
+        for models in keys.values()
+        if len(models) > 1
+    ]
     versions = {
         row.results[c.name].version.split(",")[0]
         for row in table.rows
@@ -296,16 +402,31 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
         if c.name in row.results and c.metric != HELDOUT
     }
     if len(versions) > 1:
-        notes.append(f"Columns were measured by more than one version: {', '.join(sorted(versions))}.")
-    limits = {c.label: row.results[c.name].settings.get("limit") for row in table.rows for c in table.columns if c.name in row.results}
+        notes.append(
+            f"Columns were measured by more than one version: {', '.join(sorted(versions))}."
+        )
+    limits = {
+        c.label: row.results[c.name].settings.get("limit")
+        for row in table.rows
+        for c in table.columns
+        if c.name in row.results
+    }
     limited = [f"{label} (the first {limit} examples)" for label, limit in limits.items() if limit]
     if limited:
-        notes.append(f"Not the tasks' scores, but those of a part of their examples: {', '.join(limited)}.")
+        notes.append(
+            f"Not the tasks' scores, but those of a part of their examples: {', '.join(limited)}."
+        )
     for row in table.rows:
-        lost = [(c.label, row.results[c.name].truncated) for c in table.columns if c.name in row.results]
+        lost = [
+            (c.label, row.results[c.name].truncated) for c in table.columns if c.name in row.results
+        ]
         cut = [f"{label} {number}" for label, number in lost if number]
         if cut:
-            notes.append(f"{row.model}: prompts that were longer than its context and lost their beginning: {', '.join(cut)}.")
+            notes.append(
+                f"{row.model}: prompts that were longer than its context and lost their beginning: {', '.join(cut)}."
+            )
     if others:
-        notes.append(f"Results that are no columns of this table are left out: {', '.join(others)}.")
+        notes.append(
+            f"Results that are no columns of this table are left out: {', '.join(others)}."
+        )
     return notes

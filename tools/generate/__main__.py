@@ -37,7 +37,9 @@ def check(given: argparse.Namespace) -> None:
     fixed = "--greedy" if given.greedy else "--beams" if given.beams > 1 else None
     asked = [name for name in ("--temperature", "--top-k", "--top-p") if values[name] is not None]
     if fixed and asked:
-        raise ConfigError(f"{asked[0]} is for drawing tokens, and {fixed} draws none: leave one of them out")
+        raise ConfigError(
+            f"{asked[0]} is for drawing tokens, and {fixed} draws none: leave one of them out"
+        )
     if given.greedy and given.beams > 1:
         raise ConfigError("--greedy is one continuation, --beams several: leave one of them out")
     if given.compile and given.no_cache:
@@ -57,24 +59,70 @@ def parser() -> cli.Parser:
         description="Continues prompts, streaming the text to stdout; speed and the cache's size go to stderr. Without --greedy or --beams "
         "the next token is drawn.",
     )
-    found.add_argument("model", type=Path, metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
-    found.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are one left-padded batch; -: the whole of stdin")
-    found.add_argument("--file", type=Path, metavar="PROMPTS", help="more prompts, one a line (LF or CRLF)")
-    found.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="default: 40")
-    found.add_argument("--temperature", type=float, metavar="T", help="divides the logits; default: 0.7")
-    found.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0: from all; default: 40")
-    found.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have together P; default: 1")
-    found.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
-    found.add_argument("--beams", type=int, default=1, metavar="N", help="beam search over N continuations")
-    found.add_argument("--seed", type=int, metavar="N", help="the same text each time; default: another one each time, told on stderr")
-    found.add_argument("--no-cache", action="store_true", help="compute the whole text anew for every token")
     found.add_argument(
-        "--compile", action="store_true", help="torch.compile the decoding step; takes a minute, and a C++ compiler on a CPU"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run directory, a checkpoint, or a Hugging Face folder",
+    )
+    found.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="several are one left-padded batch; -: the whole of stdin",
+    )
+    found.add_argument(
+        "--file", type=Path, metavar="PROMPTS", help="more prompts, one a line (LF or CRLF)"
+    )
+    found.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="default: 40")
+    found.add_argument(
+        "--temperature", type=float, metavar="T", help="divides the logits; default: 0.7"
+    )
+    found.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="draw from the K likeliest tokens; 0: from all; default: 40",
+    )
+    found.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens that have together P; default: 1",
+    )
+    found.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
+    found.add_argument(
+        "--beams", type=int, default=1, metavar="N", help="beam search over N continuations"
+    )
+    found.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="the same text each time; default: another one each time, told on stderr",
+    )
+    found.add_argument(
+        "--no-cache", action="store_true", help="compute the whole text anew for every token"
+    )
+    found.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the decoding step; takes a minute, and a C++ compiler on a CPU",
     )
     found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    found.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as stored")
-    found.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer; default: the model's own")
-    found.add_argument("--json", action="store_true", help="write prompts, texts, tokens and costs as JSON, at the end")
+    found.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as stored"
+    )
+    found.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the tokenizer; default: the model's own",
+    )
+    found.add_argument(
+        "--json",
+        action="store_true",
+        help="write prompts, texts, tokens and costs as JSON, at the end",
+    )
     return found
 
 
@@ -85,7 +133,9 @@ def main(arguments: list[str] | None = None) -> int:
     def generated() -> int:
         check(given)
         prompts = read_prompts(given.prompts, given.file)
-        from .generation import run  # torch and transformers take seconds: not for --help or a wrong argument
+        from .generation import (
+            run,
+        )  # torch and transformers take seconds: not for --help or a wrong argument
 
         return run(prompts, given)
 
@@ -94,14 +144,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
     """The prompts of the arguments, then those of the file. Raises ConfigError where there is none, or one is empty."""
-    prompts = [sys.stdin.read().removesuffix("\n") if argument == "-" else argument for argument in arguments]
+    prompts = [
+        sys.stdin.read().removesuffix("\n") if argument == "-" else argument
+        for argument in arguments
+    ]
     if file is not None:
         prompts += [line for line in read_lines(file) if line.strip()]
     if not prompts:
         raise ConfigError("no prompt: give one as an argument, - for stdin, or --file PROMPTS")
     for index, prompt in enumerate(prompts, 1):
         if not prompt:
-            raise ConfigError(f"prompt {index} is empty: a continuation needs something to continue")
+            raise ConfigError(
+                f"prompt {index} is empty: a continuation needs something to continue"
+            )
     return prompts
 
 

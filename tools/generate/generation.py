@@ -61,7 +61,9 @@ def run(prompts: list[str], settings: Namespace) -> int:
     """
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     try:
-        opened = open_model(settings.model, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer)
+        opened = open_model(
+            settings.model, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer
+        )
     except ValueError as error:  # ConfigError: a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
     ids = encode(opened, prompts, settings)
@@ -83,11 +85,15 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
     if opened.tokenizer is None:
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
     if opened.config is not None and not opened.config.causal:
-        raise ConfigError(f"{opened.source} is an encoder (model.causal=false): it sees all tokens at once and continues nothing")
+        raise ConfigError(
+            f"{opened.source} is an encoder (model.causal=false): it sees all tokens at once and continues nothing"
+        )
     rows = [opened.encode(prompt) for prompt in prompts]
     for index, row in enumerate(rows, 1):
         if not row:
-            raise ConfigError(f"prompt {index} has no tokens: a continuation needs something to continue")
+            raise ConfigError(
+                f"prompt {index} has no tokens: a continuation needs something to continue"
+            )
     longest, limit = max(map(len, rows)), opened.max_length
     if limit is not None and longest + settings.max_new_tokens - 1 > limit:
         raise ConfigError(
@@ -98,22 +104,38 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
 
 def asked(settings: Namespace) -> dict[str, Any]:
     """As ``generate`` takes them; a folder's own generation settings count for nothing but its special tokens."""
-    how = {"do_sample": settings.draws, **{name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}}
+    how = {
+        "do_sample": settings.draws,
+        **{
+            name: getattr(settings, name)
+            for name in ("temperature", "top_k", "top_p", "max_new_tokens")
+        },
+    }
     more = {"cache_implementation": "static"} if settings.compile else {}
     return {**how, **more, "num_beams": settings.beams, "use_cache": not settings.no_cache}
 
 
-def generate(opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace) -> Answer:
+def generate(
+    opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace
+) -> Answer:
     """The continuations. A single prompt's text is written as it comes, unless JSON is asked for, or beams, which may change it yet."""
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
     theirs = model.generation_config  # a penalty there would bend the greedy choice, too
-    model.generation_config = GenerationConfig(**{name: getattr(theirs, name) for name in SPECIAL_IDS})
+    model.generation_config = GenerationConfig(
+        **{name: getattr(theirs, name) for name in SPECIAL_IDS}
+    )
     end = theirs.eos_token_id
     ends = set(end) if isinstance(end, list) else {end}
-    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    pad = next(
+        token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None
+    )
     ids, mask = left_padded(rows, pad)
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(rows) == 1 and settings.beams == 1 and not settings.json else None
+    streamer = (
+        TextStreamer(tokenizer, skip_special_tokens=True)
+        if len(rows) == 1 and settings.beams == 1 and not settings.json
+        else None
+    )
     torch.manual_seed(settings.seed)
     clock = Clock()
     answer = Answer(prompts, [], [len(row) for row in rows], [], clock)
@@ -164,7 +186,9 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
     except Exception as error:  # torch's compilers raise what they like
         if "torch._" not in type(error).__module__ and "compil" not in str(error).lower():
             raise
-        raise ConfigError(f"the decoding step cannot be compiled here ({first_line(error)}): leave --compile out") from error
+        raise ConfigError(
+            f"the decoding step cannot be compiled here ({first_line(error)}): leave --compile out"
+        ) from error
 
 
 # --- what it cost ----------------------------------------------------------------------------------------------------------------
@@ -206,7 +230,11 @@ def layer_places(layer: Any) -> int:
 def layer_bytes(layer: Any) -> int:
     """Bytes that one layer of a cache holds: our named tensors, or keys and values."""
     state = getattr(layer, "state", None)
-    held = state.values() if isinstance(state, dict) else (getattr(layer, "keys", None), getattr(layer, "values", None))
+    held = (
+        state.values()
+        if isinstance(state, dict)
+        else (getattr(layer, "keys", None), getattr(layer, "values", None))
+    )
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
@@ -214,18 +242,30 @@ def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
     """The costs as lines for a reader."""
     cost = answer.costs
     size = sum(weight.numel() for weight in opened.model.parameters())
-    lines = [f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, {opened.model.device.type}"]
+    lines = [
+        f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, {opened.model.device.type}"
+    ]
     if cost["prefill_seconds"] is not None:
-        lines.append(f"prefill: {cost['prompt_tokens']} tokens, {_rate(cost['prompt_tokens'], cost['prefill_seconds'])}")
+        lines.append(
+            f"prefill: {cost['prompt_tokens']} tokens, {_rate(cost['prompt_tokens'], cost['prefill_seconds'])}"
+        )
     if cost["compiling_seconds"] is not None:
         lines.append(f"compiling: {cost['compiling_seconds']:.1f} s")
     if cost["decode_seconds"]:
-        lines.append(f"decode: {cost['decode_tokens']} tokens, {_rate(cost['decode_tokens'], cost['decode_seconds'])}")
+        lines.append(
+            f"decode: {cost['decode_tokens']} tokens, {_rate(cost['decode_tokens'], cost['decode_seconds'])}"
+        )
     if cost["cache_bytes"] is not None:
-        formula = "" if cost["cache_formula_bytes"] is None else f"; the formula says {cost['cache_formula_bytes']:,}"
+        formula = (
+            ""
+            if cost["cache_formula_bytes"] is None
+            else f"; the formula says {cost['cache_formula_bytes']:,}"
+        )
         rows = len(answer.rows) * settings.beams
         held = "room for " if settings.compile else ""
-        lines.append(f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens of {rows} sequences{formula}")
+        lines.append(
+            f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens of {rows} sequences{formula}"
+        )
     if settings.draws:
         lines.append(f"seed: {settings.seed}")
     return [*lines, "interrupted"] if answer.interrupted else lines
@@ -242,5 +282,11 @@ def as_json(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str,
         for prompt, text, row in zip(answer.prompts, answer.texts, answer.rows, strict=True)
     ]
     seed = settings.seed if settings.draws else None
-    about = {"format": 1, "model": opened.name, "source": str(opened.source), "seed": seed, "interrupted": answer.interrupted}
+    about = {
+        "format": 1,
+        "model": opened.name,
+        "source": str(opened.source),
+        "seed": seed,
+        "interrupted": answer.interrupted,
+    }
     return {**about, "results": results, "costs": answer.costs}

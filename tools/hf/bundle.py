@@ -71,7 +71,9 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
         seen |= needed[module]
     for entry in ENTRIES:
         files[f"{flat(entry)}.py"] += _named(_reached(entry, needed) - {entry})
-    digest = hashlib.sha256("".join(name + files[name] for name in sorted(files)).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "".join(name + files[name] for name in sorted(files)).encode()
+    ).hexdigest()
     files["configuration_fem.py"] += f"\n# The digest of all of this folder's code: {digest}\n"
     return files
 
@@ -88,7 +90,9 @@ def _reached(entry: str, needed: dict[str, frozenset[str]]) -> set[str]:
 
 def _named(modules: set[str]) -> str:
     """Lines that import nothing, for versions of transformers that copy of a folder on this machine only what an entry itself names."""
-    return "\n\nif False:\n" + "".join(f"    from .{flat(module)} import __name__ as _\n" for module in sorted(modules))
+    return "\n\nif False:\n" + "".join(
+        f"    from .{flat(module)} import __name__ as _\n" for module in sorted(modules)
+    )
 
 
 def packages(files: dict[str, str]) -> list[str]:
@@ -99,7 +103,11 @@ def packages(files: dict[str, str]) -> list[str]:
 def license_text() -> str:
     """The license of this project, which is that of the files."""
     file = ROOT / LICENSE  # absent from a wheel's folder of packages
-    return file.read_text(encoding="utf-8") if file.is_file() else distribution("fem-megatron").read_text(f"licenses/{LICENSE}") or ""
+    return (
+        file.read_text(encoding="utf-8")
+        if file.is_file()
+        else distribution("fem-megatron").read_text(f"licenses/{LICENSE}") or ""
+    )
 
 
 def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
@@ -117,7 +125,9 @@ def module_file(module: str) -> Path | None:
     if not f"{module}.".startswith(COPIED):
         return None
     path = ROOT.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    return next(
+        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None
+    )
 
 
 def flat(module: str) -> str:
@@ -132,16 +142,30 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
     wanted: set[str] = set()
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
-            raise BundleError(f"{module}, line {node.lineno}: only `from ... import ...` has a flat form")
-        if isinstance(node, ast.ImportFrom) and (source := _absolute(module, node)).split(".")[0] in OURS:
+        if isinstance(node, ast.Import) and any(
+            alias.name.split(".")[0] in OURS for alias in node.names
+        ):
+            raise BundleError(
+                f"{module}, line {node.lineno}: only `from ... import ...` has a flat form"
+            )
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (source := _absolute(module, node)).split(".")[0] in OURS
+        ):
             if module_file(source) is None:
-                raise BundleError(f"{module}, line {node.lineno}: {source} is no file that an export may copy")
+                raise BundleError(
+                    f"{module}, line {node.lineno}: {source} is no file that an export may copy"
+                )
             edits[_lines(node)], imported = _flat_import(source, node)
             wanted |= imported
     for outside in _outside_imports(tree):
         space = " " * outside.col_offset
-        edits[_lines(outside)] = [f"{space}try:", f"{space}    {ast.unparse(outside)}", f"{space}finally:", f"{space}    pass"]
+        edits[_lines(outside)] = [
+            f"{space}try:",
+            f"{space}    {ast.unparse(outside)}",
+            f"{space}finally:",
+            f"{space}    pass",
+        ]
     return _edited(text, edits), frozenset(wanted)
 
 
@@ -171,7 +195,11 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""
     path = module_file(module)
-    inside = module.split(".") if path is not None and path.name == "__init__.py" else module.split(".")[:-1]
+    inside = (
+        module.split(".")
+        if path is not None and path.name == "__init__.py"
+        else module.split(".")[:-1]
+    )
     return ".".join([*inside[: len(inside) + 1 - node.level], *filter(None, [node.module])])
 
 
@@ -195,7 +223,11 @@ def _outside(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     else:
-        modules = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        modules = (
+            [node.module]
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level
+            else []
+        )
     return {module.split(".")[0] for module in modules} - GIVEN
 
 

@@ -68,7 +68,9 @@ def trace(model: Any, ids: list[int]) -> Trace:
         if not path or path == model.base_model_prefix or isinstance(module, nn.ModuleList):
             continue
         where = place(path)
-        handles.append(module.register_forward_hook(lambda _, __, value, where=where: keep(where, value)))
+        handles.append(
+            module.register_forward_hook(lambda _, __, value, where=where: keep(where, value))
+        )
     try:
         answer = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     finally:
@@ -87,7 +89,12 @@ def _tensor(value: Any) -> Tensor | None:
     return None
 
 
-NOT_COMPUTED = ("make_vocab_size_divisible_by", "init_std", "initializer_range", "attention_backend")  # of how a model was trained
+NOT_COMPUTED = (
+    "make_vocab_size_divisible_by",
+    "init_std",
+    "initializer_range",
+    "attention_backend",
+)  # of how a model was trained
 CHUNK = 1 << 22  # numbers that are compared at once: 32 MB in float64
 
 
@@ -108,7 +115,12 @@ class Difference:
 
     def worse(self, other: Difference) -> Difference:
         """Of the same place, over both: the larger of each number."""
-        return replace(self, absolute=max(self.absolute, other.absolute), scale=max(self.scale, other.scale), note=self.note or other.note)
+        return replace(
+            self,
+            absolute=max(self.absolute, other.absolute),
+            scale=max(self.scale, other.scale),
+            note=self.note or other.note,
+        )
 
 
 def difference(where: str, a: Tensor, b: Tensor) -> Difference:
@@ -118,7 +130,9 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
     absolute = scale = 0.0
     for left, right in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
         one, two = left.double(), right.double()
-        apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()).nan_to_num(math.inf)
+        apart = torch.where(
+            (one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()
+        ).nan_to_num(math.inf)
         absolute = max(absolute, apart.max().item() if apart.numel() else 0.0)
         for side in (one, two):
             finite = side[side.isfinite()]
@@ -156,9 +170,17 @@ class Weights:
 def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
     """Tensor by tensor, two at a time; ``tied``: an output layer that only one of them stores is the other's embedding."""
     shared = [name for name in a.shapes if name in b.shapes]
-    alone = ([name for name in one.shapes if name not in other.shapes] for one, other in ((a, b), (b, a)))
-    only_a, only_b = ([name for name in names if not (tied and name == "lm_head.weight")] for names in alone)
-    return Weights([difference(name, *(one.read([name])[name] for one in (a, b))) for name in shared], only_a, only_b)
+    alone = (
+        [name for name in one.shapes if name not in other.shapes] for one, other in ((a, b), (b, a))
+    )
+    only_a, only_b = (
+        [name for name in names if not (tied and name == "lm_head.weight")] for names in alone
+    )
+    return Weights(
+        [difference(name, *(one.read([name])[name] for one in (a, b))) for name in shared],
+        only_a,
+        only_b,
+    )
 
 
 # --- activations and logits ------------------------------------------------------------------------------------------------------
@@ -172,7 +194,9 @@ def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
             if where == LOGITS:
                 entries = min(value.shape[-1], other.shape[-1])
                 value, other = value[..., :entries], other[..., :entries]
-                if not (value.isfinite().all() and other.isfinite().all()):  # two broken models are not equal ones
+                if not (
+                    value.isfinite().all() and other.isfinite().all()
+                ):  # two broken models are not equal ones
                     yield Difference(where, math.inf, 1.0, "they are no finite numbers")
                     continue
             yield difference(where, value, other)
@@ -194,7 +218,9 @@ class Predictions:
         kl = (one.exp() * (one - two)).nan_to_num(0.0).sum(-1).clamp_min(0.0)
         agree = int((one.argmax(-1) == two.argmax(-1)).sum())
         largest = max(self.largest_kl, kl.max().item())
-        return Predictions(self.tokens + len(kl), self.agree + agree, self.kl + kl.sum().item(), largest)
+        return Predictions(
+            self.tokens + len(kl), self.agree + agree, self.kl + kl.sum().item(), largest
+        )
 
 
 # --- what is no tensor -----------------------------------------------------------------------------------------------------------
@@ -214,7 +240,11 @@ def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> both values, where they differ; None for a key that one has not."""
     one, two = flat(a), flat(b)
-    return {key: (one.get(key), two.get(key)) for key in sorted({*one, *two}) if one.get(key) != two.get(key)}
+    return {
+        key: (one.get(key), two.get(key))
+        for key in sorted({*one, *two})
+        if one.get(key) != two.get(key)
+    }
 
 
 def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | None:
@@ -224,7 +254,9 @@ def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | 
     one, two = a.get_vocab(), b.get_vocab()
     if one != two:
         apart = sorted({token for token in {*one, *two} if one.get(token) != two.get(token)})
-        return f"{len(one)} and {len(two)} entries, {len(apart)} of them differ, such as {apart[0]!r}"
+        return (
+            f"{len(one)} and {len(two)} entries, {len(apart)} of them differ, such as {apart[0]!r}"
+        )
     for text in texts:
         if a(text)["input_ids"] != b(text)["input_ids"]:
             return f"the same entries, but other ids for {text[:40]!r}"
@@ -248,12 +280,19 @@ class First:
         if self.weights:
             largest = max(self.weights, key=lambda found: found.absolute)
             names = named([found.where for found in self.weights], 2)
-            parts.append(f"{number(largest.absolute)} in weights ({names}{', ' + largest.note if largest.note else ''})")
+            parts.append(
+                f"{number(largest.absolute)} in weights ({names}{', ' + largest.note if largest.note else ''})"
+            )
         if self.computed is not None:
             parts.append(
-                f"{number(self.computed.absolute)} in what it computes" + (f" ({self.computed.note})" if self.computed.note else "")
+                f"{number(self.computed.absolute)} in what it computes"
+                + (f" ({self.computed.note})" if self.computed.note else "")
             )
-        blame = "" if self.weights != [] else "; its weights agree, so configuration, code or rounding differs"
+        blame = (
+            ""
+            if self.weights != []
+            else "; its weights agree, so configuration, code or rounding differs"
+        )
         return f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to {number(self.before)}{blame}"
 
 
@@ -281,7 +320,9 @@ class Findings:
     @property
     def logits(self) -> Difference:
         """Of all prompts."""
-        return self.differences.get(LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take"))
+        return self.differences.get(
+            LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take")
+        )
 
     @property
     def faults(self) -> list[str]:
@@ -289,7 +330,9 @@ class Findings:
         faults, logits = [], self.logits
         allowed = self.tolerance * max(1.0, logits.scale)
         if self.vocabularies[0] != self.vocabularies[1]:
-            faults.append(f"the vocabularies have {self.vocabularies[0]} and {self.vocabularies[1]} entries")
+            faults.append(
+                f"the vocabularies have {self.vocabularies[0]} and {self.vocabularies[1]} entries"
+            )
         if self.tokenizers:
             faults.append(f"the tokenizers differ: {self.tokenizers}")
         if not logits.absolute <= allowed:
@@ -298,7 +341,9 @@ class Findings:
             )
         far = self.weights.beyond(self.tolerance) if self.weights else []
         if far:
-            faults.append(f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of their largest number")
+            faults.append(
+                f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of their largest number"
+            )
         return faults
 
     @property
@@ -309,25 +354,36 @@ class Findings:
     @property
     def bitwise(self) -> bool:
         """Every weight and all that is computed are the same numbers."""
-        return self.equal and (self.weights is None or self.weights.equal) and all(d.absolute == 0 for d in self.differences.values())
+        return (
+            self.equal
+            and (self.weights is None or self.weights.equal)
+            and all(d.absolute == 0 for d in self.differences.values())
+        )
 
     def first(self) -> First | None:
         """The first place in the model where weights, or what is computed, differ by more than the tolerance."""
         far = self.weights.beyond(self.tolerance) if self.weights else []
         order = list(self.differences.values())
-        cut = next((index for index, found in enumerate(order) if found.relative > self.tolerance), None)
+        cut = next(
+            (index for index, found in enumerate(order) if found.relative > self.tolerance), None
+        )
         before = max((found.relative for found in order[:cut]), default=0.0)
         computed = None if cut is None else order[cut]
         if computed is None and not far:
             return None
         layer = min(
-            [layer_of(place_of_weight(found.where)) for found in far[:1]] + ([] if computed is None else [layer_of(computed.where)])
+            [layer_of(place_of_weight(found.where)) for found in far[:1]]
+            + ([] if computed is None else [layer_of(computed.where)])
         )
         here = [found for found in far if layer_of(place_of_weight(found.where)) == layer]
         if computed is not None and layer_of(computed.where) != layer:
             computed = None
         places = [place_of_weight(found.where) for found in here]
-        where = computed.where if computed is not None and (computed.where in places or not places) else places[0]
+        where = (
+            computed.where
+            if computed is not None and (computed.where in places or not places)
+            else places[0]
+        )
         return First(where, here if self.weights else None, computed, before)
 
     def layers(self) -> Iterator[tuple[str, Difference]]:

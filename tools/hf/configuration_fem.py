@@ -14,15 +14,22 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.rope import KINDS, Rope, RopeScaling
 
 DEFAULT_VOCABULARY = 32000
-ROPE_NAMES = {"original_length": "original_max_position_embeddings"}  # the others are transformers', too
-ROPE_PARAMETERS = isinstance(getattr(PretrainedConfig, "rope_scaling", None), property)  # since transformers 5
+ROPE_NAMES = {
+    "original_length": "original_max_position_embeddings"
+}  # the others are transformers', too
+ROPE_PARAMETERS = isinstance(
+    getattr(PretrainedConfig, "rope_scaling", None), property
+)  # since transformers 5
 
 
 def named_rope(model: ModelConfig) -> dict[str, Any]:
     """The rotary settings of ``model`` as transformers 5 names them."""
     given = model.rope_scaling
     if given.kind in (None, "abf"):
-        return {"rope_type": "default", "rope_theta": float(Rope(model.rope_base, given).first_base())}
+        return {
+            "rope_type": "default",
+            "rope_theta": float(Rope(model.rope_base, given).first_base()),
+        }
     told = {ROPE_NAMES.get(name, name): getattr(given, name) for name in KINDS[given.kind]}
     kept = {key: value for key, value in told.items() if value is not None}
     return {"rope_type": given.kind, "rope_theta": float(model.rope_base), **kept}
@@ -31,7 +38,10 @@ def named_rope(model: ModelConfig) -> dict[str, Any]:
 def older_names(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """`named_rope` under its names before transformers 5.0, which knows no ``rope_parameters`` and would take base 10000."""
     rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    return {"rope_theta": parameters["rope_theta"], "rope_scaling": None if rest["rope_type"] == "default" else rest}
+    return {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if rest["rope_type"] == "default" else rest,
+    }
 
 
 def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -44,7 +54,9 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError("rope_parameters differ from layer to layer; here all layers share them")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor is {given['partial_rotary_factor']}; here RoPE turns whole heads")
+        raise ValueError(
+            f"partial_rotary_factor is {given['partial_rotary_factor']}; here RoPE turns whole heads"
+        )
     if base != int(base):
         raise ValueError(f"rope_theta is {base}; model.rope_base is a whole number")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -53,26 +65,49 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
         return {"rope_base": int(base), "rope_scaling": RopeScaling()}
     if kind == "yarn":
         if not given.get("truncate", True):
-            raise ValueError("truncate is false; here yarn's ramp begins and ends at whole pairs of channels")
+            raise ValueError(
+                "truncate is false; here yarn's ramp begins and ends at whole pairs of channels"
+            )
         given = {"original_max_position_embeddings": length} | given
         if "attention_factor" not in given and given.get("mscale") and given.get("mscale_all_dim"):
             logarithm = max(0.0, math.log(given["factor"]))
-            given["attention_factor"] = (0.1 * given["mscale"] * logarithm + 1) / (0.1 * given["mscale_all_dim"] * logarithm + 1)
-    if missing := [name for name in ("factor", *ROPE_NAMES.values()) if name not in given and (name == "factor" or kind != "linear")]:
+            given["attention_factor"] = (0.1 * given["mscale"] * logarithm + 1) / (
+                0.1 * given["mscale_all_dim"] * logarithm + 1
+            )
+    if missing := [
+        name
+        for name in ("factor", *ROPE_NAMES.values())
+        if name not in given and (name == "factor" or kind != "linear")
+    ]:
         raise ValueError(f"{missing[0]} is missing, which rope_type {kind} needs")
-    read = {name: given[ROPE_NAMES.get(name, name)] for name in KINDS[kind] if ROPE_NAMES.get(name, name) in given}
-    numbers: dict[str, Any] = {name: int(value) if name == "original_length" else float(value) for name, value in read.items()}
+    read = {
+        name: given[ROPE_NAMES.get(name, name)]
+        for name in KINDS[kind]
+        if ROPE_NAMES.get(name, name) in given
+    }
+    numbers: dict[str, Any] = {
+        name: int(value) if name == "original_length" else float(value)
+        for name, value in read.items()
+    }
     return {"rope_base": int(base), "rope_scaling": RopeScaling(kind, **numbers)}
 
 
 def stretched(
-    model: ModelConfig, length: int, rope_parameters: Any = None, rope_theta: float | None = None, rope_scaling: Any = None
+    model: ModelConfig,
+    length: int,
+    rope_parameters: Any = None,
+    rope_theta: float | None = None,
+    rope_scaling: Any = None,
 ) -> ModelConfig:
     """``model`` with its RoPE as the first says that says something else: the older names, then ``rope_parameters``."""
     told, rest = named_rope(model), dict(rope_scaling or {})
     older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
     for given in (None if rope_theta is None and rope_scaling is None else older, rope_parameters):
-        whole = told if given is None else {**given, "rope_theta": given.get("rope_theta") or told["rope_theta"]}
+        whole = (
+            told
+            if given is None
+            else {**given, "rope_theta": given.get("rope_theta") or told["rope_theta"]}
+        )
         if whole != told:
             return replace(model, **read_rope(whole, length))
     return model
@@ -141,10 +176,19 @@ class FemLMConfig(PretrainedConfig):
             "init_std": initializer_range,
             "tie_embeddings": tie_word_embeddings,
         }
-        fields = {**(architecture or {}), **{key: value for key, value in given.items() if value is not None}}
+        fields = {
+            **(architecture or {}),
+            **{key: value for key, value in given.items() if value is not None},
+        }
         if fields.get("vocab_size") is None:
             fields["vocab_size"] = DEFAULT_VOCABULARY
-        model = stretched(ModelConfig.from_dict(fields), max_position_embeddings, rope_parameters, rope_theta, rope_scaling)
+        model = stretched(
+            ModelConfig.from_dict(fields),
+            max_position_embeddings,
+            rope_parameters,
+            rope_theta,
+            rope_scaling,
+        )
         if any(block.mixer.rotary_size() for block in model.blocks()):
             self._name_rope(model)
         self.architecture = json.loads(json.dumps(asdict(model)))
@@ -153,20 +197,33 @@ class FemLMConfig(PretrainedConfig):
         self.recurrence = model.recurrence if recurrence is None else recurrence
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+            bos_token_id,
+            eos_token_id,
+            pad_token_id,
+        )
         # Assigned as well as passed on: which of these the base class keeps depends on the version of transformers.
-        tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        tokens = {
+            "bos_token_id": bos_token_id,
+            "eos_token_id": eos_token_id,
+            "pad_token_id": pad_token_id,
+        }
         kwargs.update(tokens, tie_word_embeddings=model.tie_embeddings)
         super().__init__(**kwargs)
 
     def _name_rope(self, model: ModelConfig) -> None:
         parameters = named_rope(model)
-        for key, value in ({"rope_parameters": parameters} if ROPE_PARAMETERS else older_names(parameters)).items():
+        for key, value in (
+            {"rope_parameters": parameters} if ROPE_PARAMETERS else older_names(parameters)
+        ).items():
             setattr(self, key, value)
 
     def model_fields(self) -> dict[str, Any]:
         """``architecture`` with what was changed since under transformers' names (a resized vocabulary, a stretched RoPE)."""
-        fields = {**self.architecture, **{ours: getattr(self, theirs) for theirs, ours in self.training_names.items()}}
+        fields = {
+            **self.architecture,
+            **{ours: getattr(self, theirs) for theirs, ours in self.training_names.items()},
+        }
         names = ("rope_parameters",) if ROPE_PARAMETERS else ("rope_theta", "rope_scaling")
         told = {name: getattr(self, name, None) for name in names}
         model = stretched(ModelConfig.from_dict(fields), self.max_position_embeddings, **told)

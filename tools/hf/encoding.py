@@ -23,7 +23,9 @@ def trained_here(manifest: Mapping[str, Any]) -> bool:
     """
     foreign = manifest.get("inherited", {}).get("foreign")
     if foreign is None:
-        foreign = manifest.get("progress", {}).get("step") == 0 and not manifest.get("config", {}).get("data", {}).get("train")
+        foreign = manifest.get("progress", {}).get("step") == 0 and not manifest.get(
+            "config", {}
+        ).get("data", {}).get("train")
     return bool(manifest) and not foreign
 
 
@@ -39,7 +41,13 @@ def encoder(tokenizer: Any, folder: Path | None, *, as_data: bool) -> Encode:
     if not as_data:
         return lambda text: list(tokenizer(text)["input_ids"])
     if folder is None or not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder}: no tokenizer.json, from which the training data's ids come; name its folder with --tokenizer DIR")
+        raise ConfigError(
+            f"{folder}: no tokenizer.json, from which the training data's ids come; name its folder with --tokenizer DIR"
+        )
     eod = tokenizer.eos_token_id
-    data = HuggingFace(TokenizerFolder(folder, tokenizer.eos_token or "", -1 if eod is None else eod, len(tokenizer), ""))
+    data = HuggingFace(
+        TokenizerFolder(
+            folder, tokenizer.eos_token or "", -1 if eod is None else eod, len(tokenizer), ""
+        )
+    )
     return lambda text: data.encode(pa.array([text], pa.large_string())).ids.tolist()

@@ -43,10 +43,24 @@ from pretrain.plan.run_plan import parameter_shapes
 from .bundle import LICENSE, bundle, license_text, packages
 from .configuration_fem import FemLMConfig, named_rope, older_names
 from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
-from .model_card import License, data_manifests, heldout_loss, model_card, run_config, training_card, training_record
+from .model_card import (
+    License,
+    data_manifests,
+    heldout_loss,
+    model_card,
+    run_config,
+    training_card,
+    training_record,
+)
 from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import stock_config, to_stock, why_not_stock
-from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
+from .tokenizer import (
+    NAME_A_TOKENIZER,
+    SPECIAL_IDS,
+    Tokenizer,
+    special_ids,
+    tokenizers_of_checkpoint,
+)
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
@@ -87,15 +101,21 @@ def export(
     length = card.get("seq_length")
     tokens = special_ids(tokenizer.tokenizer if tokenizer else None, known_ids or {})
     config = (
-        stock_config(model, dtype=dtype, max_position_embeddings=length, **tokens) if stock else hf_config(model, dtype, tokens, length)
+        stock_config(model, dtype=dtype, max_position_embeddings=length, **tokens)
+        if stock
+        else hf_config(model, dtype, tokens, length)
     )
     code = {} if stock else bundle(model.blocks())
     recipes = to_stock(model) if stock else to_fem(model)
     with beside(out) as folder:
-        write_shards(source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True))
+        write_shards(
+            source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True)
+        )
         _write_json(folder / CONFIG, _config_values(config))
         # Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``.
-        GenerationConfig(**{name: getattr(config, name, None) for name in SPECIAL_IDS}).save_pretrained(folder)
+        GenerationConfig(
+            **{name: getattr(config, name, None) for name in SPECIAL_IDS}
+        ).save_pretrained(folder)
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -127,29 +147,45 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
     if not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"{out} is not empty: choose another folder, or replace it with --overwrite")
+        raise ConfigError(
+            f"{out} is not empty: choose another folder, or replace it with --overwrite"
+        )
     if Path.cwd().is_relative_to(out.resolve()):
-        raise ConfigError(f"{out} holds the working directory, which --overwrite does not replace: choose another folder")
+        raise ConfigError(
+            f"{out} holds the working directory, which --overwrite does not replace: choose another folder"
+        )
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
     """Raises ConfigError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
     if model.vocab_size is None:
-        raise ConfigError("model.vocab_size is not known: the checkpoint's configuration must hold it")
+        raise ConfigError(
+            "model.vocab_size is not known: the checkpoint's configuration must hold it"
+        )
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
         if block.mixer.external:
-            raise ConfigError(f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package")
+            raise ConfigError(
+                f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package"
+            )
     shapes = parameter_shapes(model)
-    for complaint, names in (("lacks", shapes.keys() - held.keys()), ("holds, besides the model's,", held.keys() - shapes.keys())):
+    for complaint, names in (
+        ("lacks", shapes.keys() - held.keys()),
+        ("holds, besides the model's,", held.keys() - shapes.keys()),
+    ):
         if names:
             raise ConfigError(f"the checkpoint {complaint} {first_of(names)}")
     for name, shape in shapes.items():
         if held[name] != shape:
-            raise ConfigError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
+            raise ConfigError(
+                f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration"
+            )
 
 
 def hf_config(
-    model: ModelConfig, dtype: torch.dtype, tokens: Mapping[str, Any] | None = None, seq_length: int | None = None
+    model: ModelConfig,
+    dtype: torch.dtype,
+    tokens: Mapping[str, Any] | None = None,
+    seq_length: int | None = None,
 ) -> FemLMConfig:
     """The configuration of ``model`` as an export with our code has it. tokens: as ``special_ids`` gives them."""
     optional: dict[str, Any] = dict(tokens or {})
@@ -170,14 +206,22 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     if not isinstance(config, FemLMConfig):
         return changed | older_names(config.rope_parameters)
     ours = inspect.signature(FemLMConfig.__init__).parameters
-    values = {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
-    if "rope_parameters" in values or "rope_theta" in values:  # both, since an export is for every version
-        values |= {"rope_parameters": named_rope(config.model())} | older_names(named_rope(config.model()))
+    values = {
+        key: value for key, value in config.to_dict().items() if key in ours or key in changed
+    }
+    if (
+        "rope_parameters" in values or "rope_theta" in values
+    ):  # both, since an export is for every version
+        values |= {"rope_parameters": named_rope(config.model())} | older_names(
+            named_rope(config.model())
+        )
     return values
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=path.name == CONFIG) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(values, indent=2, sort_keys=path.name == CONFIG) + "\n", encoding="utf-8"
+    )
 
 
 @contextmanager
@@ -206,7 +250,14 @@ def beside(out: Path) -> Iterator[Path]:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: str | None, tokenizer: Path | None, license_id: str | None, max_shard_size: str, overwrite: bool
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    tokenizer: Path | None,
+    license_id: str | None,
+    max_shard_size: str,
+    overwrite: bool,
 ) -> None:
     """Exports ``checkpoint`` (of any layout; a run directory: its newest) to ``out``; dtype and tokenizer default to the checkpoint's own.
 
@@ -254,30 +305,47 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
     if not checkpoint.exists():
         raise ConfigError(f"there is no checkpoint {checkpoint}")
     if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint} is a file: a checkpoint is a folder step_NNNNNNNN, or a run directory that has some")
+        raise ConfigError(
+            f"{checkpoint} is a file: a checkpoint is a folder step_NNNNNNNN, or a run directory that has some"
+        )
     if is_folder(checkpoint):
-        raise ConfigError(f"{checkpoint} is a Hugging Face folder already, so there is nothing to export: transformers loads it as it is")
+        raise ConfigError(
+            f"{checkpoint} is a Hugging Face folder already, so there is nothing to export: transformers loads it as it is"
+        )
     _refuse_overlap(checkpoint, out, inside=False)
     if out.exists() and any(out.iterdir()) and not (out / CONFIG).is_file():
-        raise ConfigError(f"{out} is no earlier export ({CONFIG} is missing), and nothing else is replaced: choose another folder")
+        raise ConfigError(
+            f"{out} is no earlier export ({CONFIG} is missing), and nothing else is replaced: choose another folder"
+        )
 
 
 def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
     """Raises ConfigError where ``out`` would replace the checkpoint, or, ``inside``, lie in it."""
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
-        relation = "is" if place == target else "holds" if place.is_relative_to(target) else "lies in"
-        raise ConfigError(f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside")
+        relation = (
+            "is" if place == target else "holds" if place.is_relative_to(target) else "lies in"
+        )
+        raise ConfigError(
+            f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside"
+        )
 
 
-def _tokenizer(given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
+def _tokenizer(
+    given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]
+) -> Tokenizer | None:
     """The tokenizer to export. Raises ConfigError where it is gone, or is not the one that the training data were made with."""
     usual = tokenizers_of_checkpoint(found.path, found.manifest)
     folder = given or next((folder for folder in usual if folder.is_dir()), None)
     if folder is None and len(usual) > 1:
-        raise ConfigError(f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}")
+        raise ConfigError(
+            f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}"
+        )
     if folder is None:
-        print("tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR", file=sys.stderr)
+        print(
+            "tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR",
+            file=sys.stderr,
+        )
         return None
     tokenizer = Tokenizer.load(folder, model)
     for prefix, manifest in manifests.items():

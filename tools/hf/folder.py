@@ -25,11 +25,29 @@ from pretrain.checkpoint.folder import HashedFile
 
 from .recipes import Recipe, Recipes, Tensors, made
 
-CONFIG, WEIGHTS, INDEX, TRAINING = "config.json", "model.safetensors", "model.safetensors.index.json", "training.json"
+CONFIG, WEIGHTS, INDEX, TRAINING = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "training.json",
+)
 GENERATION = "generation_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-TOKENIZER_FILES = (*TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+TOKENIZER_FILES = (
+    *TOKENIZERS,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,9 @@ class Folder:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
         except Exception as error:  # also of a type of numbers that torch does not have
-            raise ConfigError(f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again") from error
+            raise ConfigError(
+                f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again"
+            ) from error
         return tensor
 
     @property
@@ -98,7 +118,9 @@ def read_folder(path: Path) -> Folder:
         ConfigError: a file is missing, damaged or a pickle; one line that says which.
     """
     if not (path / CONFIG).is_file():
-        raise ConfigError(f"{path} is half a model: {CONFIG} is missing; copy the whole folder again")
+        raise ConfigError(
+            f"{path} is half a model: {CONFIG} is missing; copy the whole folder again"
+        )
     config = json_object(path / CONFIG)
     if (path / INDEX).is_file():
         listed = json_object(path / INDEX).get("weight_map")
@@ -107,19 +129,25 @@ def read_folder(path: Path) -> Folder:
         names = sorted(set(listed.values()))
         absent = [name for name in names if not (path / name).is_file()]
         if absent:
-            raise ConfigError(f"{path} is half a model: {absent[0]} is missing ({len(absent)} of {len(names)} files of weights)")
+            raise ConfigError(
+                f"{path} is half a model: {absent[0]} is missing ({len(absent)} of {len(names)} files of weights)"
+            )
     elif (path / WEIGHTS).is_file():
         listed, names = None, [WEIGHTS]
     else:
         pickled = [name for name in PICKLES if (path / name).is_file()]
         if pickled:
-            raise ConfigError(f"{path}: {pickled[0]} is a pickle, which is not read here: save the model as safetensors with transformers")
+            raise ConfigError(
+                f"{path}: {pickled[0]} is a pickle, which is not read here: save the model as safetensors with transformers"
+            )
         raise ConfigError(f"{path} is half a model: {CONFIG} is there, {WEIGHTS} is not")
     files = tuple(path / name for name in names)
     tensors = {name: stored for file in files for name, stored in header(file).items()}
     for name, file_name in (listed or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
-            raise ConfigError(f"{path / INDEX} says that {name} is in {file_name}, which does not hold it: fetch both again")
+            raise ConfigError(
+                f"{path / INDEX} says that {name} is in {file_name}, which does not hold it: fetch both again"
+            )
     return Folder(path, config, files, tensors)
 
 
@@ -128,7 +156,10 @@ def header(file: Path) -> dict[str, Stored]:
     try:
         with files_told(), safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-            return {name: Stored(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+            return {
+                name: Stored(file, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
     except SafetensorError as error:
         raise ConfigError(f"{file} is damaged ({error}): fetch it again") from None
 
@@ -147,10 +178,28 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 # Of config.json: who wrote it and where, in which type it is to be opened; nothing that is computed.
-UNREAD = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
+UNREAD = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "architectures",
+    "auto_map",
+)
 
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 PIECE = 2**22  # elements that change their type at once
 
 
@@ -163,7 +212,14 @@ def byte_count(text: str | int) -> int:
     return size
 
 
-def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int, progress: Progress) -> None:
+def write_shards(
+    source: Tensors,
+    recipes: Recipes,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: int,
+    progress: Progress,
+) -> None:
     """Writes ``model*.safetensors``, the hash of each beside it, and the index where there are several.
 
     A tensor larger than ``max_shard_size`` has a file alone.
@@ -187,7 +243,9 @@ def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.d
                 del tensor  # before the next is read
     if len(split.filename_to_tensors) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
@@ -203,7 +261,11 @@ def _header(recipes: Recipes, dtype: torch.dtype) -> bytes:
     end = 0
     for name, recipe in recipes.items():
         start, end = end, end + _size(recipe, dtype)
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(recipe.shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(recipe.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -73,10 +73,16 @@ def check_target(source: ModelConfig, target: ModelConfig) -> None:
     for key in ("hidden_size", "num_layers", "vocab_size", "causal"):
         ours, theirs = getattr(target, key), getattr(source, key)
         if ours != theirs:
-            raise ConfigError(f"--mixer: model.{key} is {ours} here and {theirs} in the folder; weights are copied where the widths agree")
-    for layer, (have, want, name) in enumerate(zip(source.blocks(), target.blocks(), mixer_names(target), strict=True)):
+            raise ConfigError(
+                f"--mixer: model.{key} is {ours} here and {theirs} in the folder; weights are copied where the widths agree"
+            )
+    for layer, (have, want, name) in enumerate(
+        zip(source.blocks(), target.blocks(), mixer_names(target), strict=True)
+    ):
         if want.mixer.external:
-            raise ConfigError(f"--mixer {name}: another package's layer, whose parameters that package alone knows")
+            raise ConfigError(
+                f"--mixer {name}: another package's layer, whose parameters that package alone knows"
+            )
         if have.mixer != want.mixer and not isinstance(have.mixer, AttentionShape):
             raise ConfigError(
                 f"--mixer starts from a Transformer's weights, and layer {layer} of the folder is {mixer_names(source)[layer]}; "
@@ -88,7 +94,11 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     """The plan of a target, checked by ``check_target``, from the source's weights."""
     have, want = model_weights(source), model_weights(target)
     origins: Origins = {}
-    embedding, output, norm = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
+    embedding, output, norm = (
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.final_layernorm.weight",
+    )
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
         # All rows, and zeros below them where the vocabulary is padded further.
@@ -101,7 +111,11 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
         origins |= _renamed(found, f"decoder.layers.{layer}.")
     origins = {name: origins[name] for name in want if name in origins}
     taken = frozenset().union(*(origin.taken for origin in origins.values()))
-    return Graft(target, origins, tuple(part for name in have for part in _parts_of(name, source) if part not in taken))
+    return Graft(
+        target,
+        origins,
+        tuple(part for name in have for part in _parts_of(name, source) if part not in taken),
+    )
 
 
 # --- the table -----------------------------------------------------------------------------------------------------------------
@@ -121,7 +135,12 @@ def described(plan: Graft) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     for (name, status, parts), found in groups.items():
         layers, sizes, copied = zip(*found, strict=True)
-        about = {"name": name, "layers": _ranges([int(layer) for layer in layers if layer]), "status": status, "parts": list(parts)}
+        about = {
+            "name": name,
+            "layers": _ranges([int(layer) for layer in layers if layer]),
+            "status": status,
+            "parts": list(parts),
+        }
         tensors.append({**about, "parameters": sum(sizes), "copied": sum(copied)})
     sums = {key: sum(tensor[key] for tensor in tensors) for key in ("parameters", "copied")}
     return {"format": 1, "tensors": tensors, **sums, "left_behind": _generalised(plan.left)}
@@ -131,10 +150,18 @@ def table(found: dict[str, Any]) -> list[str]:
     """What ``described`` says as lines of text: every tensor, what of it is copied, how many numbers; the sums; what is left behind."""
     cells = [("tensor", "layers", "", "parameters", "copied")]
     total = f"{100 * found['copied'] / found['parameters']:.1f}% copied"
-    for row in (*found["tensors"], {"name": "all", "layers": "", "status": total, "parts": (), **found}):
+    for row in (
+        *found["tensors"],
+        {"name": "all", "layers": "", "status": total, "parts": (), **found},
+    ):
         status = f"{row['status']}: {', '.join(row['parts'])}" if row["parts"] else row["status"]
-        cells.append((row["name"], row["layers"], status, f"{row['parameters']:,}", f"{row['copied']:,}"))
-    return [*aligned(cells, (0, 1, 2)), f"left behind of the folder's: {'; '.join(found['left_behind']) or 'nothing'}"]
+        cells.append(
+            (row["name"], row["layers"], status, f"{row['parameters']:,}", f"{row['copied']:,}")
+        )
+    return [
+        *aligned(cells, (0, 1, 2)),
+        f"left behind of the folder's: {'; '.join(found['left_behind']) or 'nothing'}",
+    ]
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:
@@ -147,7 +174,9 @@ def _generalised(names: tuple[str, ...]) -> list[str]:
     parts: dict[str, list[str]] = {}
     for general, numbers in layers.items():
         tensor, _, part = general.partition(": ")
-        parts.setdefault(f"{tensor} ({_ranges(numbers)})" if numbers else tensor, []).extend([part] if part else [])
+        parts.setdefault(f"{tensor} ({_ranges(numbers)})" if numbers else tensor, []).extend(
+            [part] if part else []
+        )
     return [f"{tensor}: {', '.join(found)}" if found else tensor for tensor, found in parts.items()]
 
 
@@ -173,19 +202,31 @@ def _mixer(source: Shape, target: Shape) -> Origins:
     origins: Origins = {}
     if "norm.weight" in want:
         origins["norm.weight"] = _whole("norm.weight", want["norm.weight"].size)
-    for name in (found for found in source.weights() if found in ("q_norm.weight", "k_norm.weight")):
-        for theirs in (key for key, weight in want.items() if key.endswith(name) and weight.size == source.head):
-            origins[theirs] = Origin((name,), source.head, lambda _, tensors: tensors[0], taken=frozenset({name}))
+    for name in (
+        found for found in source.weights() if found in ("q_norm.weight", "k_norm.weight")
+    ):
+        for theirs in (
+            key for key, weight in want.items() if key.endswith(name) and weight.size == source.head
+        ):
+            origins[theirs] = Origin(
+                (name,), source.head, lambda _, tensors: tensors[0], taken=frozenset({name})
+            )
     if isinstance(target, AttentionShape):
         return origins | _regrouped(source, target)
     read = False
     for name, packing in target.packing().items():
-        fitting = {part: role for part, role in packing.roles.items() if packing.widths[part] and _fits(source, packing, part, role)}
+        fitting = {
+            part: role
+            for part, role in packing.roles.items()
+            if packing.widths[part] and _fits(source, packing, part, role)
+        }
         read |= "v" in fitting.values()
         if fitting:
             size = sum(packing.heads * packing.widths[part] for part in fitting) * source.hidden
             taken = frozenset(f"{PACKED}: {role}" for role in fitting.values())
-            origins[name] = Origin((PACKED,), size, _repacked(source, packing, fitting), tuple(fitting), taken)
+            origins[name] = Origin(
+                (PACKED,), size, _repacked(source, packing, fitting), tuple(fitting), taken
+            )
     if read and want["out_proj.weight"].shape == source.weights()["out_proj.weight"].shape:
         origins["out_proj.weight"] = _whole("out_proj.weight", want["out_proj.weight"].size)
     return origins
@@ -196,7 +237,9 @@ def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> boo
     width, queries = packing.widths[part], packing.queries
     if packing.heads == source.heads and width == source.head:
         return queries == 1 or role == "v"
-    return queries > 1 and queries * packing.heads == source.heads and width == queries * source.head
+    return (
+        queries > 1 and queries * packing.heads == source.heads and width == queries * source.head
+    )
 
 
 def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
@@ -219,7 +262,11 @@ def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
 def _mlp(source: Shape, target: Shape) -> Origins:
     want, have = target.weights(), source.weights()
     if type(source) is type(target):
-        return {name: _whole(name, want[name].size) for name in want if name in have and have[name].shape == want[name].shape}
+        return {
+            name: _whole(name, want[name].size)
+            for name in want
+            if name in have and have[name].shape == want[name].shape
+        }
     origins = {"norm.weight": _whole("norm.weight", want["norm.weight"].size)}
     if isinstance(source, SwiGluShape):
         for name, packing in target.packing().items():
@@ -227,7 +274,12 @@ def _mlp(source: Shape, target: Shape) -> Origins:
             half = ("gate", "up").index(part)
             if want[name].shape == (source.inner, source.hidden):
                 taken = frozenset({f"gate_up: {part}"})
-                origins[name] = Origin(("gate_up",), want[name].size, lambda _, t, half=half: t[0][half], taken=taken)  # type: ignore[misc]
+                origins[name] = Origin(
+                    ("gate_up",),
+                    want[name].size,
+                    lambda _, t, half=half: t[0][half],  # type: ignore[misc]
+                    taken=taken,
+                )
     return origins
 
 

@@ -36,7 +36,17 @@ from pretrain.plan.run_plan import model_weights
 from .configuration_fem import FemLMConfig
 from .encoding import trained_here
 from .export import beside, refuse_occupied
-from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
+from .folder import (
+    CONFIG,
+    GENERATION,
+    PICKLES,
+    TRAINING,
+    Folder,
+    has_tokenizer,
+    is_folder,
+    json_object,
+    read_folder,
+)
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
 from .recipes import Made, Recipes, first_of, from_fem, made, to_fem
@@ -71,15 +81,32 @@ class Source:
     @cached_property
     def inherited(self) -> Inherited:
         """The context length and the special tokens that transformers reads from the folder; ids outside the vocabulary are none."""
-        read: Any = FemLMConfig.from_dict(self.folder.config) if self.folder.ours else read_stock(self.folder.config)
+        read: Any = (
+            FemLMConfig.from_dict(self.folder.config)
+            if self.folder.ours
+            else read_stock(self.folder.config)
+        )
         path, entries = self.folder.path / GENERATION, range(self.model.vocab_size or 0)
         generation = json_object(path) if path.is_file() else {}
-        told = {name: getattr(read, name) if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
+        told = {
+            name: getattr(read, name) if generation.get(name) is None else generation[name]
+            for name in SPECIAL_IDS
+        }
         known = {name: ids for name, ids in told.items() if _all_in(ids, entries)}
-        return Inherited(read.max_position_embeddings, known, foreign=not trained_here(self.training))
+        return Inherited(
+            read.max_position_embeddings, known, foreign=not trained_here(self.training)
+        )
 
 
-def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | None, settings: list[str], overwrite: bool) -> None:
+def import_folder(
+    hf_dir: Path,
+    out: Path,
+    *,
+    mixer: str | None,
+    dtype: str | None,
+    settings: list[str],
+    overwrite: bool,
+) -> None:
     """Writes the folder ``hf_dir`` as a checkpoint to ``out``, complete or not at all; says on stdout what it wrote.
 
     mixer: start this mixer's model from the folder's weights (see ``graft``). dtype: of all weights; None: as stored.
@@ -97,19 +124,33 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
     with files_told():
         for wrong in damaged_beside(hf_dir, lambda count: None):
             name = wrong.split()[0]
-            raise ConfigError(f"{hf_dir / name} is damaged ({wrong}); if it was written anew since, remove {name}.{HASHES}")
+            raise ConfigError(
+                f"{hf_dir / name} is damaged ({wrong}); if it was written anew since, remove {name}.{HASHES}"
+            )
     with quiet_transformers():
         tokenizer = None if config.data.tokenizer is None else Tokenizer.load(hf_dir, config.model)
     plan = graft(source.model, config.model) if mixer else None
     source = source if plan else replace(source, model=config.model)
     kept = _kept(source) if plan is None else Kept()
-    from pretrain.checkpoint.writer import save_weights  # Megatron-core takes seconds to import: not for a wrong argument
+    from pretrain.checkpoint.writer import (
+        save_weights,
+    )  # Megatron-core takes seconds to import: not for a wrong argument
 
     with beside(out) as folder:
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
         parameters = sum(weight.numel() for weight in weights.values())
-        types = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
-        step = save_weights(folder, weights.items(), config, Progress(**kept.progress), kept.data, kept.heldout_loss, source.inherited)
+        types = ", ".join(
+            sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+        )
+        step = save_weights(
+            folder,
+            weights.items(),
+            config,
+            Progress(**kept.progress),
+            kept.data,
+            kept.heldout_loss,
+            source.inherited,
+        )
         if tokenizer is not None:
             (folder / "tokenizer").mkdir()
             tokenizer.copy_to(folder / "tokenizer")
@@ -117,12 +158,16 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
         if plan:
             copied = described(plan)
             told = {"from": str(hf_dir), "seed": config.train.seed, **copied}
-            (folder / "grafted.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            (folder / "grafted.json").write_text(
+                json.dumps(told, indent=1) + "\n", encoding="utf-8"
+            )
     for line in notes:
         print(f"tools.hf: note: {line}", file=sys.stderr)
     for line in table(copied) if plan else []:
         print(line)
-    print(f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))}, {parameters:,} parameters, {types}")
+    print(
+        f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))}, {parameters:,} parameters, {types}"
+    )
     print(f"start from it: python -m pretrain RUN.yaml model={out / MODEL} checkpoint.load={out}")
 
 
@@ -135,22 +180,34 @@ def read_source(path: Path) -> Source:
     check_there(path)
     if not is_folder(path):
         raise ConfigError(_no_folder(path))
-    if not any(path.glob("*.safetensors")) and (pickled := next((name for name in PICKLES if (path / name).is_file()), None)):
+    if not any(path.glob("*.safetensors")) and (
+        pickled := next((name for name in PICKLES if (path / name).is_file()), None)
+    ):
         fix = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safetensors')"
-        raise ConfigError(f'{path}: {pickled} is a pickle, which is not read here; write safetensors first: python -c "{fix}"')
+        raise ConfigError(
+            f'{path}: {pickled} is a pickle, which is not read here; write safetensors first: python -c "{fix}"'
+        )
     folder = read_folder(path)
     training = folder.training()
     try:
-        model = FemLMConfig.from_dict(folder.config).model() if folder.ours else _padded_as(model_of(folder.config), training)
+        model = (
+            FemLMConfig.from_dict(folder.config).model()
+            if folder.ours
+            else _padded_as(model_of(folder.config), training)
+        )
         model.blocks()
     except StockError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path / CONFIG}: {error}; is it of another version of this code?") from None
+        raise ConfigError(
+            f"{path / CONFIG}: {error}; is it of another version of this code?"
+        ) from None
     return Source(folder, model, training)
 
 
-def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, settings: list[str]) -> tuple[RunConfig, list[str]]:
+def run_config(
+    source: Source, out: Path, mixer: str | None, dtype: str | None, settings: list[str]
+) -> tuple[RunConfig, list[str]]:
     """The configuration that the checkpoint carries, and what a user should know of it.
 
     training.json's where there is one, else defaults; the model is config.json's, with ``mixer`` the same of another mixer, the tokenizer
@@ -164,23 +221,36 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
     if changed := _differing(plain(model), values.get("model") or {}):
         notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is taken: {'; '.join(changed)}")
     values["model"] = plain(replace(model, pattern=None, mlp=None) if mixer else model)
-    values["data"] = {**values.get("data", {}), "tokenizer": str(out.absolute() / "tokenizer") if has_tokenizer(folder.path) else None}
+    values["data"] = {
+        **values.get("data", {}),
+        "tokenizer": str(out.absolute() / "tokenizer") if has_tokenizer(folder.path) else None,
+    }
     if mixer:
         values["name"] = f"{values['name']}-{mixer}"
         settings = [f"model.mixer={mixer}", *settings]
     config = run_of(values, folder.path / (TRAINING if source.training else CONFIG), settings)
-    others = ConfigError("--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out")
+    others = ConfigError(
+        "--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out"
+    )
     try:
         if not mixer and mixer_names(config.model) != mixer_names(model):
             raise others  # before what that mixer says of the folder's keys
         for key in unread(config.model) if mixer else []:
             section, _, name = key.rpartition(".")
-            ours, theirs = (getattr(given, section) if section else given for given in (config.model, model))
-            if getattr(ours, name) == getattr(theirs, name):  # the folder's, not one of ``settings``
-                notes.append(f"{mixer} has no model.{key}; the folder's {getattr(ours, name)} is left behind")
+            ours, theirs = (
+                getattr(given, section) if section else given for given in (config.model, model)
+            )
+            if getattr(ours, name) == getattr(
+                theirs, name
+            ):  # the folder's, not one of ``settings``
+                notes.append(
+                    f"{mixer} has no model.{key}; the folder's {getattr(ours, name)} is left behind"
+                )
                 cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
                 whole: dict[str, Any] = {section: cleared}
-                config = replace(config, model=replace(config.model, **whole) if section else cleared)
+                config = replace(
+                    config, model=replace(config.model, **whole) if section else cleared
+                )
         config.model.blocks()
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -193,21 +263,42 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
 
 def check_tensors(source: Source) -> None:
     """Raises ConfigError unless the folder holds the tensors of its config.json, in their shapes, in a floating type, and no others."""
-    tensors, path, shapes, head = source.folder.tensors, source.folder.path, source.shapes, "lm_head.weight"
+    tensors, path, shapes, head = (
+        source.folder.tensors,
+        source.folder.path,
+        source.shapes,
+        "lm_head.weight",
+    )
     if absent := sorted(shapes.keys() - tensors.keys()):
-        raise ConfigError(f"{path} lacks {first_of(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights")
-    others = sorted(name for name in tensors.keys() - shapes.keys() if not name.endswith(".rotary_emb.inv_freq") and name != head)
+        raise ConfigError(
+            f"{path} lacks {first_of(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights"
+        )
+    others = sorted(
+        name
+        for name in tensors.keys() - shapes.keys()
+        if not name.endswith(".rotary_emb.inv_freq") and name != head
+    )
     if others:
-        raise ConfigError(f"{path} holds {first_of(others)}, which a model of its {CONFIG} has not: another architecture's weights")
+        raise ConfigError(
+            f"{path} holds {first_of(others)}, which a model of its {CONFIG} has not: another architecture's weights"
+        )
     for name, shape in shapes.items():
         found = tensors[name]
         if found.dtype not in STORED:
-            raise ConfigError(f"{found.file}: {name} is {found.dtype}; readable: {', '.join(STORED)}, no quantised weights")
+            raise ConfigError(
+                f"{found.file}: {name} is {found.dtype}; readable: {', '.join(STORED)}, no quantised weights"
+            )
         if found.shape != shape:
-            raise ConfigError(f"{found.file}: {name} has shape {found.shape}, and {shape} by {CONFIG}: they are not of one model")
+            raise ConfigError(
+                f"{found.file}: {name} has shape {found.shape}, and {shape} by {CONFIG}: they are not of one model"
+            )
     again = head in tensors.keys() - shapes.keys()
-    if again and not torch.equal(source.folder.get(head), source.folder.get("model.embed_tokens.weight")):
-        raise ConfigError(f"{path}: {CONFIG} ties the output layer to the embedding, but {head} is another: set tie_word_embeddings")
+    if again and not torch.equal(
+        source.folder.get(head), source.folder.get("model.embed_tokens.weight")
+    ):
+        raise ConfigError(
+            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} is another: set tie_word_embeddings"
+        )
 
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
@@ -222,17 +313,27 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
     """Raises ConfigError where ``out`` is no place for the checkpoint."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one")
+        raise ConfigError(
+            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one"
+        )
     refuse_occupied(out, overwrite)
     if out.exists() and any(out.iterdir()) and not (out / MODEL).is_file():
-        raise ConfigError(f"{out} is no earlier import ({MODEL} is missing), and nothing else is replaced: choose another folder")
+        raise ConfigError(
+            f"{out} is no earlier import ({MODEL} is missing), and nothing else is replaced: choose another folder"
+        )
 
 
 def _no_folder(path: Path) -> str:
     """Why ``path`` is no Hugging Face folder, and what would do."""
-    if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(path.glob("step_*")):
+    if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(
+        path.glob("step_*")
+    ):
         return f"{path} is a checkpoint already, or a run with some: there is nothing to import (export makes a folder of it)"
-    adapter = " (an adapter alone: merge it into its model first)" if (path / "adapter_config.json").is_file() else ""
+    adapter = (
+        " (an adapter alone: merge it into its model first)"
+        if (path / "adapter_config.json").is_file()
+        else ""
+    )
     return f"{path} holds no Hugging Face model: {CONFIG} is missing{adapter}"
 
 
@@ -243,10 +344,19 @@ def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
         return model
     try:
         known = ModelConfig.from_dict(trained)
-    except TypeError:  # written by a version that knows more: nothing but its padding is of use here
+    except (
+        TypeError
+    ):  # written by a version that knows more: nothing but its padding is of use here
         known = replace(model, **{key: trained[key] for key in _padding(model) if key in trained})
-    alike = [getattr(known, key) == getattr(model, key) for key in ("hidden_size", "vocab_size", "tie_embeddings", "causal", "norm_eps")]
-    return known if all(alike) and known.blocks() == model.blocks() else replace(model, **_padding(known))
+    alike = [
+        getattr(known, key) == getattr(model, key)
+        for key in ("hidden_size", "vocab_size", "tie_embeddings", "causal", "norm_eps")
+    ]
+    return (
+        known
+        if all(alike) and known.blocks() == model.blocks()
+        else replace(model, **_padding(known))
+    )
 
 
 def _padding(model: ModelConfig) -> dict[str, Any]:
@@ -275,14 +385,19 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
 
 def _all_in(ids: Any, entries: range) -> bool:
     """Whether ``ids``, one token or several, are all entries of the vocabulary."""
-    return bool(ids != []) and all(type(token) is int and token in entries for token in (ids if isinstance(ids, list) else [ids]))
+    return bool(ids != []) and all(
+        type(token) is int and token in entries
+        for token in (ids if isinstance(ids, list) else [ids])
+    )
 
 
 @dataclass(frozen=True)
 class Kept:
     """What an export keeps of the training besides its configuration; of a model that is new, that nothing was trained."""
 
-    progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0})
+    progress: dict[str, Any] = field(
+        default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0}
+    )
     data: str = ""
     heldout_loss: float | None = None
 
@@ -290,12 +405,22 @@ class Kept:
 def _kept(source: Source) -> Kept:
     """Raises ConfigError where training.json is damaged."""
     given = source.training
-    progress, data, loss = given.get("progress") or {}, given.get("data") or "", given.get("heldout_loss")
-    whole = isinstance(progress, dict) and all(type(progress.get(key, 0)) is int and progress.get(key, 0) >= 0 for key in PROGRESS)
+    progress, data, loss = (
+        given.get("progress") or {},
+        given.get("data") or "",
+        given.get("heldout_loss"),
+    )
+    whole = isinstance(progress, dict) and all(
+        type(progress.get(key, 0)) is int and progress.get(key, 0) >= 0 for key in PROGRESS
+    )
     if not (whole and isinstance(data, str) and isinstance(loss, int | float | None)):
         path = source.folder.path / TRAINING
-        raise ConfigError(f"{path} is damaged: its progress, data or heldout_loss is of a wrong type; export again, or remove the file")
-    return Kept(Kept().progress | {key: progress[key] for key in PROGRESS if key in progress}, data, loss)
+        raise ConfigError(
+            f"{path} is damaged: its progress, data or heldout_loss is of a wrong type; export again, or remove the file"
+        )
+    return Kept(
+        Kept().progress | {key: progress[key] for key in PROGRESS if key in progress}, data, loss
+    )
 
 
 # --- weights -------------------------------------------------------------------------------------------------------------------
@@ -307,22 +432,37 @@ def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
         yield name, _owned(weight, dtype)
 
 
-def _grafted(source: Source, config: RunConfig, plan: Graft, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+def _grafted(
+    source: Source, config: RunConfig, plan: Graft, dtype: str | None
+) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight of the target: as training starts it, in the type of the folder's embedding, with what the plan copies."""
     from fem_megatron.megatron.model import start
 
-    model, kind, held = config.model, STORED[source.folder.tensors["model.embed_tokens.weight"].dtype], Made(source.folder, source.recipes)
+    model, kind, held = (
+        config.model,
+        STORED[source.folder.tensors["model.embed_tokens.weight"].dtype],
+        Made(source.folder, source.recipes),
+    )
     for name, weight in model_weights(model).items():
         origin = plan.origins.get(name)
         if origin is None or origin.copied < weight.size:
-            fresh = start(name, weight.shape, starts_from(model, weight), config.train.seed).to(DTYPES[dtype] if dtype else kind)
+            fresh = start(name, weight.shape, starts_from(model, weight), config.train.seed).to(
+                DTYPES[dtype] if dtype else kind
+            )
         else:
             fresh = torch.empty(weight.shape, dtype=kind)  # all of it is copied
-        yield name, fresh if origin is None else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype)
+        yield (
+            name,
+            fresh
+            if origin is None
+            else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype),
+        )
 
 
 def _owned(tensor: Tensor, dtype: str | None) -> Tensor:
     """The tensor in its type, contiguous, alone in its memory: not a view into a mapped file or into a larger tensor."""
     cast = tensor.to(DTYPES[dtype]) if dtype else tensor
     alone = cast.is_contiguous() and cast.untyped_storage().nbytes() == cast.nbytes
-    return cast if alone and cast is not tensor else cast.clone(memory_format=torch.contiguous_format)
+    return (
+        cast if alone and cast is not tensor else cast.clone(memory_format=torch.contiguous_format)
+    )

@@ -29,8 +29,14 @@ from pretrain.plan.run_plan import flops_per_token
 from .bundle import LICENSE, LICENSE_ID
 from .encoding import trained_here
 
-TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
-TEMPLATE, PAPERS_FILE = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_card.md.j2", "papers.yaml"))
+TESTED = (
+    "4.57.6",
+    "5.23.0",
+)  # the oldest and the newest transformers that an exported folder is tested with
+TEMPLATE, PAPERS_FILE = (
+    (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("model_card.md.j2", "papers.yaml")
+)
 PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # by the catalogue's name: BibTeX, or a line
 ROWS = {
     "data": "Data",
@@ -60,7 +66,11 @@ class License:
     def read(cls, text: str) -> License:
         """``ID`` or ``NAME=LINK``. Raises ConfigError where it is neither."""
         name, equals, link = text.partition("=")
-        if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", name) or bool(equals) != bool(re.fullmatch(r"\S+", link)) or text == "other":
+        if (
+            not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", name)
+            or bool(equals) != bool(re.fullmatch(r"\S+", link))
+            or text == "other"
+        ):
             raise ConfigError(
                 f"--license {text}: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license, as my-license=URL"
             )
@@ -68,7 +78,11 @@ class License:
 
     def metadata(self) -> dict[str, str]:
         """As the Hub reads it from the beginning of a model card."""
-        return {"license": self.name} if self.link is None else {"license": "other", "license_name": self.name, "license_link": self.link}
+        return (
+            {"license": self.name}
+            if self.link is None
+            else {"license": "other", "license_name": self.name, "license_link": self.link}
+        )
 
     def __str__(self) -> str:
         return self.name if self.link is None else f"[{self.name}]({self.link})"
@@ -99,9 +113,15 @@ def model_card(
     depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
     code = f"The model is transformers' own `{architecture}`: nothing of this folder is run."
     if packages is not None:
-        needs = f"torch, transformers and {', '.join(packages)}" if packages else "torch and transformers alone"
+        needs = (
+            f"torch, transformers and {', '.join(packages)}"
+            if packages
+            else "torch and transformers alone"
+        )
         code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; it needs {needs}."
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+    template = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(TEMPLATE)
     text = template.render(
         name=card.get("name", "A language model"),
         parameters=_text(parameters),
@@ -118,8 +138,14 @@ def model_card(
         tested=TESTED,
         code=code,
         sizes=[(label, _text(value)) for label, value in _architecture(model, dtype)],
-        training=[(label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None],
-        papers=[PAPERS[paper] for paper in dict.fromkeys(mixer.paper for mixer in mixers.values()) if paper in PAPERS],
+        training=[
+            (label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None
+        ],
+        papers=[
+            PAPERS[paper]
+            for paper in dict.fromkeys(mixer.paper for mixer in mixers.values())
+            if paper in PAPERS
+        ],
     )
     return text.rstrip("\n") + "\n"
 
@@ -128,10 +154,13 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
     """What a user of the folder's code is to know that does not hold for transformers' own models."""
     gated = any(isinstance(block.mlp, SwiGluShape) for block in model.blocks())
     lora = 'target_modules="all-linear"' + (', target_parameters=["mlp.gate_up"]' if gated else "")
-    notes = [f"LoRA: peft does not know this model's layers by name; `LoraConfig({lora})` finds them."]
+    notes = [
+        f"LoRA: peft does not know this model's layers by name; `LoraConfig({lora})` finds them."
+    ]
     if whole_tokenizer:
         notes.insert(
-            0, "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`."
+            0,
+            "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`.",
         )
     blocks = zip(mixer_names(model), model.blocks(), strict=True)
     if counting := dict.fromkeys(f"`{name}`" for name, block in blocks if block.counts_padding()):
@@ -144,7 +173,9 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
 
 def _licenses(weights: License | None, has_code: bool) -> list[str]:
     """A sentence for the code and one for the weights; none of weights alone that nobody chose a license for."""
-    code = [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
+    code = (
+        [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
+    )
     if weights is not None:
         return [*code, f"The weights are under {weights}."]
     return [*code, "No license of the weights is stated."] if code else []
@@ -163,7 +194,14 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
     if model.pattern:
         rows.append(("Mixers of the layers, repeated", " ".join(model.pattern)))
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
-        rows.append((f"Sizes, `{name}`", ", ".join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)))
+        rows.append(
+            (
+                f"Sizes, `{name}`",
+                ", ".join(
+                    shape.summary() for shape in (block.mixer, block.mlp) if shape is not None
+                ),
+            )
+        )
     return rows + _changed(model, "")
 
 
@@ -221,8 +259,13 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
     found = None
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if '"valid_loss"' in line and (record := _record(line)).get("step") == manifest["progress"]["step"]:
-                found = record.get("valid_loss", found)  # a resumed run says it again: the last counts
+            if (
+                '"valid_loss"' in line
+                and (record := _record(line)).get("step") == manifest["progress"]["step"]
+            ):
+                found = record.get(
+                    "valid_loss", found
+                )  # a resumed run says it again: the last counts
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
@@ -240,10 +283,16 @@ def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
     return found, list(dict.fromkeys(notes))
 
 
-def training_card(config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]) -> dict[str, Any]:
+def training_card(
+    config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]
+) -> dict[str, Any]:
     """What is known, by the keys of ``model_card``; what is not known is left out."""
     train, length = config.train, config.data.seq_length
-    card: dict[str, Any] = {"name": config.name, "seq_length": found.inherited.context_length, "heldout_loss": loss}
+    card: dict[str, Any] = {
+        "name": config.name,
+        "seq_length": found.inherited.context_length,
+        "heldout_loss": loss,
+    }
     if loss is not None and (ratio := _bytes_per_token(config.data.valid, manifests)):
         card["bits_per_byte"] = loss / math.log(2) / ratio
     tokens = found.progress.consumed_samples * length
@@ -258,8 +307,13 @@ def training_card(config: RunConfig, found: Found, loss: float | None, manifests
             "precision": train.precision,
         }
         if not config.model.blocks()[0].mixer.external:
-            card |= {"flops_per_token": flops_per_token(config), "flops": flops_per_token(config) * tokens}
-            if config.data.documents == "separate":  # the data may be gone that tells the documents' lengths
+            card |= {
+                "flops_per_token": flops_per_token(config),
+                "flops": flops_per_token(config) * tokens,
+            }
+            if (
+                config.data.documents == "separate"
+            ):  # the data may be gone that tells the documents' lengths
                 card["documents"] = "read apart; FLOPs are counted over whole sequences"
     return {key: value for key, value in card.items() if value not in (None, "")}
 
@@ -271,14 +325,21 @@ def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> st
         split = _split(source, manifests)
         told = [f"{100 * source.weight / total:.4g}% of the blend"] if len(sources) > 1 else []
         told += [f"{split['tokens']:,} tokens"] if split else []
-        texts.append(f"`{'/'.join(Path(source.prefix).parts[-2:])}`" + (f" ({', '.join(told)})" if told else ""))
+        texts.append(
+            f"`{'/'.join(Path(source.prefix).parts[-2:])}`"
+            + (f" ({', '.join(told)})" if told else "")
+        )
     return "; ".join(texts)
 
 
 def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> float | None:
     """Of the validation text; None where no manifest tells, or several sources are blended."""
     split = _split(sources[0], manifests) if len(sources) == 1 else None
-    return split["text_bytes"] / split["tokens"] if split and split["tokens"] and split["text_bytes"] else None
+    return (
+        split["text_bytes"] / split["tokens"]
+        if split and split["tokens"] and split["text_bytes"]
+        else None
+    )
 
 
 def _split(source: Source, manifests: dict[str, Manifest]) -> dict[str, Any] | None:

@@ -73,13 +73,17 @@ class FemCacheLayer(DynamicLayer):
 
     def offload(self) -> None:
         """Refused: the state stays where the layer is."""
-        raise ValueError("this model's cache cannot be offloaded; its state is as `python -m pretrain --plan` says")
+        raise ValueError(
+            "this model's cache cannot be offloaded; its state is as `python -m pretrain --plan` says"
+        )
 
     prefetch = offload
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Refused: the blocks write their states themselves."""
-        raise ValueError("this model's blocks keep their own states: a FemCache has no keys and values to update")
+        raise ValueError(
+            "this model's blocks keep their own states: a FemCache has no keys and values to update"
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i becomes what row beam_idx[i] was."""
@@ -91,7 +95,9 @@ class FemCacheLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row of the batch."""
-        self.state = {name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()}
+        self.state = {
+            name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()
+        }
 
 
 class FemStaticCacheLayer(FemCacheLayer):
@@ -109,7 +115,11 @@ class FemStaticCacheLayer(FemCacheLayer):
 
         Raises ValueError where the tokens have no room, and where torch.export would store a tensor that the step writes as a constant.
         """
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and type(self.room.taken) is Tensor:
+        if (
+            torch.compiler.is_exporting()
+            and not torch.compiler.is_dynamo_compiling()
+            and type(self.room.taken) is Tensor
+        ):
             raise ValueError(
                 "torch.export(strict=False) would store this cache as a constant: use strict=True, or assign the module's buffers to "
                 "layer.state and layer.room.taken in its forward"
@@ -153,7 +163,9 @@ class FemCache(Cache):
 
     def __getitem__(self, index: int) -> Any:
         """Refused: by transformers' convention it would be a layer's keys and values."""
-        raise TypeError("a FemCache has no keys and values: read cache.layers[i].state, and cache.get_seq_length() for its tokens")
+        raise TypeError(
+            "a FemCache has no keys and values: read cache.layers[i].state, and cache.get_seq_length() for its tokens"
+        )
 
     @property
     def is_initialized(self) -> bool:
@@ -177,11 +189,19 @@ class FemStaticCache(FemCache):
     def __init__(self, config: FemLMConfig, max_cache_len: int) -> None:
         if max_cache_len < 1:
             raise ValueError(f"max_cache_len={max_cache_len}: at least 1")
-        longest = [block.mixer.max_length() for block in ModelConfig.from_dict(config.model_fields()).blocks()]
+        longest = [
+            block.mixer.max_length()
+            for block in ModelConfig.from_dict(config.model_fields()).blocks()
+        ]
         bounds = [bound for bound in longest if bound is not None]
         if bounds and max_cache_len > min(bounds):
-            raise ValueError(f"max_cache_len={max_cache_len}, but this model's mixer takes {min(bounds)} tokens at most")
-        Cache.__init__(self, layers=[FemStaticCacheLayer(max_cache_len) for _ in range(config.num_hidden_layers)])
+            raise ValueError(
+                f"max_cache_len={max_cache_len}, but this model's mixer takes {min(bounds)} tokens at most"
+            )
+        Cache.__init__(
+            self,
+            layers=[FemStaticCacheLayer(max_cache_len) for _ in range(config.num_hidden_layers)],
+        )
 
 
 class Alone(OneProcess):
@@ -214,9 +234,21 @@ class FemBlock(GradientCheckpointingLayer, Block):
         """x [t, b, hidden] -> same shape; positions [t] or [t, b]; valid [b, past + t] bool, False at padding."""
         layer: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is None:
-            return super().forward(x, Context(positions, valid, causal=self.causal, documents=documents))
+            return super().forward(
+                x, Context(positions, valid, causal=self.causal, documents=documents)
+            )
         layer.before(x)
-        x = super().forward(x, Context(positions, valid, state=layer.state, past=layer.tokens, causal=self.causal, room=layer.room))
+        x = super().forward(
+            x,
+            Context(
+                positions,
+                valid,
+                state=layer.state,
+                past=layer.tokens,
+                causal=self.causal,
+                room=layer.room,
+            ),
+        )
         layer.after(x)
         return x
 
@@ -239,7 +271,11 @@ class FemLMPreTrainedModel(PreTrainedModel):
         starts: dict[str, Weight] = getattr(module, "starts", {})
         if not starts and isinstance(module, nn.Linear | nn.Embedding):
             whole: Any = module.weight
-            starts = {"weight": Weight(tuple(whole.shape), mup=OUTPUT if isinstance(module, nn.Linear) else FIXED)}
+            starts = {
+                "weight": Weight(
+                    tuple(whole.shape), mup=OUTPUT if isinstance(module, nn.Linear) else FIXED
+                )
+            }
         if starts:
             model = ModelConfig.from_dict(self.config.model_fields())
             for leaf, weight in starts.items():
@@ -254,7 +290,9 @@ class FemLMPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(self, *given: Any, **named: Any) -> nn.Embedding:
         """transformers' own. Raises ValueError where tokens have velocities, whose embedding it does not know and would leave as it is."""
         if getattr(self.base_model, "embed_velocities", None) is not None:
-            raise ValueError("this model's velocities have an embedding of their own, which is not resized: train with all tokens")
+            raise ValueError(
+                "this model's velocities have an embedding of their own, which is not resized: train with all tokens"
+            )
         made: nn.Embedding = super().resize_token_embeddings(*given, **named)
         return made
 
@@ -270,12 +308,20 @@ class FemLMModel(FemLMPreTrainedModel):
         super().__init__(config)
         model = ModelConfig.from_dict(config.model_fields())
         if config.recurrence < 1:
-            raise ValueError(f"recurrence={config.recurrence}: every block is applied at least once")
+            raise ValueError(
+                f"recurrence={config.recurrence}: every block is applied at least once"
+            )
         self.causal, shapes = model.causal, model.blocks()
         self.counts_padding = any(shape.counts_padding() for shape in shapes)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_velocities = nn.Embedding(config.vocab_size, config.hidden_size) if model.stream_size > config.hidden_size else None
-        self.layers = nn.ModuleList(FemBlock(shape, i, model.causal, config.recurrence) for i, shape in enumerate(shapes))
+        self.embed_velocities = (
+            nn.Embedding(config.vocab_size, config.hidden_size)
+            if model.stream_size > config.hidden_size
+            else None
+        )
+        self.layers = nn.ModuleList(
+            FemBlock(shape, i, model.causal, config.recurrence) for i, shape in enumerate(shapes)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=model.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -307,37 +353,59 @@ class FemLMModel(FemLMPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: this model has no attention maps to show")
         if kwargs.get("is_causal") not in (None, self.causal):
-            raise ValueError(f"is_causal={kwargs['is_causal']}: this model was built with model.causal={self.causal}; leave it out")
+            raise ValueError(
+                f"is_causal={kwargs['is_causal']}: this model was built with model.causal={self.causal}; leave it out"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_velocities is not None:
             if input_ids is None:
-                raise ValueError("inputs_embeds: this model's tokens have velocities, too, from an embedding of their own; give input_ids")
+                raise ValueError(
+                    "inputs_embeds: this model's tokens have velocities, too, from an embedding of their own; give input_ids"
+                )
             x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
         borders = _borders(kwargs, x)
         if past_key_values is not None and borders is not None:
-            raise ValueError("past_key_values and cu_seq_lens_q or seq_idx: packed documents have no decoding state; leave one of them out")
-        documents = _packed(borders, position_ids, attention_mask, x) if past_key_values is None else None
+            raise ValueError(
+                "past_key_values and cu_seq_lens_q or seq_idx: packed documents have no decoding state; leave one of them out"
+            )
+        documents = (
+            _packed(borders, position_ids, attention_mask, x) if past_key_values is None else None
+        )
         if documents is not None and use_cache:
-            raise ValueError("use_cache=True: this sequence packs several documents, which have no decoding state")
+            raise ValueError(
+                "use_cache=True: this sequence packs several documents, which have no decoding state"
+            )
         if documents is not None and position_ids is None:
             position_ids = documents.positions.T
         cache = None if documents is not None else self._cache(past_key_values, use_cache)
         valid, positions = _placed(cache, attention_mask, position_ids, x, self.counts_padding)
         x = x.transpose(0, 1).contiguous()
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        wanted = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         states: list[Tensor] = []
         for block in self.layers:
             if wanted:
                 states.append(x[..., : self.config.hidden_size].transpose(0, 1))
                 # The block reads what is returned, so that it has a gradient.
                 shown = states[-1].transpose(0, 1)
-                x = shown if self.embed_velocities is None else torch.cat((shown, x[..., self.config.hidden_size :]), dim=-1)
-            x = block(x, positions=positions, valid=valid, past_key_values=cache, documents=documents)
+                x = (
+                    shown
+                    if self.embed_velocities is None
+                    else torch.cat((shown, x[..., self.config.hidden_size :]), dim=-1)
+                )
+            x = block(
+                x, positions=positions, valid=valid, past_key_values=cache, documents=documents
+            )
         x = self.norm(x[..., : self.config.hidden_size]).transpose(0, 1)
         hidden = (*states, x) if wanted else None
-        output = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x, past_key_values=cache, hidden_states=hidden
+        )
         return output if return_dict is not False else output.to_tuple()
 
     def _cache(self, given: Any, use_cache: bool | None) -> Any:
@@ -347,10 +415,14 @@ class FemLMModel(FemLMPreTrainedModel):
                 use_cache = self.config.use_cache and not self.training
             return FemCache(self.config) if use_cache and self.causal else None
         if not self.causal:
-            raise ValueError("this model sees all tokens at once, so it has no cache: leave past_key_values out")
+            raise ValueError(
+                "this model sees all tokens at once, so it has no cache: leave past_key_values out"
+            )
         # By what it has: one that is used with the model of another folder has a class of that folder's.
         if not given.layers or not all(hasattr(layer, "state") for layer in given.layers):
-            raise ValueError(f"past_key_values is a {type(given).__name__}; this model needs its own FemCache(config)")
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}; this model needs its own FemCache(config)"
+            )
         return given
 
 
@@ -368,7 +440,11 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
 
     def new_cache(self, max_cache_len: int | None = None) -> FemCache:
         """An empty cache for ``generate(..., past_key_values=...)`` over several turns; with a length one of that fixed size."""
-        return FemCache(self.config) if max_cache_len is None else FemStaticCache(self.config, max_cache_len)
+        return (
+            FemCache(self.config)
+            if max_cache_len is None
+            else FemStaticCache(self.config, max_cache_len)
+        )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refused, and with it ``generate_batch`` and the context manager, which call it: the blocks have states of their own."""
@@ -377,7 +453,12 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """transformers' hook: ``cache_implementation`` is None, "dynamic" or "static", or a cache comes from outside.
 
@@ -385,25 +466,41 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         """
         kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
-            raise ValueError(f"this model's cache cannot go back to an earlier step, which {generation_mode.value} asks for")
+            raise ValueError(
+                f"this model's cache cannot go back to an earlier step, which {generation_mode.value} asks for"
+            )
         if given is not None:
             if kind is not None:
-                raise ValueError(f"cache_implementation={kind!r} and past_key_values: give one of them")
+                raise ValueError(
+                    f"cache_implementation={kind!r} and past_key_values: give one of them"
+                )
             self.model._cache(given, True)  # before a mask is made for it
             return
         if kind not in (None, "dynamic", "static"):
-            raise ValueError(f"cache_implementation={kind!r}: this model has 'dynamic' (the default) and 'static'")
+            raise ValueError(
+                f"cache_implementation={kind!r}: this model has 'dynamic' (the default) and 'static'"
+            )
         if generation_config.use_cache is not False and self.model.causal:
-            longest = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0, self.largest_static_cache)
+            longest = max(
+                max_cache_length,
+                getattr(generation_config, "max_cache_len", None) or 0,
+                self.largest_static_cache,
+            )
             model_kwargs["past_key_values"] = self.new_cache(longest if kind == "static" else None)
             if kind == "static":
-                self.largest_static_cache = longest  # the next one has this size, too: a compiled step knows it
+                self.largest_static_cache = (
+                    longest  # the next one has this size, too: a compiled step knows it
+                )
 
     def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
         """transformers' hook since 5.0. No positions: ``forward`` counts the mask's tokens at every step, right padding or not."""
 
     def create_masks_for_generate(
-        self, attention_mask: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **_: Any
+        self,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
     ) -> Tensor | None:
         """transformers' hook, for caches of a fixed size: the mask as wide as the cache, so that it has the same shape at every step.
 
@@ -411,8 +508,16 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         """
         if attention_mask is None and inputs_embeds is None:
             return None
-        known = inputs_embeds.new_ones(inputs_embeds.shape[:2]) if attention_mask is None else attention_mask  # type: ignore[union-attr]
-        return pad(known.to(torch.bool), (0, max(0, past_key_values.layers[0].room.places - known.shape[1])), value=True)
+        known = (
+            inputs_embeds.new_ones(inputs_embeds.shape[:2])  # type: ignore[union-attr]
+            if attention_mask is None
+            else attention_mask
+        )
+        return pad(
+            known.to(torch.bool),
+            (0, max(0, past_key_values.layers[0].room.places - known.shape[1])),
+            value=True,
+        )
 
     def forward(
         self,
@@ -448,9 +553,14 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )
         return output if return_dict is not False else output.to_tuple()
 
@@ -502,20 +612,35 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if given.get(name) is not None:
             ends = torch.as_tensor(given[name]).flatten().long().cpu()
-            if batch != 1 or len(ends) < 2 or (int(ends[0]), int(ends[-1])) != (0, length) or bool((ends.diff() < 0).any()):
-                raise ValueError(f"{name} does not rise from 0 to the {length} tokens of one row: flatten the batch without padding")
-            found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(1, ends[(ends > 0) & (ends < length)], True)
+            if (
+                batch != 1
+                or len(ends) < 2
+                or (int(ends[0]), int(ends[-1])) != (0, length)
+                or bool((ends.diff() < 0).any())
+            ):
+                raise ValueError(
+                    f"{name} does not rise from 0 to the {length} tokens of one row: flatten the batch without padding"
+                )
+            found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(
+                1, ends[(ends > 0) & (ends < length)], True
+            )
     if (numbers := given.get("seq_idx")) is not None:
         if numbers.shape not in ((1, length), (batch, length)):
-            raise ValueError(f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch}, {length}]")
+            raise ValueError(
+                f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch}, {length}]"
+            )
         found["seq_idx"] = pad(numbers.expand(batch, length).diff(dim=1) != 0, (1, 0)).cpu()
     borders = list(found.values())
     if any(not torch.equal(borders[0], other) for other in borders):
-        raise ValueError(f"{' and '.join(found)} begin documents in different places: give one of them")
+        raise ValueError(
+            f"{' and '.join(found)} begin documents in different places: give one of them"
+        )
     return borders[0] if borders else None
 
 
-def _packed(borders: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Documents | None:
+def _packed(
+    borders: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor
+) -> Documents | None:
     """The documents of x [b, t, hidden], as `_borders` and position_ids [b or 1, t] tell them; None: each sequence is one.
 
     Raises ValueError where the two contradict each other; where tokens are padding, and documents begin or positions go back from one that
@@ -529,14 +654,20 @@ def _packed(borders: Tensor | None, position_ids: Tensor | None, attention_mask:
             jumps = pad(positions.diff(dim=1) != 1, (1, 0)).cpu()
             begins = jumps if borders is None else borders
             if bool((jumps & ~begins).any()):
-                raise ValueError("position_ids do not go on by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out")
-        return Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
+                raise ValueError(
+                    "position_ids do not go on by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out"
+                )
+        return (
+            Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
+        )
     back = False
     if positions is not None:
         highest = positions.masked_fill(attention_mask == 0, -1).cummax(dim=1).values
         back = bool(((positions[:, 1:] <= highest[:, :-1]) & (attention_mask[:, 1:] != 0)).any())
     if back or (borders is not None and bool(borders.any())):
-        raise ValueError("this sequence packs several documents, and attention_mask has padding: leave the mask out")
+        raise ValueError(
+            "this sequence packs several documents, and attention_mask has padding: leave the mask out"
+        )
     return None
 
 
@@ -548,8 +679,12 @@ def _placed_in_room(
     if not torch.compiler.is_compiling():
         room.check(length)
     known = None if attention_mask is None else attention_mask.to(torch.bool)
-    if known is not None and (known.dim() != 2 or known.shape[0] != batch or known.shape[1] > room.places):
-        raise ValueError(f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up to {room.places}]")
+    if known is not None and (
+        known.dim() != 2 or known.shape[0] != batch or known.shape[1] > room.places
+    ):
+        raise ValueError(
+            f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up to {room.places}]"
+        )
     if gapless and known is not None and not torch.compiler.is_compiling():
         _check_gaps(known[:, : int(room.taken) + length])
     valid = room.valid(known, batch, length, x.device)
@@ -565,7 +700,9 @@ def _counted(valid: Tensor) -> Tensor:
 
 def _check_gaps(valid: Tensor) -> None:
     """Raises ValueError where padding lies between two tokens of a row of valid [b, n]; waits for the device, and not in compiled code."""
-    if not torch.compiler.is_compiling() and bool(((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()):
+    if not torch.compiler.is_compiling() and bool(
+        ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
+    ):
         raise ValueError(
             "attention_mask has padding between two tokens of a row, which this model's mixer counts as distance: pad on the left only, "
             "and begin a new cache with the text without that padding"

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+)
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -97,7 +102,13 @@ class OpenModel:
         return dtype
 
 
-def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", tokenizer: Path | None = None) -> OpenModel:
+def open_model(
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    tokenizer: Path | None = None,
+) -> OpenModel:
     """Opens what is at ``path``: a run directory (its newest checkpoint), a step's folder, an exported folder, a stock one.
 
     A checkpoint opens as the class that its export would have: stock where a stock class says the model, else FemLMForCausalLM. The
@@ -120,7 +131,9 @@ def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
             check_tokenizer(reader, model.config.vocab_size, where)
         kind = "exported folder" if folder.ours or folder.training() else "Hugging Face folder"
         name, config = path.resolve().name, known_model(folder)
-        return OpenModel(name, path, model.to(place).eval(), reader, config, folder.training(), kind, where, why)
+        return OpenModel(
+            name, path, model.to(place).eval(), reader, config, folder.training(), kind, where, why
+        )
 
 
 def weights_at(path: Path) -> Path:
@@ -143,7 +156,9 @@ def device_named(name: str) -> torch.device:
         return torch.device("cpu")
     if name == "cuda" and platform.has_cuda():
         return platform.device()
-    raise ConfigError(f"--device {name}: this machine has no such device; auto takes the one that it has")
+    raise ConfigError(
+        f"--device {name}: this machine has no such device; auto takes the one that it has"
+    )
 
 
 def check_there(path: Path) -> None:
@@ -152,9 +167,16 @@ def check_there(path: Path) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise ConfigError(f"{path} is a file: a model is a folder (a run directory, a checkpoint, or a Hugging Face folder)")
+        raise ConfigError(
+            f"{path} is a file: a model is a folder (a run directory, a checkpoint, or a Hugging Face folder)"
+        )
     text = str(path)
-    if not path.is_absolute() and text.count("/") == 1 and not text.startswith(".") and not path.parent.is_dir():
+    if (
+        not path.is_absolute()
+        and text.count("/") == 1
+        and not text.startswith(".")
+        and not path.parent.is_dir()
+    ):
         raise ConfigError(
             f"there is no folder {text}, and no model is downloaded here: fetch it (hf download {text} --local-dir DIR) and name DIR"
         )
@@ -164,7 +186,10 @@ def check_there(path: Path) -> None:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No bars and no reports from transformers in the block: what matters of them is told as one line."""
-    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity, bar = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -185,15 +210,27 @@ def check_architecture(folder: Folder) -> None:
         named = sorted({f"{value.partition('.')[0]}.py" for value in AUTO_MAP.values()})
         absent = [file for file in named if not (folder.path / file).is_file()]
         if wanted != AUTO_MAP or absent:
-            what = f"{absent[0]} is missing" if absent else f"auto_map in {CONFIG} is not that of an export"
-            raise ConfigError(f"{folder.path} is half an export: {what}; export the checkpoint again")
+            what = (
+                f"{absent[0]} is missing"
+                if absent
+                else f"auto_map in {CONFIG} is not that of an export"
+            )
+            raise ConfigError(
+                f"{folder.path} is half an export: {what}; export the checkpoint again"
+            )
         return
     if kind not in CONFIG_MAPPING:
         if wanted:
-            raise ConfigError(f"{folder.path} (model_type {kind}) wants to run code of its own, which only exports of this project may")
-        raise ConfigError(f"{folder.path}: model_type {kind} is no architecture that transformers {transformers_version} knows")
+            raise ConfigError(
+                f"{folder.path} (model_type {kind}) wants to run code of its own, which only exports of this project may"
+            )
+        raise ConfigError(
+            f"{folder.path}: model_type {kind} is no architecture that transformers {transformers_version} knows"
+        )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"{folder.path}: model_type {kind} is no causal language model, so it has no next-token probabilities")
+        raise ConfigError(
+            f"{folder.path}: model_type {kind} is no causal language model, so it has no next-token probabilities"
+        )
 
 
 def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
@@ -210,16 +247,22 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # transformers and the code in the folder raise what they like
-        raise ConfigError(f"{folder.path} cannot be opened: {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(
+            f"{folder.path} cannot be opened: {type(error).__name__}: {first_line(error)}"
+        ) from error
     wrong_shape = [entry[0] for entry in told["mismatched_keys"]]
-    unknown = [name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]  # a constant that old files keep
+    unknown = [
+        name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")
+    ]  # a constant that old files keep
     for complaint, names in (
         ("lacks", told["missing_keys"]),
         ("has another shape than its configuration says for", wrong_shape),
         ("holds, besides the model's,", unknown),
     ):
         if names:
-            raise ConfigError(f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} are not one model's")
+            raise ConfigError(
+                f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} are not one model's"
+            )
     _align(model)
     return model
 
@@ -248,7 +291,9 @@ def known_model(folder: Folder) -> ModelConfig | None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------------------
 
 
-def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device, tokenizer: Path | None) -> OpenModel:
+def _open_checkpoint(
+    path: Path, dtype: torch.dtype | None, device: torch.device, tokenizer: Path | None
+) -> OpenModel:
     found = find(path)
     reader, where, why = _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))
     config = ModelConfig.from_dict(found.manifest["config"]["model"])
@@ -256,7 +301,16 @@ def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device
         check_tokenizer(reader, config.vocab_size, where)
     model = checkpoint_model(found, config, reader, dtype, device)
     name = found.manifest["config"]["name"]
-    return OpenModel(name, found.path, model, reader, config, found.manifest, tokenizer_folder=where, no_tokenizer=why)
+    return OpenModel(
+        name,
+        found.path,
+        model,
+        reader,
+        config,
+        found.manifest,
+        tokenizer_folder=where,
+        no_tokenizer=why,
+    )
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
@@ -271,7 +325,9 @@ def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokeniz
     return _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))[0]
 
 
-def misread_by_transformers(path: Path, tokenizer: PreTrainedTokenizerBase | None, texts: list[str]) -> str | None:
+def misread_by_transformers(
+    path: Path, tokenizer: PreTrainedTokenizerBase | None, texts: list[str]
+) -> str | None:
     """How transformers reads these texts unlike ``tokenizer``, the one in a model's folder, and what to do; None: it does not."""
     if tokenizer is None or not is_folder(path) or not (path / WHOLE).is_file():
         return None
@@ -284,14 +340,20 @@ def misread_by_transformers(path: Path, tokenizer: PreTrainedTokenizerBase | Non
     return told and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {told}; {fix}"
 
 
-def _tokenizer(named: Path | None, usual: list[Path]) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
+def _tokenizer(
+    named: Path | None, usual: list[Path]
+) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
     """The named tokenizer, else the first that is in the usual folders, and its folder; or why there is none."""
     if named is not None and not has_tokenizer(named):
-        raise ConfigError(f"--tokenizer {named}: no tokenizer folder; it has none of a tokenizer's files (tokenizer.json, ...)")
+        raise ConfigError(
+            f"--tokenizer {named}: no tokenizer folder; it has none of a tokenizer's files (tokenizer.json, ...)"
+        )
     for folder in [named] if named else usual:
         if has_tokenizer(folder):
             return load_tokenizer(folder), folder, None
-    where = f"the training's, {usual[-1]}, is not there" if len(usual) > 1 else f"{usual[-1]} has none"
+    where = (
+        f"the training's, {usual[-1]}, is not there" if len(usual) > 1 else f"{usual[-1]} has none"
+    )
     return None, None, f"no tokenizer: {where}; {NAME_A_TOKENIZER}"
 
 
@@ -313,22 +375,34 @@ def checkpoint_model(
     stock = why_not_stock(config) is None
     tokens = special_ids(tokenizer, inherited.special_ids)
     if stock:
-        built: Any = stock_config(config, dtype=kept, max_position_embeddings=inherited.context_length, **tokens)
+        built: Any = stock_config(
+            config, dtype=kept, max_position_embeddings=inherited.context_length, **tokens
+        )
         maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
     else:
         built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
     state = state_of(weights, to_stock(config) if stock else to_fem(config), kept, device)
-    model, told = maker.from_pretrained(None, config=built, state_dict=state, output_loading_info=True, local_files_only=True)
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_shapes has seen to it
+    model, told = maker.from_pretrained(
+        None, config=built, state_dict=state, output_loading_info=True, local_files_only=True
+    )
+    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), (
+        told
+    )  # check_shapes has seen to it
     return model.to(device).eval()
 
 
-def state_of(source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def state_of(
+    source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """What the recipes make, in its type and place; of a part of a tensor a copy, so that the whole can go."""
     state = {}
     for name, whole in made(source, recipes):
         tensor = whole.to(device=device, dtype=dtype)
-        state[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
+        state[name] = (
+            tensor.clone()
+            if tensor.untyped_storage().nbytes() > tensor.nbytes
+            else tensor.contiguous()
+        )
         del whole, tensor  # before the next is read
     return state
 
@@ -348,13 +422,19 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
     Raises:
         ConfigError: as ``open_model``.
     """
-    path, tokenizer = (model.source, model.tokenizer_folder) if isinstance(model, OpenModel) else (model, tokenizer)
+    path, tokenizer = (
+        (model.source, model.tokenizer_folder)
+        if isinstance(model, OpenModel)
+        else (model, tokenizer)
+    )
     check_there(path)
     if is_folder(path):
         folder = read_folder(path)
         settings = {key: value for key, value in folder.config.items() if key not in UNREAD}
         code = _files(sorted(path.glob("*.py"))) if folder.ours else ""
-        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder)])
+        return _digest(
+            [_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder)]
+        )
     found = find(path)
     named = [tokenizer] if tokenizer else tokenizers_of_checkpoint(found.path, found.manifest)
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
@@ -372,11 +452,18 @@ def _tensors(source: Tensors) -> Iterable[str]:
 def _tokenizer_digest(*folders: Path) -> str:
     """Of the files that a tokenizer reads, in the first of the folders that has some; config.json and weights' indexes are none."""
     folder = next((folder for folder in folders if has_tokenizer(folder)), None)
-    return "" if folder is None else READING + _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+    return (
+        ""
+        if folder is None
+        else READING
+        + _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+    )
 
 
 def _files(files: list[Path]) -> str:
-    return " ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+    return " ".join(
+        f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files
+    )
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -22,7 +22,11 @@ RENAMED = (
     ("decoder.final_layernorm.", "model.norm."),
     ("output_layer.", "lm_head."),
 )
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "embedding.velocity.word_embeddings.weight")
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "embedding.velocity.word_embeddings.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,11 @@ def to_fem(model: ModelConfig) -> Recipes:
     recipes = {}
     for name, shape in parameter_shapes(model).items():
         cut = model.vocab_size if name in VOCABULARY else shape[0]
-        recipes[hf_name(name)] = Recipe((name,), (cut, *shape[1:]), lambda tensors, cut=cut: tensors[0][:cut])  # type: ignore[misc]
+        recipes[hf_name(name)] = Recipe(
+            (name,),
+            (cut, *shape[1:]),
+            lambda tensors, cut=cut: tensors[0][:cut],  # type: ignore[misc]
+        )
     return recipes
 
 
@@ -56,7 +64,11 @@ def from_fem(model: ModelConfig) -> Recipes:
     """The way back; rows that pad the vocabulary are zero."""
     assert model.vocab_size is not None
     return {
-        name: Recipe((hf_name(name),), shape, lambda tensors, rows=shape[0]: padded(tensors[0], rows))  # type: ignore[misc]
+        name: Recipe(
+            (hf_name(name),),
+            shape,
+            lambda tensors, rows=shape[0]: padded(tensors[0], rows),  # type: ignore[misc]
+        )
         for name, shape in parameter_shapes(model).items()
     }
 
@@ -77,7 +89,11 @@ def first_of(names: Collection[str]) -> str:
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """The tensor with rows of zeros below it."""
     missing = rows - tensor.shape[0]
-    return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+    return (
+        tensor
+        if missing == 0
+        else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+    )
 
 
 class Tensors(Protocol):

@@ -75,7 +75,11 @@ def why_not_stock(model: ModelConfig) -> str | None:
     if model.qk_norm and model.attention.qkv_bias:
         return "model.qk_norm and model.attention.qkv_bias: Qwen3, which norms q and k, would have a bias on o_proj, too"
     scaled = AttentionShape.of(model).scale is not None
-    return f"model.mup.base_head_size={model.mup.base_head_size} gives the scores another scale than 1 / sqrt(d)" if scaled else None
+    return (
+        f"model.mup.base_head_size={model.mup.base_head_size} gives the scores another scale than 1 / sqrt(d)"
+        if scaled
+        else None
+    )
 
 
 def stock_config(
@@ -103,7 +107,11 @@ def stock_config(
     if family == "mistral":
         optional["sliding_window"] = shape.window
     elif family in QWEN:
-        optional |= {"use_sliding_window": shape.window is not None, "sliding_window": shape.window, "max_window_layers": 0}
+        optional |= {
+            "use_sliding_window": shape.window is not None,
+            "sliding_window": shape.window,
+            "max_window_layers": 0,
+        }
     build: Any = FAMILIES[family]
     config: PretrainedConfig = build(
         architectures=[ARCHITECTURES[family]],
@@ -135,14 +143,24 @@ def to_stock(model: ModelConfig) -> Recipes:
         if place:
             for part, rows in _rows(AttentionShape.of(model)).items():
                 target = f"{hf_name(place)}.self_attn.{part}_proj.{leaf}"
-                recipes[target] = Recipe((name,), (rows, *shape[1:]), _unpacking(AttentionShape.of(model), part))
+                recipes[target] = Recipe(
+                    (name,), (rows, *shape[1:]), _unpacking(AttentionShape.of(model), part)
+                )
         elif name.endswith(".mlp.gate_up"):
             for index, part in enumerate(("gate", "up")):
                 target = f"{hf_name(name).removesuffix('gate_up')}{part}_proj.weight"
-                recipes[target] = Recipe((name,), shape[1:], lambda tensors, index=index: tensors[0][index])  # type: ignore[misc]
+                recipes[target] = Recipe(
+                    (name,),
+                    shape[1:],
+                    lambda tensors, index=index: tensors[0][index],  # type: ignore[misc]
+                )
         else:
             rows = model.vocab_size if name in VOCABULARY else shape[0]
-            recipes[_stock_name(name)] = Recipe((name,), (rows, *shape[1:]), lambda tensors, rows=rows: tensors[0][:rows])  # type: ignore[misc]
+            recipes[_stock_name(name)] = Recipe(
+                (name,),
+                (rows, *shape[1:]),
+                lambda tensors, rows=rows: tensors[0][:rows],  # type: ignore[misc]
+            )
     return recipes
 
 
@@ -156,9 +174,15 @@ def from_stock(model: ModelConfig) -> Recipes:
             recipes[name] = Recipe(sources, shape, _packing(AttentionShape.of(model)))
         elif name.endswith(".mlp.gate_up"):
             stem = hf_name(name).removesuffix("gate_up")
-            recipes[name] = Recipe((f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), shape, torch.stack)
+            recipes[name] = Recipe(
+                (f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), shape, torch.stack
+            )
         else:
-            recipes[name] = Recipe((_stock_name(name),), shape, lambda tensors, rows=shape[0]: padded(tensors[0], rows))  # type: ignore[misc]
+            recipes[name] = Recipe(
+                (_stock_name(name),),
+                shape,
+                lambda tensors, rows=shape[0]: padded(tensors[0], rows),  # type: ignore[misc]
+            )
     return recipes
 
 
@@ -170,12 +194,23 @@ def read_stock(config: dict[str, Any]) -> Any:
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise StockError(f"config.json: model_type is {family!r}; a Transformer can be started from {', '.join(FAMILIES)}")
+        raise StockError(
+            f"config.json: model_type is {family!r}; a Transformer can be started from {', '.join(FAMILIES)}"
+        )
     _refuse_foreign(config, family)
     try:
         return FAMILIES[family].from_dict(deepcopy(config))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {one_line(error, 120)}") from None
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ZeroDivisionError,
+    ) as error:
+        raise StockError(
+            f"config.json is not one of {FAMILIES[family].__name__}: {one_line(error, 120)}"
+        ) from None
 
 
 def model_of(config: dict[str, Any]) -> ModelConfig:
@@ -189,7 +224,9 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     stock = read_stock(config)
     family = stock.model_type
     if stock.hidden_act not in ("silu", "swish"):
-        raise StockError(f"config.json: hidden_act is {stock.hidden_act!r}; the MLP here is SwiGLU, silu alone")
+        raise StockError(
+            f"config.json: hidden_act is {stock.hidden_act!r}; the MLP here is SwiGLU, silu alone"
+        )
     heads, groups = stock.num_attention_heads, stock.num_key_value_heads
     head = getattr(stock, "head_dim", None) or stock.hidden_size // heads
     model = ModelConfig(
@@ -228,7 +265,12 @@ def _family(model: ModelConfig) -> str:
     if model.qk_norm or model.attention.qkv_bias:
         return "qwen3" if model.qk_norm else "qwen2"
     # LlamaConfig alone insists that the heads divide the width; without a window Mistral computes the same.
-    return "mistral" if model.attention.sliding_window is not None or model.hidden_size % model.num_attention_heads else "llama"
+    return (
+        "mistral"
+        if model.attention.sliding_window is not None
+        or model.hidden_size % model.num_attention_heads
+        else "llama"
+    )
 
 
 def _rope_of(stock: Any) -> dict[str, Any]:
@@ -243,13 +285,19 @@ def _window_of(stock: Any, family: str) -> int | None:
     window: int | None = None if family == "llama" else stock.sliding_window
     kinds = set(getattr(stock, "layer_types", None) or [])
     if len(kinds) > 1:
-        raise StockError(f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; here all layers have the same window")
+        raise StockError(
+            f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; here all layers have the same window"
+        )
     if kinds - {"full_attention", "sliding_attention"}:
-        raise StockError(f"config.json: layer_types has {kinds.pop()}, which a Transformer here has not")
+        raise StockError(
+            f"config.json: layer_types has {kinds.pop()}, which a Transformer here has not"
+        )
     if family in QWEN:
         return window if kinds == {"sliding_attention"} else None
     if kinds and kinds != {"full_attention" if window is None else "sliding_attention"}:
-        raise StockError(f"config.json: layer_types is {kinds.pop()}, and sliding_window is {window}: they contradict each other")
+        raise StockError(
+            f"config.json: layer_types is {kinds.pop()}, and sliding_window is {window}: they contradict each other"
+        )
     return window
 
 
@@ -257,15 +305,23 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
     """Raises StockError for what the class of this family does not compute as it stands, or the Transformer here does not."""
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
-        raise StockError(f"config.json: architectures is {architectures[0]}; a Transformer can be started from {ARCHITECTURES[family]}")
+        raise StockError(
+            f"config.json: architectures is {architectures[0]}; a Transformer can be started from {ARCHITECTURES[family]}"
+        )
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
-        raise StockError("config.json: auto_map names code of the model's own, which need not be transformers' class")
+        raise StockError(
+            "config.json: auto_map names code of the model's own, which need not be transformers' class"
+        )
     if family != "qwen2" and config.get("attention_bias"):
-        raise StockError("config.json: attention_bias puts a bias on o_proj, too; here q, k and v alone can have one")
+        raise StockError(
+            "config.json: attention_bias puts a bias on o_proj, too; here q, k and v alone can have one"
+        )
     for key in FOREIGN:
         value = config.get(key)
         if value and (value is True or value != 1):
-            raise StockError(f"config.json: {key} is {one_line(value, 120)}, which a Transformer here does not compute")
+            raise StockError(
+                f"config.json: {key} is {one_line(value, 120)}, which a Transformer here does not compute"
+            )
 
 
 # --- tensors -------------------------------------------------------------------------------------------------------------------
@@ -294,9 +350,13 @@ def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Ten
     """in_proj's rows (of the weight or the bias) -> those of q, k or v."""
     each = shape.heads // shape.groups
     place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}[part]
-    return lambda tensors: tensors[0].unflatten(0, (shape.groups, each + 2, shape.head))[:, place].flatten(0, 2)
+    return lambda tensors: (
+        tensors[0].unflatten(0, (shape.groups, each + 2, shape.head))[:, place].flatten(0, 2)
+    )
 
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:
     """The rows of q, k and v -> in_proj's."""
-    return lambda tensors: torch.cat([t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1).flatten(0, 2)
+    return lambda tensors: torch.cat(
+        [t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1
+    ).flatten(0, 2)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
@@ -62,7 +65,11 @@ class Tokenizer:
         model_type: of the model whose folder this is.
         """
         for file in sorted(self.folder.iterdir()):
-            ours = file.is_file() and file.suffix in SUFFIXES and not file.name.endswith(ENDINGS_OF_OTHERS)
+            ours = (
+                file.is_file()
+                and file.suffix in SUFFIXES
+                and not file.name.endswith(ENDINGS_OF_OTHERS)
+            )
             if ours and file.name not in NOT_A_TOKENIZERS and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
         path = folder / SETTINGS
@@ -81,7 +88,9 @@ class Tokenizer:
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, Any]) -> dict[str, Any]:
+def special_ids(
+    tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, Any]
+) -> dict[str, Any]:
     """The special tokens that ``generate`` must know: the tokenizer's, and those of ``known`` that it does not have.
 
     Several known ends stay where the tokenizer's is one of them. A tokenizer that has nothing else for it pads a text with its end.
@@ -112,12 +121,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not whole.is_file():
         return auto_tokenizer(folder, trust_remote_code=False)
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(whole), local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            folder, tokenizer_file=str(whole), local_files_only=True
+        )
         for name, token in _tokens_of_class(folder).items():
             if getattr(tokenizer, name) is None and token in tokenizer.get_added_vocab():
                 setattr(tokenizer, name, token)
     except Exception as error:  # the library's parser raises bare Exceptions
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read: {first_line(error)}"
+        ) from error
     return tokenizer
 
 
@@ -128,35 +141,56 @@ def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers, the library's parser and the code in the folder raise what they like
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read: {first_line(error)}"
+        ) from error
     return tokenizer
 
 
 def _tokens_of_class(folder: Path) -> dict[str, str]:
     """Special tokens that tokenizer_config.json leaves to the class that it, or the model beside it, names (GPT-2's leaves all)."""
-    settings, model = (json_object(folder / name) if (folder / name).is_file() else {} for name in (SETTINGS, CONFIG))
-    name = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
+    settings, model = (
+        json_object(folder / name) if (folder / name).is_file() else {}
+        for name in (SETTINGS, CONFIG)
+    )
+    name = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(
+        model.get("model_type", "")
+    )
     kind = tokenizer_class_from_name(name) if name else None
     parameters = inspect.signature(kind.__init__).parameters if kind else {}
-    names = [name for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES if name in parameters and name not in settings]
-    return {name: parameters[name].default for name in names if isinstance(parameters[name].default, str)}
+    names = [
+        name
+        for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
+        if name in parameters and name not in settings
+    ]
+    return {
+        name: parameters[name].default
+        for name in names
+        if isinstance(parameters[name].default, str)
+    }
 
 
-def _settings_of_any_class(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _settings_of_any_class(
+    settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """tokenizer_config.json such that transformers 4 and 5 open the tokenizer.json beside it as it is."""
     found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
     found["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES:
         if (token := getattr(tokenizer, name)) is not None:
             found.setdefault(name, token)
-    if isinstance(found.get("extra_special_tokens"), list):  # the name in transformers 4, where the other one is a mapping
+    if isinstance(
+        found.get("extra_special_tokens"), list
+    ):  # the name in transformers 4, where the other one is a mapping
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
     # transformers 4 puts this setting, or false, over the pre-tokenizer's own.
     prefix = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", None)
     return found if prefix is None else found | {"add_prefix_space": prefix}
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path) -> int:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path
+) -> int:
     """How many entries it has. Raises ConfigError where the model does not know all of them."""
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:

@@ -40,7 +40,13 @@ from .compare import (
     trace,
 )
 from .folder import is_folder, read_folder
-from .open_model import check_there, misread_by_transformers, open_model, quiet_transformers, tokenizer_of
+from .open_model import (
+    check_there,
+    misread_by_transformers,
+    open_model,
+    quiet_transformers,
+    tokenizer_of,
+)
 from .recipes import Tensors
 
 SHOWN = 8  # settings and tensors that are named before "and N more"
@@ -48,18 +54,35 @@ SHOWN = 8  # settings and tensors that are named before "and N more"
 
 def as_text(found: Findings) -> str:
     """The findings for a reader; the last line is the verdict."""
-    lines = [f"{side}  {path}: {about}" for side, path, about in zip("AB", found.sides, found.about, strict=True)]
+    lines = [
+        f"{side}  {path}: {about}"
+        for side, path, about in zip("AB", found.sides, found.about, strict=True)
+    ]
     told = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
     lines.append(f"configuration: {'differs: ' + named(told, SHOWN, '; ') if told else 'equal'}")
     if found.lacking_tokenizer:
-        lines.append(f"tokenizers: not compared, none with {' and '.join(map(str, found.lacking_tokenizer))}")
+        lines.append(
+            f"tokenizers: not compared, none with {' and '.join(map(str, found.lacking_tokenizer))}"
+        )
     else:
-        lines.append(f"tokenizers: {'differ: ' + found.tokenizers if found.tokenizers else 'equal'}")
+        lines.append(
+            f"tokenizers: {'differ: ' + found.tokenizers if found.tokenizers else 'equal'}"
+        )
     lines += _weight_lines(found.weights)
     skipped = f", {found.skipped} more that B does not take" if found.skipped else ""
     lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
-    rows = [(row, number(d.absolute), number(d.relative), d.where.partition(", ")[2] if d.absolute else "") for row, d in found.layers()]
-    lines += [f"  {line}" for line in aligned([("", "largest |a - b|", "of the largest", "in"), *rows])]
+    rows = [
+        (
+            row,
+            number(d.absolute),
+            number(d.relative),
+            d.where.partition(", ")[2] if d.absolute else "",
+        )
+        for row, d in found.layers()
+    ]
+    lines += [
+        f"  {line}" for line in aligned([("", "largest |a - b|", "of the largest", "in"), *rows])
+    ]
     seen = found.predictions
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)
@@ -68,17 +91,27 @@ def as_text(found: Findings) -> str:
         )
     if found.equal:
         how = "equal bit for bit" if found.bitwise else "equal"
-        return "\n".join([*lines, f"{how}: within {number(found.tolerance)} ({found.tolerance_from})"])
+        return "\n".join(
+            [*lines, f"{how}: within {number(found.tolerance)} ({found.tolerance_from})"]
+        )
     first = found.first()
     lines += [] if first is None else [str(first)]
-    return "\n".join([*lines, f"different at {number(found.tolerance)} ({found.tolerance_from}): {'; '.join(found.faults)}"])
+    return "\n".join(
+        [
+            *lines,
+            f"different at {number(found.tolerance)} ({found.tolerance_from}): {'; '.join(found.faults)}",
+        ]
+    )
 
 
 def _weight_lines(weights: Weights | None) -> Iterator[str]:
     if weights is None:
         yield "weights: not compared, the models have no names in common"
         return
-    count, apart = len(weights.differences), [found for found in weights.differences if found.absolute]
+    count, apart = (
+        len(weights.differences),
+        [found for found in weights.differences if found.absolute],
+    )
     if not apart:
         yield f"weights: {count} tensors, equal bit for bit"
     else:
@@ -121,12 +154,21 @@ def as_json(found: Findings) -> dict[str, Any]:
         "kl_largest": _finite(seen.largest_kl),
         "first": None
         if found.equal or first is None
-        else {"where": first.where, "text": str(first), "weights": [d.where for d in first.weights or []]},
+        else {
+            "where": first.where,
+            "text": str(first),
+            "weights": [d.where for d in first.weights or []],
+        },
     }
 
 
 def _numbers(found: Difference) -> dict[str, Any]:
-    return {"where": found.where, "absolute": _finite(found.absolute), "relative": _finite(found.relative), "note": found.note}
+    return {
+        "where": found.where,
+        "absolute": _finite(found.absolute),
+        "relative": _finite(found.relative),
+        "note": found.note,
+    }
 
 
 def _finite(value: float) -> float | None:
@@ -175,7 +217,9 @@ class Side:
         parameters = sum(weight.numel() for weight in model.parameters())
         about = f"{opened.kind}, {type(model).__name__}, {dtype}, {parameters:,} parameters"
         limit = min(opened.max_length or LONGEST, LONGEST)
-        return cls(path, opened.source, about, opened.dtype, model.config, opened.config, limit), model
+        return cls(
+            path, opened.source, about, opened.dtype, model.config, opened.config, limit
+        ), model
 
     @property
     def ours(self) -> bool:
@@ -188,11 +232,21 @@ class Side:
         settings: dict[str, Any] = self.hf.to_dict()
         known = "architecture" in settings and self.config is not None
         if known:  # where they are told once more, by an export that has heard of it
-            settings = {key: value for key, value in settings.items() if not key.startswith("rope_")}
+            settings = {
+                key: value for key, value in settings.items() if not key.startswith("rope_")
+            }
         return settings | {"architecture": asdict(self.config)} if known else settings  # type: ignore[arg-type]
 
 
-def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, json_out: Path | None, device: str) -> bool:
+def verify(
+    a: Path,
+    b: Path,
+    *,
+    prompts: Path | None,
+    tolerance: float | None,
+    json_out: Path | None,
+    device: str,
+) -> bool:
     """Compares configuration, tokenizers, weights, activations and logits, prints the findings, and says whether the models are equal.
 
     They are if no logit differs by more than ``tolerance`` x max(1, the largest logit), no weight by more than ``tolerance`` x its
@@ -209,21 +263,33 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     check_there(b)
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         readers = tokenizer_of(a), tokenizer_of(b)
-        misread = [misread_by_transformers(path, reader, [*READ, *texts]) for path, reader in zip((a, b), readers, strict=True)]
+        misread = [
+            misread_by_transformers(path, reader, [*READ, *texts])
+            for path, reader in zip((a, b), readers, strict=True)
+        ]
         one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
         two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
     weights = _weights(one, two)
     settings = compare_settings(one.settings, two.settings)
     if one.ours != two.ours:
         known = one.config is not None and two.config is not None
-        settings = compare_settings(asdict(one.config), asdict(two.config)) if known else {"model_type": ("", "")}  # type: ignore[arg-type]
+        settings = (
+            compare_settings(asdict(one.config), asdict(two.config))  # type: ignore[arg-type]
+            if known
+            else {"model_type": ("", "")}
+        )
     coarser = min((one.dtype, two.dtype), key=lambda dtype: torch.finfo(dtype).bits)
     findings = Findings(
         sides=(one.path, two.path),
         about=(one.about, two.about),
         settings=settings,
-        tokenizers="; ".join(filter(None, [compare_tokenizers(*readers, [*READ, *texts]), *misread])) or None,
-        lacking_tokenizer=[path for path, reader in zip((a, b), readers, strict=True) if reader is None],
+        tokenizers="; ".join(
+            filter(None, [compare_tokenizers(*readers, [*READ, *texts]), *misread])
+        )
+        or None,
+        lacking_tokenizer=[
+            path for path, reader in zip((a, b), readers, strict=True) if reader is None
+        ],
         vocabularies=(one.hf.vocab_size, two.hf.vocab_size),
         weights=weights,
         differences=differences,
@@ -231,7 +297,9 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
         prompts=len(asked) - skipped,
         skipped=skipped,
         tolerance=TOLERANCES[coarser] if tolerance is None else tolerance,
-        tolerance_from=f"the default of {str(coarser).removeprefix('torch.')}" if tolerance is None else "--tolerance",
+        tolerance_from=f"the default of {str(coarser).removeprefix('torch.')}"
+        if tolerance is None
+        else "--tolerance",
     )
     print(as_text(findings))
     if json_out is not None:
@@ -264,12 +332,16 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
 # --- one model after the other ---------------------------------------------------------------------------------------------------
 
 
-def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, device: str) -> tuple[Side, list[list[int]]]:
+def _remember(
+    path: Path, texts: list[str], reader: Any | None, scratch: Path, device: str
+) -> tuple[Side, list[list[int]]]:
     """Opens the first model, puts a trace of each prompt into ``scratch``, and closes it."""
     side, model = Side.open(path, device)
     asked = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
-        asked += [ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids]
+        asked += [
+            ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids
+        ]
     asked = [ids for ids in asked if max(ids) < side.hf.vocab_size]
     for index, ids in enumerate(asked):
         torch.save(trace(model, ids), scratch / f"{index}.pt")
@@ -278,7 +350,9 @@ def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, d
     return side, asked
 
 
-def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> tuple[Side, dict[str, Difference], Predictions, int]:
+def _compare(
+    path: Path, asked: list[list[int]], scratch: Path, device: str
+) -> tuple[Side, dict[str, Difference], Predictions, int]:
     """Opens the second model and compares its traces with the first's. -> it, the worst of every place, predictions, prompts left out."""
     side, model = Side.open(path, device)
     worst: dict[str, Difference] = {}
@@ -297,7 +371,9 @@ def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> 
 
 def _weights(one: Side, two: Side) -> Weights | None:
     """The weights' differences; None where names have nothing, or, of our code and a stock class, little in common."""
-    found = compare_weights(_tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two)))
+    found = compare_weights(
+        _tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two))
+    )
     return found if found.differences and one.ours == two.ours else None
 
 

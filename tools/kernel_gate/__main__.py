@@ -19,7 +19,16 @@ from fem_common.text import nearest
 from kernels.check import suites
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
 from tools.bench.speed import implementations
-from tools.kernel_gate.gate import ARCHITECTURES, Progress, build_all, covering, in_rows, kernels_under, page, sections
+from tools.kernel_gate.gate import (
+    ARCHITECTURES,
+    Progress,
+    build_all,
+    covering,
+    in_rows,
+    kernels_under,
+    page,
+    sections,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -27,15 +36,52 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
     parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
-    parser.add_argument("prefix", nargs="?", default="kernels", help="only modules under this one, as kernels.fem_attention")
-    parser.add_argument("--only", nargs="+", default=[], metavar="OP", help="only the kernels of these operations, as fem_attention")
+    parser.add_argument(
+        "prefix",
+        nargs="?",
+        default="kernels",
+        help="only modules under this one, as kernels.fem_attention",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="OP",
+        help="only the kernels of these operations, as fem_attention",
+    )
     parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
-    parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built (needs all architectures)")
-    parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
-    parser.add_argument("--documents", action="store_true", help="these few, for rows of documents of few tokens, no multiple of 16")
-    parser.add_argument("--warm", type=Path, metavar="DIR", help="fill a Triton cache for machines with GPUs, and pack it as DIR.tgz")
-    parser.add_argument("--at", type=PurePosixPath, metavar="PATH", help="with --warm: the cache's path there (default: DIR's)")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write {PAGE.name} (needs all kernels and architectures)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"compare {PAGE.name} with what was built (needs all architectures)",
+    )
+    parser.add_argument(
+        "--few",
+        action="store_true",
+        help="only so many builds that every form and type occurs, not every size",
+    )
+    parser.add_argument(
+        "--documents",
+        action="store_true",
+        help="these few, for rows of documents of few tokens, no multiple of 16",
+    )
+    parser.add_argument(
+        "--warm",
+        type=Path,
+        metavar="DIR",
+        help="fill a Triton cache for machines with GPUs, and pack it as DIR.tgz",
+    )
+    parser.add_argument(
+        "--at",
+        type=PurePosixPath,
+        metavar="PATH",
+        help="with --warm: the cache's path there (default: DIR's)",
+    )
     parser.add_argument(
         "--triton",
         type=Path,
@@ -50,18 +96,24 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
     """The kernels that the call is about; raises UserError where it cannot be carried out."""
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
-        raise UserError(f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton")
+        raise UserError(
+            f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton"
+        )
     if interpreted():
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
     rooms = {module.split(".")[1] for module, _ in kernels_under("kernels")}
     if asked.warm:
-        rooms |= {op for op in suites() if "triton" in implementations(op)}  # some launch kernels of other operations alone
+        rooms |= {
+            op for op in suites() if "triton" in implementations(op)
+        }  # some launch kernels of other operations alone
     for op in asked.only:
         if op not in rooms:
             near = nearest(op, rooms)
             meant = f"did you mean {near}?" if near else f"these have: {', '.join(sorted(rooms))}"
             raise UserError(f"--only {op}: no operation of this name has kernels; {meant}")
-    if asked.warm and (asked.prefix != "kernels" or asked.write or asked.check or asked.few or asked.documents):
+    if asked.warm and (
+        asked.prefix != "kernels" or asked.write or asked.check or asked.few or asked.documents
+    ):
         raise UserError("--warm goes with --only, --sm, --at and --triton alone")
     if not asked.warm and (asked.at or asked.triton):
         raise UserError("--at and --triton are about the cache of --warm DIR")
@@ -70,8 +122,14 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
     if asked.write and not _whole(asked):
         raise UserError("--write is about all kernels and architectures; leave the others out")
     if asked.check and (asked.sm or asked.few or asked.documents):
-        raise UserError("--check is about all architectures and sizes; leave --sm, --few and --documents out")
-    chosen = {(module, name) for module, name in kernels_under(asked.prefix) if not asked.only or module.split(".")[1] in asked.only}
+        raise UserError(
+            "--check is about all architectures and sizes; leave --sm, --few and --documents out"
+        )
+    chosen = {
+        (module, name)
+        for module, name in kernels_under(asked.prefix)
+        if not asked.only or module.split(".")[1] in asked.only
+    }
     if not chosen:
         raise UserError(f"no module under {asked.prefix!r} has kernels; kernels.<operation> does")
     return chosen
@@ -79,13 +137,23 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
 
 def _whole(asked: argparse.Namespace) -> bool:
     """Whether docs/kernels.md can be written of what is built."""
-    return asked.prefix == "kernels" and not (asked.only or asked.sm or asked.few or asked.documents)
+    return asked.prefix == "kernels" and not (
+        asked.only or asked.sm or asked.few or asked.documents
+    )
 
 
 def _same(recorded: str, found: str, whole: bool) -> bool:
     """Whether docs/kernels.md is what was built; whole False: in the parts of the modules that were built."""
     was, is_now = sections(recorded), sections(found)
-    return recorded == found if whole else all(was.get(title) == part for title, part in is_now.items() if not title.startswith("Warnings"))
+    return (
+        recorded == found
+        if whole
+        else all(
+            was.get(title) == part
+            for title, part in is_now.items()
+            if not title.startswith("Warnings")
+        )
+    )
 
 
 def _progress() -> Progress:
@@ -111,11 +179,16 @@ def _warm(asked: argparse.Namespace) -> int:
     entries = fill(builds, arch, folder, key, _progress())
     for build, (_, fault) in zip(builds, entries, strict=True):
         if fault:
-            print(f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: {fault}", file=sys.stderr)
+            print(
+                f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: {fault}",
+                file=sys.stderr,
+            )
     made, at = {entry for entry, _ in entries if entry}, asked.at or folder
     archive = pack(folder, made, at)
     size = archive.stat().st_size / 1e6
-    print(f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, which TRITON_CACHE_DIR names")
+    print(
+        f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, which TRITON_CACHE_DIR names"
+    )
     return Exit.FAULT if any(fault for _, fault in entries) else Exit.DONE
 
 
@@ -130,13 +203,20 @@ def _judge(asked: argparse.Namespace) -> int:
     built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), _progress())
     for one in built:
         for report in one.reports.values():
-            said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
+            said = (
+                [f"{report.registers} registers", f"{report.shared} B shared"]
+                if not report.failed
+                else [f"failed: {report.failed}"]
+            )
             said += [f"{report.matrix} wgmma"] if one.build.matrix and report.matrix else []
             said += [f"{report.spilled} B spilled"] if report.spilled else []
             said += [f"ptxas {code}" for code in report.warnings]
             print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
     unseen = known - {(build.module, build.kernel) for build in builds}
-    faults = [f"{module}: {kernel}: no layer and no operation's case launches it" for module, kernel in sorted(unseen)]
+    faults = [
+        f"{module}: {kernel}: no layer and no operation's case launches it"
+        for module, kernel in sorted(unseen)
+    ]
     faults += [f"{one.name}: {fault}" for one in built for fault in one.faults()]
     for fault in faults:
         print(f"kernel_gate: {fault}", file=sys.stderr)
@@ -144,7 +224,10 @@ def _judge(asked: argparse.Namespace) -> int:
     if asked.write and not faults:
         PAGE.write_text(text, encoding="utf-8")
     if asked.check and not _same(PAGE.read_text(encoding="utf-8"), text, whole):
-        print(f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write", file=sys.stderr)
+        print(
+            f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write",
+            file=sys.stderr,
+        )
         return Exit.FAULT
     return Exit.FAULT if faults else Exit.DONE
 

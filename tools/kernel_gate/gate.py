@@ -28,15 +28,31 @@ import kernels
 from tools.kernel_gate.jit import argument, compiled
 
 # Names of integers that count tokens, or stand between rows of a number a token.
-COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
+COUNTS = {
+    "tokens",
+    "tq",
+    "tk",
+    "t",
+    "count",
+    "others",
+    "positions",
+    "rows",
+    "keys",
+    "valid_b",
+    "valid_batch",
+}
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 TOGETHER = 8  # builds that a process disassembles at a time
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
-ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
+ALLOWED = {
+    "C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"
+}
 
 T = TypeVar("T")
-Progress = Callable[[int, int, str], None]  # how many builds are done, of how many, and the name of one
+Progress = Callable[
+    [int, int, str], None
+]  # how many builds are done, of how many, and the name of one
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,9 @@ class Build:
     def matrix(self) -> bool:
         """Whether the module says that the kernel's products are wgmma's, and this build multiplies in bfloat16."""
         kernels = getattr(importlib.import_module(self.module), "MATRIX", ())
-        return any(each is self.function for each in kernels) and "*bf16" in dict(self.types).values()
+        return (
+            any(each is self.function for each in kernels) and "*bf16" in dict(self.types).values()
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,9 @@ class Report:
     matrix: int = 0  # wgmma
     slow_matrix: int = 0  # the older kind of matrix instruction
     warnings: tuple[str, ...] = ()
-    crossed: tuple[str, ...] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
+    crossed: tuple[
+        str, ...
+    ] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
@@ -141,8 +161,18 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         cubin.write_bytes(made.asm["cubin"])
-        used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _run(tools.with_name("cuobjdump"), "-res-usage", cubin)))
-        found = Report(arch, registers=int(used["REG"]), spilled=int(used["STACK"]) + int(used["LOCAL"]), shared=int(made.metadata.shared))
+        used = dict(
+            re.findall(
+                r"\b(REG|STACK|LOCAL):(\d+)",
+                _run(tools.with_name("cuobjdump"), "-res-usage", cubin),
+            )
+        )
+        found = Report(
+            arch,
+            registers=int(used["REG"]),
+            spilled=int(used["STACK"]) + int(used["LOCAL"]),
+            shared=int(made.metadata.shared),
+        )
         if arch != ARCHITECTURES[0]:
             return found, b""
         ptx.write_text(made.asm["ptx"])
@@ -151,7 +181,13 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
     found = replace(
         found,
         spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
-        rows=min((int(rows) for rows in re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xbf16> \*", made.asm["ttir"])), default=0),
+        rows=min(
+            (
+                int(rows)
+                for rows in re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xbf16> \*", made.asm["ttir"])
+            ),
+            default=0,
+        ),
         warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
         crossed=tuple(crossed_layouts(made.asm["ttgir"])),
     )
@@ -177,7 +213,13 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(b"".join(code))
         # -ndf: no labels by data flow
-        said = _run(Path(get_ptxas(arch).path).with_name("nvdisasm"), "--binary", f"SM{arch}a", "-ndf", file.name)
+        said = _run(
+            Path(get_ptxas(arch).path).with_name("nvdisasm"),
+            "--binary",
+            f"SM{arch}a",
+            "-ndf",
+            file.name,
+        )
     ends, listings = list(itertools.accumulate(map(len, code))), [list[str]() for _ in code]
     for line in said.splitlines():
         if address := re.match(r"\s*/\*([0-9a-f]+)\*/", line):
@@ -188,9 +230,15 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
 def _instructions(cubin: bytes) -> bytes:
     """The contents of the sections of an ELF file of 64 bits that hold code."""
     start, size, count = *struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HH", cubin, 58)
-    sections = (struct.unpack_from("<IIQQQQ", cubin, start + size * number) for number in range(count))
+    sections = (
+        struct.unpack_from("<IIQQQQ", cubin, start + size * number) for number in range(count)
+    )
     executable = 4
-    found = b"".join(cubin[offset : offset + length] for _, _, flags, _, offset, length in sections if flags & executable)
+    found = b"".join(
+        cubin[offset : offset + length]
+        for _, _, flags, _, offset, length in sections
+        if flags & executable
+    )
     if not found:
         raise RuntimeError("ptxas wrote no code")
     return found
@@ -208,19 +256,30 @@ def crossed_layouts(ttgir: str) -> list[str]:
     for name in re.findall(r"(%\w+): !tt\.ptr<", ttgir):
         origin[name] = name
     for line in ttgir.splitlines():
-        made = re.match(r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)", line)
+        made = re.match(
+            r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)",
+            line,
+        )
         if made and made[2] in origin:
             origin[made[1]] = origin[made[2]]
         for what, at, kind in re.findall(r"(tt\.load|tt\.store) (%\w+).* : (tensor<.*>)", line):
             if at in origin:
-                found.setdefault(origin[at], {}).setdefault(what, set()).add(re.sub(r".*, (#\w+)>.*", r"\1", kind))
-    return [name for name, used in found.items() if len(used) == 2 and len(set.union(*used.values())) > 1]
+                found.setdefault(origin[at], {}).setdefault(what, set()).add(
+                    re.sub(r".*, (#\w+)>.*", r"\1", kind)
+                )
+    return [
+        name
+        for name, used in found.items()
+        if len(used) == 2 and len(set.union(*used.values())) > 1
+    ]
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:
     done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{tool.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+        raise RuntimeError(
+            f"{tool.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+        )
     return done.stdout + done.stderr
 
 
@@ -245,7 +304,9 @@ class Built:
         """What stands against it: anything on the first architecture; elsewhere only that it does not compile."""
         first, *others = (self.reports[arch] for arch in ARCHITECTURES if arch in self.reports)
         against = [f"sm_{first.arch}: {fault}" for fault in first.faults(self.build)]
-        return against + [f"sm_{other.arch}: does not compile: {other.failed}" for other in others if other.failed]
+        return against + [
+            f"sm_{other.arch}: does not compile: {other.failed}" for other in others if other.failed
+        ]
 
 
 def kernels_under(prefix: str) -> set[tuple[str, str]]:
@@ -254,9 +315,15 @@ def kernels_under(prefix: str) -> set[tuple[str, str]]:
     for module in (each.name for each in pkgutil.walk_packages(kernels.__path__, "kernels.")):
         if ".triton" in module and f"{module}.".startswith(f"{prefix.rstrip('.')}."):
             names = (
-                name for name, value in vars(importlib.import_module(module)).items() if name.endswith("_kernel") and hasattr(value, "fn")
+                name
+                for name, value in vars(importlib.import_module(module)).items()
+                if name.endswith("_kernel") and hasattr(value, "fn")
             )
-            found |= {(module, name) for name in names if getattr(importlib.import_module(module), name).fn.__module__ == module}
+            found |= {
+                (module, name)
+                for name in names
+                if getattr(importlib.import_module(module), name).fn.__module__ == module
+            }
     return found
 
 
@@ -264,8 +331,14 @@ def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
     """Each kernel's first, and the few in which every value of all its constants and types occurs; sizes False: but for numbers."""
     values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
     for n, build in enumerate(builds):
-        held = (each for each in (*build.constants, *build.types) if sizes or not isinstance(each[1], int) or isinstance(each[1], bool))
-        values.setdefault((build.module, build.kernel), {})[n] = {(key, repr(value)) for key, value in held}
+        held = (
+            each
+            for each in (*build.constants, *build.types)
+            if sizes or not isinstance(each[1], int) or isinstance(each[1], bool)
+        )
+        values.setdefault((build.module, build.kernel), {})[n] = {
+            (key, repr(value)) for key, value in held
+        }
     chosen = set[int]()
     for of in values.values():
         best, missing = next(iter(of)), set[tuple[str, str]]().union(*of.values())
@@ -281,22 +354,33 @@ def in_rows(build: Build) -> Build | None:
 
     Nor for heads of 256, which no recipe has.
     """
-    constants = {**dict(build.constants), **({"SEGMENTS": 1} if "SEGMENTS" in dict(build.constants) else {})}
+    constants = {
+        **dict(build.constants),
+        **({"SEGMENTS": 1} if "SEGMENTS" in dict(build.constants) else {}),
+    }
     aligned = tuple(name for name in build.aligned if name not in COUNTS)
     short = replace(build, constants=(*constants.items(),), aligned=aligned)
-    return None if short == build or 256 in (constants.get("DK"), constants.get("PADDED")) else short
+    return (
+        None if short == build or 256 in (constants.get("DK"), constants.get("PADDED")) else short
+    )
 
 
-def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Progress) -> list[Built]:
+def build_all(
+    builds: Sequence[Build], architectures: tuple[int, ...], told: Progress
+) -> list[Built]:
     """Every build with its reports."""
     found = in_processes(partial(_reports, architectures=architectures), builds, told)
     return [Built(build, by_arch) for build, by_arch in zip(builds, found, strict=True)]
 
 
-def in_processes(work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress) -> list[T]:
+def in_processes(
+    work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress
+) -> list[T]:
     """``work`` of every build, some at a time, in as many processes as there are cores."""
     found: dict[Build, T] = {}
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         some = (builds[start : start + TOGETHER] for start in range(0, len(builds), TOGETHER))
         pending = {pool.submit(work, each): each for each in some}
         for future in as_completed(pending):
@@ -310,14 +394,21 @@ def sources_hash() -> str:
     """SHA-256 of the syntax of the kernels and of this gate, without comments, docstrings and layout: what docs/kernels.md depends on."""
     folders = (Path(kernels.__file__).parent, Path(__file__).parent)
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    syntax = [(path.relative_to(folders[0].parent).as_posix(), _syntax(ast.parse(path.read_bytes()))) for path in paths]
+    syntax = [
+        (path.relative_to(folders[0].parent).as_posix(), _syntax(ast.parse(path.read_bytes())))
+        for path in paths
+    ]
     return hashlib.sha256(repr(syntax).encode()).hexdigest()
 
 
 def _syntax(node: Any) -> Any:
     """A tree as lists. Fields without a value are left out: newer versions of Python have more of them."""
     if isinstance(node, list):
-        kept = [each for each in node if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+        kept = [
+            each
+            for each in node
+            if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        ]
         return [_syntax(each) for each in kept]
     if isinstance(node, ast.AST):
         fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, [])}
@@ -343,7 +434,9 @@ def page(built: list[Built], triton_version: str) -> str:
     ]
     rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
-        rows.setdefault(one.build.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
+        rows.setdefault(one.build.module.removeprefix("kernels."), {}).setdefault(
+            one.kernel, []
+        ).append(one)
     for module, kernels_ in rows.items():
         lines += [
             "",
@@ -355,14 +448,19 @@ def page(built: list[Built], triton_version: str) -> str:
         for kernel, builds in kernels_.items():
             first = [one.reports[ARCHITECTURES[0]] for one in builds]
             products = [
-                one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix and one.reports[ARCHITECTURES[0]].rows >= 64
+                one.reports[ARCHITECTURES[0]].matrix
+                for one in builds
+                if one.build.matrix and one.reports[ARCHITECTURES[0]].rows >= 64
             ]
             cells = (
                 str(len(builds)),
                 str(max(report.registers for report in first)),
                 f"{max(report.shared for report in first) / 1024:.1f}",
                 str(min(products)) if products else "-",
-                *(str(sum(_unsuited(one.reports[arch]) for one in builds) or "") for arch in ARCHITECTURES[1:]),
+                *(
+                    str(sum(_unsuited(one.reports[arch]) for one in builds) or "")
+                    for arch in ARCHITECTURES[1:]
+                ),
             )
             lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
     allowed: dict[tuple[str, str], set[str]] = {}
@@ -371,8 +469,17 @@ def page(built: list[Built], triton_version: str) -> str:
             if code in ALLOWED:
                 allowed.setdefault((code, ALLOWED[code]), set()).add(f"`{one.kernel}`")
     if allowed:
-        lines += ["", "## Warnings of ptxas that are allowed", "", "| warning | why | kernels |", "|---|---|---|"]
-        lines += [f"| {code} | {why} | {', '.join(sorted(kernels_))} |" for (code, why), kernels_ in sorted(allowed.items())]
+        lines += [
+            "",
+            "## Warnings of ptxas that are allowed",
+            "",
+            "| warning | why | kernels |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {code} | {why} | {', '.join(sorted(kernels_))} |"
+            for (code, why), kernels_ in sorted(allowed.items())
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -383,7 +490,9 @@ def sections(text: str) -> dict[str, str]:
 
 def _unsuited(found: Report) -> bool:
     """Whether a build spills or needs more shared memory than there is."""
-    return bool(found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch])
+    return bool(
+        found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch]
+    )
 
 
 def _reports(builds: Sequence[Build], architectures: tuple[int, ...]) -> list[dict[int, Report]]:

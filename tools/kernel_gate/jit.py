@@ -14,7 +14,11 @@ POINTERS = {
 }  # fmt: skip
 """The dtype of a tensor -> the JIT's type of a pointer to it."""
 _DTYPES = {name: dtype for dtype, name in POINTERS.items()}
-_INTEGERS = {"u1": (False, True), "i32": (16, 17), "i64": (2**40, 2**40 + 1)}  # a multiple of 16, another
+_INTEGERS = {
+    "u1": (False, True),
+    "i32": (16, 17),
+    "i64": (2**40, 2**40 + 1),
+}  # a multiple of 16, another
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,24 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
         else:
             types[name] = "fp32"
     options = given.get("num_warps", 4), given.get("num_stages", 3)
-    return Build(kernel.fn.__module__, kernel.fn.__name__, label, (*types.items(),), (*constants.items(),), tuple(aligned), *options)
+    return Build(
+        kernel.fn.__module__,
+        kernel.fn.__name__,
+        label,
+        (*types.items(),),
+        (*constants.items(),),
+        tuple(aligned),
+        *options,
+    )
 
 
 def recorded() -> list[Build]:
     """The builds by module and kernel: all of the layers; of the operations' cases so many that each value of each constant occurs."""
     of_layers, of_cases = _alike(_layers()), _alike(_cases())
     found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
-    return sorted(found, key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno))
+    return sorted(
+        found, key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno)
+    )
 
 
 def launched(only: Collection[str] = ()) -> list[Build]:
@@ -78,7 +88,10 @@ def launched(only: Collection[str] = ()) -> list[Build]:
     only: the cases of these operations, and their kernels in layers.
     """
     found: dict[str, Build] = {}
-    layers = ((label, [each for each in launches if not only or _room(each[0]) in only]) for label, launches in _layers())
+    layers = (
+        (label, [each for each in launches if not only or _room(each[0]) in only])
+        for label, launches in _layers()
+    )
     for label, launches in (*layers, *_cases(only, _fast)):
         for kernel, given in launches:
             if _room(kernel):
@@ -104,7 +117,10 @@ def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
                 kind = _kind(kernel, build)
                 first.setdefault(kind, build)
                 known = least.setdefault(kind, build)
-                if (len(build.aligned), -len(build.types)) < (len(known.aligned), -len(known.types)):
+                if (len(build.aligned), -len(build.types)) < (
+                    len(known.aligned),
+                    -len(known.types),
+                ):
                     least[kind] = build
     return [*dict.fromkeys((*first.values(), *least.values()))]
 
@@ -115,8 +131,17 @@ def _constexprs(kernel: Any) -> set[str]:
 
 def _kind(kernel: Any, build: Build) -> tuple[Any, ...]:
     """What makes the kernel another one: its constants, which pointers there are, and their types."""
-    constants = tuple(each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel))
-    return build.module, build.kernel, constants, tuple(each for each in build.types if each[1].startswith("*")), build.warps, build.stages
+    constants = tuple(
+        each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel)
+    )
+    return (
+        build.module,
+        build.kernel,
+        constants,
+        tuple(each for each in build.types if each[1].startswith("*")),
+        build.warps,
+        build.stages,
+    )
 
 
 def _layers() -> Iterator[tuple[str, Launches]]:
@@ -126,7 +151,10 @@ def _layers() -> Iterator[tuple[str, Launches]]:
             yield name, _layer(shape, model)
             if model.mixer == "fem_softmax":
                 yield f"{name}, own attention", _layer(shape, model, "triton")
-                yield f"{name}, own attention, documents", _layer(shape, model, "triton", documents=True)
+                yield (
+                    f"{name}, own attention, documents",
+                    _layer(shape, model, "triton", documents=True),
+                )
 
 
 def _own(op: str) -> tuple[str, ...]:
@@ -139,7 +167,9 @@ def _fast(op: str) -> tuple[str, ...]:
     return tuple(name for name in implementations(op, automatic=True) if name != "reference")
 
 
-def _cases(only: Collection[str] = (), chosen: Callable[[str], tuple[str, ...]] = _own) -> Iterator[tuple[str, Launches]]:
+def _cases(
+    only: Collection[str] = (), chosen: Callable[[str], tuple[str, ...]] = _own
+) -> Iterator[tuple[str, Launches]]:
     for op, suite in suites().items():
         for implementation in chosen(op) if not only or op in only else ():
             for case, make in suite.cases.items():
@@ -148,7 +178,10 @@ def _cases(only: Collection[str] = (), chosen: Callable[[str], tuple[str, ...]] 
                         launches = _case(suite, make, implementation, dtype)
                     except ValueError:  # a case that the implementation refuses
                         continue
-                    yield f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}", launches
+                    yield (
+                        f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}",
+                        launches,
+                    )
 
 
 def models() -> dict[str, ModelConfig]:
@@ -156,18 +189,30 @@ def models() -> dict[str, ModelConfig]:
     found = {path.stem: load(ModelConfig, path) for path in sorted(MODELS.glob("*.yaml"))}
     base = found["transformer_1.3b"]
     named = {
-        f"{name} as wide as 1.3B": replace(base, mixer=name) for name, mixer in MIXERS.items() if mixer.package is None and name != "mha2nd"
+        f"{name} as wide as 1.3B": replace(base, mixer=name)
+        for name, mixer in MIXERS.items()
+        if mixer.package is None and name != "mha2nd"
     }
     return found | named
 
 
-def _layer(shape: BlockShape, model: ModelConfig, engine: str = "", *, documents: bool = False) -> Launches:
+def _layer(
+    shape: BlockShape, model: ModelConfig, engine: str = "", *, documents: bool = False
+) -> Launches:
     def make(parallel: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
         block = Block(shape, parallel)
-        x = torch.empty(TOKENS, 1 if documents else BATCH, model.stream_size, dtype=parallel.dtype, requires_grad=True)
+        x = torch.empty(
+            TOKENS,
+            1 if documents else BATCH,
+            model.stream_size,
+            dtype=parallel.dtype,
+            requires_grad=True,
+        )
         apart = _documents() if documents else None
         positions = None if apart is None else apart.positions
-        return lambda: block(x, Context(positions, causal=model.causal, documents=apart)), list(block.parameters())
+        return lambda: block(x, Context(positions, causal=model.causal, documents=apart)), list(
+            block.parameters()
+        )
 
     before = os.environ.get("FEM_KERNELS")
     if engine:
@@ -185,7 +230,9 @@ def _documents() -> Documents:
         begins = torch.zeros(1, TOKENS, dtype=torch.bool)
         begins[0, 1000] = begins[0, 1900] = True
         made = Documents.of(begins)
-    places = {name: getattr(made, name).to("meta") for name in ("positions", "batch", "time", "kept")}
+    places = {
+        name: getattr(made, name).to("meta") for name in ("positions", "batch", "time", "kept")
+    }
     return replace(made, **places, valid=tuple(each.to("meta") for each in made.valid))
 
 
@@ -193,10 +240,17 @@ class _Unnumbered(TorchFunctionMode):
     """Random numbers are drawn of no generator: where tensors have no numbers there is none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "generator"})
+        return func(
+            *args, **{name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        )
 
 
-def _case(suite: Suite, draw: Callable[[Mapping[str, int]], Inputs], implementation: str, dtype: torch.dtype) -> Launches:
+def _case(
+    suite: Suite,
+    draw: Callable[[Mapping[str, int]], Inputs],
+    implementation: str,
+    dtype: torch.dtype,
+) -> Launches:
     trains = implementation != "decode"
 
     def made(value: Any) -> Any:
@@ -209,7 +263,9 @@ def _case(suite: Suite, draw: Callable[[Mapping[str, int]], Inputs], implementat
 
         def call() -> Tensor:
             outputs = suite.call(given, implementation)
-            return torch.cat([each.flatten().float() for each in outputs if not trains or each.requires_grad])
+            return torch.cat(
+                [each.flatten().float() for each in outputs if not trains or each.requires_grad]
+            )
 
         return call, []
 

@@ -54,15 +54,23 @@ def key_of(installed: Path) -> str:
     from triton.runtime.cache import triton_key
 
     library = Path("triton", "_C", "libtriton.so")
-    found = next((each.version for each in distributions(name="triton", path=[str(installed)])), None)
+    found = next(
+        (each.version for each in distributions(name="triton", path=[str(installed)])), None
+    )
     if found is None or not (installed / library).is_file():
         options = f"--no-deps --only-binary :all: --python-version 3.12 --target {installed}"
-        raise UserError(f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of the Python there")
+        raise UserError(
+            f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of the Python there"
+        )
     if found != version("triton"):
-        raise UserError(f"{installed} has Triton {found}, and {version('triton')} compiles here: put that version on PYTHONPATH")
+        raise UserError(
+            f"{installed} has Triton {found}, and {version('triton')} compiles here: put that version on PYTHONPATH"
+        )
     import triton
 
-    own, other = (_digest(place / library) for place in (Path(triton.__file__).parents[1], installed))
+    own, other = (
+        _digest(place / library) for place in (Path(triton.__file__).parents[1], installed)
+    )
     return str(triton_key()).replace(own, other)
 
 
@@ -76,7 +84,11 @@ def pack(folder: Path, entries: Iterable[str], at: PurePath) -> Path:
     archive, content = folder.with_name(f"{folder.name}.tgz"), io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as packed:
         for entry in sorted(set(entries)):
-            files = {path.name: path.read_bytes() for path in sorted((folder / entry).iterdir()) if path.suffix in (".cubin", ".json")}
+            files = {
+                path.name: path.read_bytes()
+                for path in sorted((folder / entry).iterdir())
+                if path.suffix in (".cubin", ".json")
+            }
             group = next(name for name in files if name.startswith("__grp__"))
             children = {name: str(at / entry / name) for name in files if name != group}
             files[group] = json.dumps({"child_paths": children}).encode()

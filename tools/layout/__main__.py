@@ -27,14 +27,36 @@ _SHOWN = 12
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; write the best as a part, and the picture."""
     known = machines()
-    parser = Parser(prog=PROGRAM, description="Rank the layouts of a run on so many GPUs by a stated model of a step.")
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a run, such as configs/run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser = Parser(
+        prog=PROGRAM,
+        description="Rank the layouts of a run on so many GPUs by a stated model of a step.",
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", help="a run, such as configs/run/demo.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help=f"in nodes of {NODE}")
     parser.add_argument("--device", choices=sorted(known["devices"]), default="h100")
-    parser.add_argument("--fabric", choices=sorted(known["fabrics"]), default="ib-400", help="between nodes (ib-400)")
-    parser.add_argument("--out", type=Path, metavar="PART.yaml", help="write the best layout as a part, such as configs/parallel/best.yaml")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw what each of the best spends its step on")
+    parser.add_argument(
+        "--fabric",
+        choices=sorted(known["fabrics"]),
+        default="ib-400",
+        help="between nodes (ib-400)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PART.yaml",
+        help="write the best layout as a part, such as configs/parallel/best.yaml",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="draw what each of the best spends its step on",
+    )
     return run(PROGRAM, lambda: _report(parser.parse_intermixed_args(arguments)))
 
 
@@ -42,20 +64,35 @@ def _report(options: argparse.Namespace) -> int:
     config = load_run(options.config, options.overrides)
     check(config)
     if config.model.vocab_size is None:
-        raise ConfigError("model.vocab_size = null: a plan without data needs it, as model.vocab_size=32000")
+        raise ConfigError(
+            "model.vocab_size = null: a plan without data needs it, as model.vocab_size=32000"
+        )
     if options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus}: at least 1")
     machine = Machine.of(options.device, options.fabric)
     found, over = ranked(config, options.gpus, machine)
     if not found:
-        raise ConfigError(f"no layout of {config.name} on {options.gpus} x {options.device} fits ({over} need more memory)")
-    print(f"{config.name} on {options.gpus} x {options.device}, {options.fabric}: {len(found)} layouts fit, {over} do not; modelled")
+        raise ConfigError(
+            f"no layout of {config.name} on {options.gpus} x {options.device} fits ({over} need more memory)"
+        )
+    print(
+        f"{config.name} on {options.gpus} x {options.device}, {options.fabric}: {len(found)} layouts fit, {over} do not; modelled"
+    )
     for line in assumed(config):
         print(f"assumed: {line}")
     rows = [["layout", "step, s", "MFU", "tokens/s/GPU", "memory", "limited by"]]
     for each in found[:_SHOWN]:
         tokens = each.plan.schedule.step_tokens / each.step / options.gpus
-        rows.append([each.name, f"{each.step:.3f}", f"{100 * each.mfu:.1f}%", f"{tokens:,.0f}", gib(each.plan.peak_memory), each.limit])
+        rows.append(
+            [
+                each.name,
+                f"{each.step:.3f}",
+                f"{100 * each.mfu:.1f}%",
+                f"{tokens:,.0f}",
+                gib(each.plan.peak_memory),
+                each.limit,
+            ]
+        )
     print("\n".join(aligned(rows, left=[0, 5])))
     best = found[0]
     if options.out:

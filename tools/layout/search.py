@@ -40,7 +40,10 @@ def _tensor(config: RunConfig) -> str:
 
 
 def _pipeline(config: RunConfig) -> str:
-    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size
+    stages, chunks = (
+        config.parallel.pipeline_model_parallel_size,
+        config.parallel.virtual_pipeline_model_parallel_size,
+    )
     return (f"PP{stages}x{chunks}" if chunks else f"PP{stages}") if stages > 1 else ""
 
 
@@ -86,20 +89,29 @@ class Candidate:
     def name(self) -> str:
         """As tables have it."""
         words = [axis.word(self.plan.config) for axis in AXES]
-        words.insert([axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}")
+        words.insert(
+            [axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}"
+        )
         return " ".join(filter(None, words))
 
     @property
     def beside(self) -> list[str]:
         """What the layout is beside its part of ``configs/parallel``, as overrides."""
         config = self.plan.config
-        ours = [axis for axis in AXES if axis.section != "parallel" and (axis.section != "engine" or config.engine.name == "deepspeed")]
+        ours = [
+            axis
+            for axis in AXES
+            if axis.section != "parallel"
+            and (axis.section != "engine" or config.engine.name == "deepspeed")
+        ]
         return [f"{axis.key}={axis.of(config)}" for axis in ours]
 
     @property
     def limit(self) -> str:
         """What most of the step beyond products and attention is spent on, with its share."""
-        rest = {name: each for name, each in self.spent.items() if name not in ("products", "attention")}
+        rest = {
+            name: each for name, each in self.spent.items() if name not in ("products", "attention")
+        }
         most = max(rest, key=lambda name: rest[name])
         return f"{most} {100 * rest[most] / self.step:.0f}%"
 
@@ -110,14 +122,23 @@ def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
     for section, group in groupby(AXES, lambda axis: axis.section):
         axes = [*group]
         unsettled.discard(section)
-        made = (_with(each, gpus, section, axes, values) for each in found for values in product(*(a.values(config, gpus) for a in axes)))
+        made = (
+            _with(each, gpus, section, axes, values)
+            for each in found
+            for values in product(*(a.values(config, gpus) for a in axes))
+        )
         found = [each for each in made if each is not None and _passes(each, gpus, unsettled)]
     yield from found
 
 
-def _with(config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]) -> RunConfig | None:
+def _with(
+    config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]
+) -> RunConfig | None:
     """The run with the section's axes at these values, and what goes with them; None where its ranks do not share the GPUs out."""
-    part = replace(getattr(config, section), **{axis.key.partition(".")[2]: value for axis, value in zip(axes, values, strict=True)})
+    part = replace(
+        getattr(config, section),
+        **{axis.key.partition(".")[2]: value for axis, value in zip(axes, values, strict=True)},
+    )
     if section == "parallel":
         if gpus % part.model_parallel:
             return None  # as the checks would say, which take longer
@@ -125,7 +146,9 @@ def _with(config: RunConfig, gpus: int, section: str, axes: list[Axis], values: 
             part,
             world_size=gpus,
             sequence_parallel=part.tensor_model_parallel_size > 1,
-            context_parallel_kind=part.context_parallel_kind if part.context_parallel_size > 1 else None,
+            context_parallel_kind=part.context_parallel_kind
+            if part.context_parallel_size > 1
+            else None,
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
             overlap_param_gather=config.engine.name == "megatron",
@@ -147,7 +170,11 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
     Raises:
         ConfigErrors: the run's own checks refuse every layout; these are the simplest one's mistakes.
     """
-    room, fit, over = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]), list[Candidate](), 0
+    room, fit, over = (
+        (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]),
+        list[Candidate](),
+        0,
+    )
     for made in layouts(config, gpus):
         plan = make_plan(made, gpus)
         if plan.peak_memory > room:
@@ -156,7 +183,13 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         spent = seconds(plan, machine)
         fit.append(Candidate(plan, spent, mfu(plan, sum(spent.values()), machine.name)))
     if not fit and not over:
-        simplest = _with(config, gpus, "parallel", [axis for axis in AXES if axis.section == "parallel"], (1, 1, None, 1))
+        simplest = _with(
+            config,
+            gpus,
+            "parallel",
+            [axis for axis in AXES if axis.section == "parallel"],
+            (1, 1, None, 1),
+        )
         assert simplest is not None
         validate(replace(simplest, train=replace(config.train, micro_batch_size=1)), gpus)
     return sorted(fit, key=lambda each: each.step), over

@@ -42,7 +42,9 @@ class Machine:
 
 def machines() -> dict[str, Any]:
     """The file of constants."""
-    read: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8"))
+    read: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
+    )
     return read
 
 
@@ -50,7 +52,9 @@ def check(config: RunConfig) -> None:
     """Raises ConfigError where nothing is known of what a layer moves."""
     known = machines()["traffic"]
     if unknown := next((name for name in mixer_names(config.model) if name not in known), None):
-        raise ConfigError(f"model.mixer = {unknown}: what its layers move is unknown here; known are {', '.join(known)}")
+        raise ConfigError(
+            f"model.mixer = {unknown}: what its layers move is unknown here; known are {', '.join(known)}"
+        )
 
 
 def assumed(config: RunConfig) -> Iterator[str]:
@@ -85,7 +89,16 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     gaps = _launches(plan, machine) * float(machine.rest["gap"])
     one = sum(passes.values()) + between + cut + gaps
     bubble = (stages - 1) / (chunks or 1) * one
-    sent = 2 * micro * 2 * (chunks or 1) * tokens * config.model.stream_size / (tensor if layout.sequence_parallel else 1) / machine.fabric
+    sent = (
+        2
+        * micro
+        * 2
+        * (chunks or 1)
+        * tokens
+        * config.model.stream_size
+        / (tensor if layout.sequence_parallel else 1)
+        / machine.fabric
+    )
     hops = 2 * (micro + stages) * float(machine.rest["latency"]["fabric"])
     return {
         **{name: micro * each for name, each in passes.items()},
@@ -122,11 +135,23 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     config, device = plan.config, machine.device
     layout = config.parallel
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    flops, twice, again = dict(plan.forward_flops), computed_again(config, plan.forward_flops), _again(plan, machine)
-    head, attention, attention_twice = flops.pop("output layer"), flops.pop("attention", 0.0), twice.pop("attention", 0.0)
+    flops, twice, again = (
+        dict(plan.forward_flops),
+        computed_again(config, plan.forward_flops),
+        _again(plan, machine),
+    )
+    head, attention, attention_twice = (
+        flops.pop("output layer"),
+        flops.pop("attention", 0.0),
+        twice.pop("attention", 0.0),
+    )
     width = config.model.hidden_size / tensor
     rate = float(device["products"]) * width / (width + float(device["half_width"]))
-    wide = float(device["products"]) * config.model.hidden_size / (config.model.hidden_size + float(device["half_width"]))
+    wide = (
+        float(device["products"])
+        * config.model.hidden_size
+        / (config.model.hidden_size + float(device["half_width"]))
+    )
     forward, backward = (float(each) for each in device["attention"])
     sequence = tensor if layout.sequence_parallel else 1
     moved = 0.0
@@ -134,11 +159,20 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     for name in mixer_names(config.model):
         kib = known[name][0] * config.model.recurrence
         # Of a layer a third, norms and the residual stream, is split by sequence parallelism alone.
-        moved += kib * 1024 * config.model.hidden_size / 2048 * (2 / (3 * tensor) + 1 / (3 * sequence)) * (1 + again / 3)
+        moved += (
+            kib
+            * 1024
+            * config.model.hidden_size
+            / 2048
+            * (2 / (3 * tensor) + 1 / (3 * sequence))
+            * (1 + again / 3)
+        )
     logits = 5 * 4 * config.model.padded_vocab_size() / tensor
     return {
-        "products": (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate) + 3 * head / (tensor * wide),
-        "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward) / (stages * tensor),
+        "products": (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate)
+        + 3 * head / (tensor * wide),
+        "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward)
+        / (stages * tensor),
         "pointwise": (moved / stages + logits) / float(device["bandwidth"]),
     }
 
@@ -146,8 +180,15 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
 def _launches(plan: Plan, machine: Machine) -> float:
     """Kernels of a micro-batch on a rank."""
     known: dict[str, Any] = machine.rest["traffic"]
-    layers = sum(known[name][1] for name in mixer_names(plan.config.model)) * plan.config.model.recurrence
-    return float(layers) * (1 + 0.4 * _again(plan, machine)) / plan.config.parallel.pipeline_model_parallel_size
+    layers = (
+        sum(known[name][1] for name in mixer_names(plan.config.model))
+        * plan.config.model.recurrence
+    )
+    return (
+        float(layers)
+        * (1 + 0.4 * _again(plan, machine))
+        / plan.config.parallel.pipeline_model_parallel_size
+    )
 
 
 def _again(plan: Plan, machine: Machine) -> float:
@@ -161,12 +202,26 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
     tensor = layout.tensor_model_parallel_size
     if tensor == 1:
         return 0.0
-    layers = plan.config.model.num_layers * plan.config.model.recurrence / layout.pipeline_model_parallel_size
+    layers = (
+        plan.config.model.num_layers
+        * plan.config.model.recurrence
+        / layout.pipeline_model_parallel_size
+    )
     # Sequence parallelism gathers each product's input once more for its weight's gradient: half an all-reduce's way, twice a layer; and
     # an MLP's input where that alone was kept.
-    again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[plan.config.train.recompute]
+    again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[
+        plan.config.train.recompute
+    ]
     sums = layers * (4 + layout.sequence_parallel + again)
-    way = 2 * (tensor - 1) / tensor * 2 * tokens * plan.config.model.hidden_size / float(machine.device["nvlink"])
+    way = (
+        2
+        * (tensor - 1)
+        / tensor
+        * 2
+        * tokens
+        * plan.config.model.hidden_size
+        / float(machine.device["nvlink"])
+    )
     return sums * (way + float(machine.rest["latency"]["nvlink"]))
 
 
@@ -176,13 +231,27 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
     tensor, size = layout.tensor_model_parallel_size, layout.context_parallel_size
     if size == 1:
         return 0.0
-    sent, beside = (cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches for only in (False, True))
-    near, nvlink = max(1, NODE // tensor), float(machine.device["nvlink"])  # of the group, in a node
-    speed, latency, calls = nvlink, float(machine.rest["latency"]["nvlink"]), 4 + 2 * (plan.config.train.recompute == "full")
+    sent, beside = (
+        cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches
+        for only in (False, True)
+    )
+    near, nvlink = (
+        max(1, NODE // tensor),
+        float(machine.device["nvlink"]),
+    )  # of the group, in a node
+    speed, latency, calls = (
+        nvlink,
+        float(machine.rest["latency"]["nvlink"]),
+        4 + 2 * (plan.config.train.recompute == "full"),
+    )
     if size > near:  # each rank by its own link; a ring is as fast as its slowest
         speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
         latency = float(machine.rest["latency"]["fabric"])
-    layers = plan.config.model.num_layers * plan.config.model.recurrence / layout.pipeline_model_parallel_size
+    layers = (
+        plan.config.model.num_layers
+        * plan.config.model.recurrence
+        / layout.pipeline_model_parallel_size
+    )
     waited = (sent - beside) / speed + layers * latency * (calls + size * bool(beside))
     return waited + max(0.0, beside / speed - float(machine.rest["overlap"]) * attention)
 
@@ -193,17 +262,29 @@ def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     Megatron reduces and gathers once a step, and so does DeepSpeed's stage 1, whose ranks wait for the weights; stage 2 reduces in each
     micro-batch, stage 3 too, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce (DeepSpeed's default).
     """
-    size, zero, layout = replicas(plan), zero_stage(plan), plan.config.parallel.settled(plan.config.engine, cuda=True)
+    size, zero, layout = (
+        replicas(plan),
+        zero_stage(plan),
+        plan.config.parallel.settled(plan.config.engine, cuda=True),
+    )
     if size == 1:
         return 0.0
     beside = max(1, NODE // layout.tensor_model_parallel_size)  # of the group, in a node
     # NCCL's ring crosses a node's border once: all the node's links to the fabric serve it.
-    speed = min(float(machine.device["nvlink"]), machine.fabric * beside) if size > beside else float(machine.device["nvlink"])
+    speed = (
+        min(float(machine.device["nvlink"]), machine.fabric * beside)
+        if size > beside
+        else float(machine.device["nvlink"])
+    )
     share = (size - 1) / size * max(stage.parameters for stage in plan.memory) / speed
     hidden = (float(machine.rest["overlap"]) if layout.overlap_grad_reduce else 0.0) * one
     reduced, gathered = 4 * share, (2 if plan.config.train.precision == "bf16" else 4) * share
     if zero is None:
         return max(0.0, reduced - hidden * 2 / 3) + max(0.0, gathered - hidden / 3)
     if zero == 3:
-        return plan.micro_batches * (max(0.0, gathered - hidden / 3) + max(0.0, gathered + reduced - hidden * 2 / 3))
-    return (plan.micro_batches if zero == 2 else 1) * max(0.0, 2 * reduced - hidden * 2 / 3) + (gathered if zero else 0.0)
+        return plan.micro_batches * (
+            max(0.0, gathered - hidden / 3) + max(0.0, gathered + reduced - hidden * 2 / 3)
+        )
+    return (plan.micro_batches if zero == 2 else 1) * max(0.0, 2 * reduced - hidden * 2 / 3) + (
+        gathered if zero else 0.0
+    )

@@ -10,15 +10,22 @@ import sys
 from fem_common.cli import Verb, verb_main
 
 VERBS = {
-    "list": Verb("tools.papers.catalogue", "every experiment of the four papers: what it needs, what it costs, whether it can run here"),
+    "list": Verb(
+        "tools.papers.catalogue",
+        "every experiment of the four papers: what it needs, what it costs, whether it can run here",
+    ),
     "run": Verb("tools.papers.running", "train what is not done yet of one experiment"),
-    "report": Verb("tools.papers.report", "docs/papers.md: tables beside the papers' numbers, and pictures"),
+    "report": Verb(
+        "tools.papers.report", "docs/papers.md: tables beside the papers' numbers, and pictures"
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Do a verb: its exit code."""
-    return verb_main("tools.papers", "The four papers' experiments: list, run, report.", VERBS, argv)
+    return verb_main(
+        "tools.papers", "The four papers' experiments: list, run, report.", VERBS, argv
+    )
 
 
 if __name__ == "__main__":

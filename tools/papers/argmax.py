@@ -15,13 +15,25 @@ from tools.papers.network import layer, model_of, start
 from tools.papers.training import Examples, Problem, regression
 
 MARGIN = 1.0
-PRIORS = {"softmax": "softmax", "linear": "linear", "GLA": "gla", "LRNN-decay": "lrnn_decay", "AFT": "aft", "Mamba": "mamba"}
+PRIORS = {
+    "softmax": "softmax",
+    "linear": "linear",
+    "GLA": "gla",
+    "LRNN-decay": "lrnn_decay",
+    "AFT": "aft",
+    "Mamba": "mamba",
+}
 READS = {"mean": (False, False), "F": (True, False), "F λ": (True, True)}
 ROWS: dict[str, dict[str, Any]] = {
     f"{prior} {read}": {
         "mixer": f"fem_{mixer}",
         "mlp": "none",
-        "fem": {"conditioner": False, "gate": False, "free_energy": free_energy, "temperature": temperature},
+        "fem": {
+            "conditioner": False,
+            "gate": False,
+            "free_energy": free_energy,
+            "temperature": temperature,
+        },
     }
     for prior, mixer in PRIORS.items()
     for read, (free_energy, temperature) in READS.items()
@@ -55,7 +67,10 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """Squared error; index: the share of the channels whose nearest value to the output is the largest one."""
     tokens = int(case.removeprefix("T = "))
     generator = torch.Generator().manual_seed(1000 + seed)
-    made = [examples(count, tokens, size.width, generator) for count in (size.train, size.test, size.test)]
+    made = [
+        examples(count, tokens, size.width, generator)
+        for count in (size.train, size.test, size.test)
+    ]
     torch.manual_seed(seed)
     task = regression(LastStep(model_of(size, ROWS[row])), *made)
 
@@ -85,7 +100,17 @@ EXPERIMENT = Experiment(
     rows=ROWS,
     sizes={
         "quick": QUICK,
-        "full": Size(**{**vars(QUICK), "cases": CASES, "rows": tuple(ROWS), "steps": 10_000, "train": 64000, "width": 64, "test": 2048}),
+        "full": Size(
+            **{
+                **vars(QUICK),
+                "cases": CASES,
+                "rows": tuple(ROWS),
+                "steps": 10_000,
+                "train": 64000,
+                "width": 64,
+                "test": 2048,
+            }
+        ),
     },
     problem=problem,
     scale=100.0,
@@ -94,6 +119,8 @@ EXPERIMENT = Experiment(
     f"largest one is raised by {MARGIN:g}. C and G are off, as in the paper. A mean can be scaled by T, so softmax's finds more than "
     "1 / T. The means of AFT and Mamba find about as much as F: their weights differ by channel and follow the token, so they select. With "
     "this little training no row comes to 100 % at T = 16.",
-    claims=tuple(Claim(f"{prior} {read}", f"{prior} mean") for prior in PRIORS for read in ("F", "F λ")),
+    claims=tuple(
+        Claim(f"{prior} {read}", f"{prior} mean") for prior in PRIORS for read in ("F", "F λ")
+    ),
     chance=lambda case, size: 1 / int(case.removeprefix("T = ")),
 )

@@ -22,7 +22,14 @@ SEVENTEEN = (
     "000000012000035000000600070700000300000400800100000000000120000080000040050000600",
 )
 PEERS = tuple(
-    tuple(j for j in range(81) if j != i and (j // 9 == i // 9 or j % 9 == i % 9 or (j // 27 == i // 27 and j % 9 // 3 == i % 9 // 3)))
+    tuple(
+        j
+        for j in range(81)
+        if j != i
+        and (
+            j // 9 == i // 9 or j % 9 == i % 9 or (j // 27 == i // 27 and j % 9 // 3 == i % 9 // 3)
+        )
+    )
     for i in range(81)
 )
 
@@ -76,9 +83,16 @@ def moved(board: Board, how: int) -> Board:
     """The board under one of the symmetries of the rules, the same for the same ``how``: digits, rows, columns, a transposition."""
     draw = random.Random(how)
     digits = [0, *draw.sample(range(1, 10), 9)]
-    rows, columns = ([3 * band + line for band in draw.sample(range(3), 3) for line in draw.sample(range(3), 3)] for _ in range(2))
+    rows, columns = (
+        [3 * band + line for band in draw.sample(range(3), 3) for line in draw.sample(range(3), 3)]
+        for _ in range(2)
+    )
     turned = draw.random() < 0.5
-    return [digits[board[9 * column + row] if turned else board[9 * row + column]] for row in rows for column in columns]
+    return [
+        digits[board[9 * column + row] if turned else board[9 * row + column]]
+        for row in rows
+        for column in columns
+    ]
 
 
 @cache
@@ -123,7 +137,9 @@ def boards(count: int, seed: int, folder: Path) -> np.ndarray:
             starts = [10_000_000 * seed + start for start in range(0, count, PART)]
             sizes = [min(PART, count - start) for start in range(0, count, PART)]
             if count > PART:
-                with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+                with ProcessPoolExecutor(
+                    os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
+                ) as pool:
                     parts = list(pool.map(_part, starts, sizes))
             else:
                 parts = [_part(starts[0], count)]

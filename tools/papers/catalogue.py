@@ -18,7 +18,12 @@ from fem_megatron.shape import located
 
 RUNS = Path("runs/papers")
 DATA = RUNS / "data"  # what a user has fetched
-FEM, SECOND, CEM, HYPERSET = "Free Energy Mixer", "Transformers as Intrinsic Optimizers", "Causal Energy Minimization", "Hyper-SET"
+FEM, SECOND, CEM, HYPERSET = (
+    "Free Energy Mixer",
+    "Transformers as Intrinsic Optimizers",
+    "Causal Energy Minimization",
+    "Hyper-SET",
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,32 @@ class Entry:
 GPU, CIFAR = "a GPU's hours", "nothing; CIFAR: its files or a network"
 ENTRIES = (
     Entry(
-        "argmax", FEM, "appendix P: the largest value in every channel", "nothing", "5", "a CPU's hours", "tools.papers.argmax:EXPERIMENT"
+        "argmax",
+        FEM,
+        "appendix P: the largest value in every channel",
+        "nothing",
+        "5",
+        "a CPU's hours",
+        "tools.papers.argmax:EXPERIMENT",
     ),
-    Entry("mad", FEM, "table 1: MAD's six tasks, 23 rows; quick: four", "nothing", "90", GPU, "tools.papers.mad:EXPERIMENT"),
-    Entry("fem-images", FEM, "table 3: DeiT's form on digits, CIFAR", CIFAR, "3", GPU, "tools.papers.images:FEM_IMAGES"),
+    Entry(
+        "mad",
+        FEM,
+        "table 1: MAD's six tasks, 23 rows; quick: four",
+        "nothing",
+        "90",
+        GPU,
+        "tools.papers.mad:EXPERIMENT",
+    ),
+    Entry(
+        "fem-images",
+        FEM,
+        "table 3: DeiT's form on digits, CIFAR",
+        CIFAR,
+        "3",
+        GPU,
+        "tools.papers.images:FEM_IMAGES",
+    ),
     Entry(
         "fem-forecast",
         FEM,
@@ -54,13 +81,69 @@ ENTRIES = (
         GPU,
         "tools.papers.forecast:EXPERIMENT",
     ),
-    Entry("lis", SECOND, "section 5: longest increasing subsequence", "nothing", "4", GPU, "tools.papers.lis:EXPERIMENT"),
-    Entry("second-language", SECOND, "a language model beside MHA", "nothing", "8", GPU, "tools.papers.language:SECOND_LANGUAGE"),
-    Entry("gp", CEM, "table 3: Gaussian processes of ten inputs", "nothing", "3", "a CPU's hours", "tools.papers.gp:EXPERIMENT"),
-    Entry("cem-language", CEM, "figures 2-5, small: beside a Llama", "nothing", "20", GPU, "tools.papers.language:CEM_LANGUAGE"),
-    Entry("sudoku", HYPERSET, "figures 3, 5, 6: Sudoku, energies, ranks", "nothing", "15", GPU, "tools.papers.sudoku:EXPERIMENT"),
-    Entry("hyperset-images", HYPERSET, "tables 1, 3: digits, CIFAR", CIFAR, "10", GPU, "tools.papers.images:HYPERSET_IMAGES"),
-    Entry("masked-digits", HYPERSET, "table 2, in pixels: digits", "nothing", "10", "-", "tools.papers.masked:EXPERIMENT"),
+    Entry(
+        "lis",
+        SECOND,
+        "section 5: longest increasing subsequence",
+        "nothing",
+        "4",
+        GPU,
+        "tools.papers.lis:EXPERIMENT",
+    ),
+    Entry(
+        "second-language",
+        SECOND,
+        "a language model beside MHA",
+        "nothing",
+        "8",
+        GPU,
+        "tools.papers.language:SECOND_LANGUAGE",
+    ),
+    Entry(
+        "gp",
+        CEM,
+        "table 3: Gaussian processes of ten inputs",
+        "nothing",
+        "3",
+        "a CPU's hours",
+        "tools.papers.gp:EXPERIMENT",
+    ),
+    Entry(
+        "cem-language",
+        CEM,
+        "figures 2-5, small: beside a Llama",
+        "nothing",
+        "20",
+        GPU,
+        "tools.papers.language:CEM_LANGUAGE",
+    ),
+    Entry(
+        "sudoku",
+        HYPERSET,
+        "figures 3, 5, 6: Sudoku, energies, ranks",
+        "nothing",
+        "15",
+        GPU,
+        "tools.papers.sudoku:EXPERIMENT",
+    ),
+    Entry(
+        "hyperset-images",
+        HYPERSET,
+        "tables 1, 3: digits, CIFAR",
+        CIFAR,
+        "10",
+        GPU,
+        "tools.papers.images:HYPERSET_IMAGES",
+    ),
+    Entry(
+        "masked-digits",
+        HYPERSET,
+        "table 2, in pixels: digits",
+        "nothing",
+        "10",
+        "-",
+        "tools.papers.masked:EXPERIMENT",
+    ),
     Entry(
         "fem-language-1.3b",
         FEM,
@@ -82,7 +165,15 @@ ENTRIES = (
         "python -m pretrain configs/run/cem_86m.yaml and llama_86m.yaml; train.tokens=86_350_000 optimizer.warmup_tokens=4_300_000 "
         "for a twentieth of the tokens; configs/studies/cem_lr.yaml for the rates",
     ),
-    Entry("imagenet-100", HYPERSET, "tables 1, 4: ImageNet-100", "its files or a network", "-", GPU, "tools.papers.images:IMAGENET_100"),
+    Entry(
+        "imagenet-100",
+        HYPERSET,
+        "tables 1, 4: ImageNet-100",
+        "its files or a network",
+        "-",
+        GPU,
+        "tools.papers.images:IMAGENET_100",
+    ),
     Entry(
         "imagenet",
         FEM,
@@ -126,11 +217,25 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the table: 0."""
     if arguments.json:
         for entry in ENTRIES:
-            print(json.dumps({**asdict(entry), "runs": entry.module is not None}, ensure_ascii=False))
+            print(
+                json.dumps({**asdict(entry), "runs": entry.module is not None}, ensure_ascii=False)
+            )
         return 0
-    rows = [("name", "paper", "what", "needs", "quick, minutes of a core (estimated)", "full (estimated)", "runs here")]
+    rows = [
+        (
+            "name",
+            "paper",
+            "what",
+            "needs",
+            "quick, minutes of a core (estimated)",
+            "full (estimated)",
+            "runs here",
+        )
+    ]
     for entry in ENTRIES:
         here = "yes" if entry.module else f"no: {entry.why}"
-        rows.append((entry.name, entry.paper, entry.about, entry.needs, entry.quick, entry.full, here))
+        rows.append(
+            (entry.name, entry.paper, entry.about, entry.needs, entry.quick, entry.full, here)
+        )
     print(*aligned(rows), sep="\n")
     return 0

@@ -47,7 +47,11 @@ class Size:
 
     def key(self) -> str:
         """Names what a trial depends on besides its row, case, rate and seed; which rows, cases and rates are tried is not in it."""
-        said = {name: value for name, value in asdict(self).items() if name not in ("cases", "rows", "rates", "seeds")}
+        said = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("cases", "rows", "rates", "seeds")
+        }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -109,7 +113,11 @@ Results = dict[Trial, dict[str, Any]]
 
 def gather(folder: Path) -> Results:
     """The trials of all a folder's ``results*.jsonl``: those of an array's tasks too. Raises ConfigError."""
-    return {trial: record for path in sorted(folder.glob("results*.jsonl")) for trial, record in read_results(path).items()}
+    return {
+        trial: record
+        for path in sorted(folder.glob("results*.jsonl"))
+        for trial, record in read_results(path).items()
+    }
 
 
 def read_results(path: Path) -> Results:
@@ -127,7 +135,9 @@ def read_results(path: Path) -> Results:
         except (ValueError, KeyError, AttributeError, TypeError):
             if not line.endswith("\n"):
                 break
-            raise ConfigError(f"{path}, line {number}: no trial of this tool; mend the line or remove it") from None
+            raise ConfigError(
+                f"{path}, line {number}: no trial of this tool; mend the line or remove it"
+            ) from None
         results[trial] = record
     return results
 
@@ -137,24 +147,44 @@ def line_of(trial: Trial, record: Mapping[str, Any]) -> str:
     return json.dumps({**asdict(trial), **record}) + "\n"
 
 
-def best_rate(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> float | None:
+def best_rate(
+    experiment: Experiment, results: Results, case: str, row: str, size: Size
+) -> float | None:
     """The rate that is best on validation data with the first seed; None until all are tried. One that diverged counts as the worst."""
     tried = [results.get(Trial(case, row, rate, 0, size.key())) for rate in size.rates]
     if any(record is None for record in tried):
         return None
     worst = float("inf") if experiment.falls else -float("inf")
-    found = [worst if record is None or record["validation"] is None else record["validation"] for record in tried]
+    found = [
+        worst if record is None or record["validation"] is None else record["validation"]
+        for record in tried
+    ]
     return size.rates[found.index(min(found) if experiment.falls else max(found))]
 
 
-def by_seed(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> dict[int, dict[str, Any]]:
+def by_seed(
+    experiment: Experiment, results: Results, case: str, row: str, size: Size
+) -> dict[int, dict[str, Any]]:
     """The records of the best rate, in the seeds' order; those that diverged are left out."""
     rate = best_rate(experiment, results, case, row, size)
-    records = {} if rate is None else {seed: results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)}
-    return {seed: record for seed, record in records.items() if record is not None and record["validation"] is not None}
+    records = (
+        {}
+        if rate is None
+        else {
+            seed: results.get(Trial(case, row, rate, seed, size.key()))
+            for seed in range(size.seeds)
+        }
+    )
+    return {
+        seed: record
+        for seed, record in records.items()
+        if record is not None and record["validation"] is not None
+    }
 
 
-def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
+def chosen(
+    experiment: Experiment, results: Results, case: str, row: str, size: Size
+) -> list[dict[str, Any]]:
     """`by_seed`'s records."""
     return list(by_seed(experiment, results, case, row, size).values())
 

@@ -51,7 +51,13 @@ SETS = {
     **{name: _of_months(12 * HOURS) for name in ("ETTh1", "ETTh2")},
     **{name: _of_months(48 * HOURS) for name in ("ETTm1", "ETTm2")},
     "weather": _of_all(21, 52_696, source=_AUTOFORMER),
-    "solar_AL": _of_all(137, 52_560, dated=False, suffix="txt", source="https://github.com/laiguokun/multivariate-time-series-data has it"),
+    "solar_AL": _of_all(
+        137,
+        52_560,
+        dated=False,
+        suffix="txt",
+        source="https://github.com/laiguokun/multivariate-time-series-data has it",
+    ),
     "synthetic": _of_months(4 * HOURS),
 }
 HORIZONS = (96, 192, 336, 720)
@@ -64,7 +70,10 @@ def synthetic(points: int, generator: Generator) -> Tensor:
     """[points, 7]: a day's and a week's waves, of a size and phase for each series, on a random walk that comes back, and noise."""
     hours, count = torch.arange(points)[:, None], SETS["synthetic"].series
     phase, size = (torch.rand(4, count, generator=generator) for _ in range(2))
-    waves = [(2 * math.pi * (hours / period + phase[n])).sin() * size[n] for n, period in enumerate((24, 12, 168, 84))]
+    waves = [
+        (2 * math.pi * (hours / period + phase[n])).sin() * size[n]
+        for n, period in enumerate((24, 12, 168, 84))
+    ]
     noise = torch.randn(points, count, generator=generator)
     walk = torch.zeros(points, count)
     for n in range(1, points):
@@ -81,13 +90,17 @@ def series(name: str) -> Tensor:
 
     file = DATA / f"{name}.{this.suffix}"
     try:
-        found = pandas.read_csv(file, header=0 if this.dated else None, encoding="latin-1").iloc[: this.points, int(this.dated) :]
+        found = pandas.read_csv(file, header=0 if this.dated else None, encoding="latin-1").iloc[
+            : this.points, int(this.dated) :
+        ]
         if found.shape != (this.points, this.series):
             told = f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} has {this.points} and more of {this.series}"
             raise UserError(f"{file}: {told}")
         return torch.tensor(found.to_numpy("float32"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}; {this.source}") from None
+        raise UserError(
+            f"{file}: {getattr(error, 'strerror', None) or error}; {this.source}"
+        ) from None
 
 
 def windows(case: str, size: Size) -> list[Examples]:
@@ -101,9 +114,15 @@ def windows(case: str, size: Size) -> list[Examples]:
     # A series may stand still.
     whole = (whole - whole[:first].mean(0)) / whole[:first].std(0).clamp(min=SPREAD)
     made = []
-    parts = ((0, first, size.train), (first - length, second, size.test), (second - length, len(whole), size.test))
+    parts = (
+        (0, first, size.train),
+        (first - length, second, size.test),
+        (second - length, len(whole), size.test),
+    )
     for begin, end, most in parts:
-        cut = whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]  # [n, length + horizon]
+        cut = (
+            whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
+        )  # [n, length + horizon]
         made.append((cut[:, :length], cut[:, length:]))
     return made
 
@@ -168,7 +187,9 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
         start(network, model_of(size, {}))
     else:
         count = size.length // PATCH
-        head = nn.Sequential(nn.RMSNorm(size.width), nn.Flatten(), nn.Linear(count * size.width, horizon))
+        head = nn.Sequential(
+            nn.RMSNorm(size.width), nn.Flatten(), nn.Linear(count * size.width, horizon)
+        )
         inputs = Positions(Patches(size.width), count, size.width)
         network = Relative(Network(model_of(size, {**ROWS[row], "causal": False}), inputs, head))
 
@@ -225,10 +246,21 @@ EXPERIMENT = Experiment(
     falls=True,
     also={"mae": "Mean absolute error:"},
     published={
-        (f"{name} {h}", row): value for name, means in PUBLISHED.items() for h in HORIZONS for row, value in zip(PAPER, means, strict=True)
+        (f"{name} {h}", row): value
+        for name, means in PUBLISHED.items()
+        for h in HORIZONS
+        for row, value in zip(PAPER, means, strict=True)
     },
     told="Mean squared error of series of spread 1. The synthetic twin of ETTh1 has a day's and a week's course and a walk. The paper's "
     "numbers are means over the horizons 96 to 720; its input's length and its network it does not say: here 16 points are a token, and "
     "every series is forecast for itself.",
-    claims=tuple(Claim(*pair) for pair in (("FEM-SM", "softmax"), ("FEM-GLA", "GLA"), ("FEM-AFT", "AFT"), ("FEM-SM", "DLinear"))),
+    claims=tuple(
+        Claim(*pair)
+        for pair in (
+            ("FEM-SM", "softmax"),
+            ("FEM-GLA", "GLA"),
+            ("FEM-AFT", "AFT"),
+            ("FEM-SM", "DLinear"),
+        )
+    ),
 )

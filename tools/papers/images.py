@@ -22,7 +22,12 @@ from tools.papers.sudoku import iterated
 from tools.papers.training import Examples, Problem, classification
 
 DIGITS, FILES = "digits", "ImageNet-100"
-CASES = {DIGITS: (8, 1, 10, 2), "CIFAR-10": (32, 3, 10, 8), "CIFAR-100": (32, 3, 100, 8), FILES: (224, 3, 100, 16)}
+CASES = {
+    DIGITS: (8, 1, 10, 2),
+    "CIFAR-10": (32, 3, 10, 8),
+    "CIFAR-100": (32, 3, 100, 8),
+    FILES: (224, 3, 100, 16),
+}
 """Case -> side, channels, classes, side of a patch."""
 
 
@@ -37,14 +42,25 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
         except ImportError as error:
             raise UserError(f"{case}: {error}; pip install -e .[eval]") from None
         pixels, classes = load_digits(return_X_y=True)
-        return torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(classes), None
+        return (
+            torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1,
+            torch.tensor(classes),
+            None,
+        )
     side, channels, kinds, _ = CASES[case]
-    parts = pictures.dataset(DATA / case.lower(), "uoft-cs/" + case.lower().replace("-", ""), ("fine_label", "label"))
-    found = [torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in part["image"]])) for part in parts]
+    parts = pictures.dataset(
+        DATA / case.lower(), "uoft-cs/" + case.lower().replace("-", ""), ("fine_label", "label")
+    )
+    found = [
+        torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in part["image"]]))
+        for part in parts
+    ]
     classes = torch.tensor([label for part in parts for label in part["label"]])
     whole = torch.cat(found)
     if whole.shape[1:] != (side, side, channels):
-        raise UserError(f"{case}: images of {' x '.join(map(str, whole.shape[1:]))}; it has {side} x {side} x {channels}")
+        raise UserError(
+            f"{case}: images of {' x '.join(map(str, whole.shape[1:]))}; it has {side} x {side} x {channels}"
+        )
     pictures.check_classes(case, classes, kinds)
     return whole.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])
 
@@ -57,13 +73,18 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
     order = torch.randperm(first or len(whole), generator=Generator().manual_seed(4000 + seed))
     test = torch.arange(first, len(whole)) if first else order[: size.test]
     rest = order if first else order[size.test :]
-    return [(whole[part], classes[part]) for part in (rest[size.test :][: size.train], rest[: size.test], test)]
+    return [
+        (whole[part], classes[part])
+        for part in (rest[size.test :][: size.train], rest[: size.test], test)
+    ]
 
 
 def _divided_files(size: Size, seed: int) -> list[Any]:
     """The first two parts from train, the third is val."""
     side, _, classes, _ = CASES[FILES]
-    (whole, numbers), (test, asked) = pictures.found(DATA / FILES.lower(), side, classes, "clane9/imagenet-100")
+    (whole, numbers), (test, asked) = pictures.found(
+        DATA / FILES.lower(), side, classes, "clane9/imagenet-100"
+    )
     order = torch.randperm(len(whole), generator=Generator().manual_seed(4000 + seed))
     parts = (order[size.test :][: size.train or None], order[: size.test])
     return [*((whole.part(part), numbers[part]) for part in parts), (test, asked)]
@@ -82,11 +103,19 @@ class Patches(nn.Module):
         return made
 
 
-def problem(case: str, row: dict[str, Any], size: Size, seed: int, *, learned: bool = True) -> tuple[Problem, Network]:
+def problem(
+    case: str, row: dict[str, Any], size: Size, seed: int, *, learned: bool = True
+) -> tuple[Problem, Network]:
     """Patches and a learned token behind them, where the class is read; places are learned, or sinusoids. Bidirectional."""
     side, channels, classes, patch = CASES[case]
     torch.manual_seed(seed)
-    inputs = Positions(Patches(channels, patch, size.width), (side // patch) ** 2, size.width, 1, sines=0.0 if learned else 1.0)
+    inputs = Positions(
+        Patches(channels, patch, size.width),
+        (side // patch) ** 2,
+        size.width,
+        1,
+        sines=0.0 if learned else 1.0,
+    )
     head = nn.Sequential(Last(size.width), nn.Linear(size.width, classes))
     network = Network(model_of(size, {**row, "causal": False}), inputs, head)
     return classification(network, *divided(case, size, seed)), network
@@ -104,7 +133,15 @@ def stacked_problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 
 def _hyperset(**switches: Any) -> dict[str, Any]:
-    return {"mixer": "hyperset", "hyperset": {"attention": "bisoftmax", "multiplier": 1, "step_condition": "current", **switches}}
+    return {
+        "mixer": "hyperset",
+        "hyperset": {
+            "attention": "bisoftmax",
+            "multiplier": 1,
+            "step_condition": "current",
+            **switches,
+        },
+    }
 
 
 HYPERSET: dict[str, dict[str, Any]] = {
@@ -166,8 +203,16 @@ HYPERSET_IMAGES = Experiment(
     problem=iterated_problem,
     scale=100.0,
     also={"twice_accuracy": "At twice the iterations of training:"},
-    curves={"attention_energy": "attention energy", "feed_forward_energy": "feed-forward energy", "mean_angle": "mean angle, radians"},
-    published={(case, row): value for case, values in PUBLISHED.items() for row, value in zip(HYPERSET, values, strict=False)},
+    curves={
+        "attention_energy": "attention energy",
+        "feed_forward_energy": "feed-forward energy",
+        "mean_angle": "mean angle, radians",
+    },
+    published={
+        (case, row): value
+        for case, values in PUBLISHED.items()
+        for row, value in zip(HYPERSET, values, strict=False)
+    },
     told="Accuracy in percent. Digits are scikit-learn's, 8 x 8, 1,200 to learn from, divided anew for each seed; six iterations. "
     "Places are learned. With the paper's sinusoids, larger than the patches here, while Hyper-SET normalises no token, it had 38 "
     "to 78 at rate 0.01 over three seeds, the Transformer 82 to 96, linear attention no more than guessing. The feed-forward "
@@ -206,7 +251,9 @@ FEM_IMAGES = Experiment(
     rows=STACKED,
     sizes={
         "quick": replace(QUICK, rows=tuple(STACKED), layers=2),
-        "full": replace(CIFAR, rows=tuple(STACKED), width=192, heads=3, layers=12, weight_decay=0.05),
+        "full": replace(
+            CIFAR, rows=tuple(STACKED), width=192, heads=3, layers=12, weight_decay=0.05
+        ),
     },
     problem=stacked_problem,
     scale=100.0,

@@ -24,7 +24,10 @@ STRIDE = 7
 
 def corpus() -> Tensor:
     """The library's largest modules of one file, in an order that has no meaning, as bytes, uint8 [n]."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: (-file.stat().st_size, file.name))[:MODULES]
+    files = sorted(
+        Path(sysconfig.get_path("stdlib")).glob("*.py"),
+        key=lambda file: (-file.stat().st_size, file.name),
+    )[:MODULES]
     content = b"\n".join(files[STRIDE * n % len(files)].read_bytes() for n in range(len(files)))
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
@@ -33,9 +36,13 @@ def windows(size: Size, seed: int) -> list[Examples]:
     """Bytes [n, length] and those that follow: training, validation and test data from the corpus' first 8 tenths, the ninth, the last."""
     text, made = corpus(), list[Examples]()
     tenth = len(text) // 10
-    for part, (begin, end, count) in enumerate(((0, 8, size.train), (8, 9, size.test), (9, 10, size.test))):
+    for part, (begin, end, count) in enumerate(
+        ((0, 8, size.train), (8, 9, size.test), (9, 10, size.test))
+    ):
         generator = Generator().manual_seed(5000 + (10 * seed if part == 0 else 0) + part)
-        places = torch.randint(begin * tenth, end * tenth - size.length, (count,), generator=generator)
+        places = torch.randint(
+            begin * tenth, end * tenth - size.length, (count,), generator=generator
+        )
         cut = text[places[:, None] + torch.arange(size.length + 1)].long()
         made.append((cut[:, :-1], cut[:, 1:]))
     return made
@@ -44,7 +51,9 @@ def windows(size: Size, seed: int) -> list[Examples]:
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """A causal model of bytes; loss: nats a byte."""
     torch.manual_seed(seed)
-    network = Network(model_of(size, ROWS[row]), nn.Embedding(BYTES, size.width), classifier(size.width, BYTES))
+    network = Network(
+        model_of(size, ROWS[row]), nn.Embedding(BYTES, size.width), classifier(size.width, BYTES)
+    )
     task = classification(network, *windows(size, seed))
 
     def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
@@ -55,7 +64,11 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 def _cem(mixer: str, mlp: str, steps: int, **switches: Any) -> dict[str, Any]:
     parts = [name for name, part in (("attention", mixer), ("mlp", mlp)) if part == "cem"]
-    return {"mixer": mixer, "mlp": mlp, "cem": {**{f"steps_{part}": steps for part in parts}, **switches}}
+    return {
+        "mixer": mixer,
+        "mlp": mlp,
+        "cem": {**{f"steps_{part}": steps for part in parts}, **switches},
+    }
 
 
 CEM: dict[str, dict[str, Any]] = {
@@ -90,7 +103,19 @@ QUICK = Size(
     init_std=0.05,
     weight_decay=0.1,
 )
-FULL = replace(QUICK, rows=tuple(CEM), steps=20_000, batch=64, train=80_000, test=1024, width=256, heads=8, layers=6, length=512, seeds=5)
+FULL = replace(
+    QUICK,
+    rows=tuple(CEM),
+    steps=20_000,
+    batch=64,
+    train=80_000,
+    test=1024,
+    width=256,
+    heads=8,
+    layers=6,
+    length=512,
+    seeds=5,
+)
 TOLD = "Nats a byte of Python's standard library; test data are other files. "
 CEM_LANGUAGE = Experiment(
     name="cem-language",
@@ -100,7 +125,8 @@ CEM_LANGUAGE = Experiment(
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     falls=True,
-    told=TOLD + "Equal width, so CEM has fewer parameters. The paper: attention at T = 2 better than Llama's, the MLP nearly as good, the "
+    told=TOLD
+    + "Equal width, so CEM has fewer parameters. The paper: attention at T = 2 better than Llama's, the MLP nearly as good, the "
     "whole slightly better, at rates tuned for each.",
     claims=(
         Claim("CEM attention T = 2", "Llama"),
@@ -115,7 +141,10 @@ SECOND_LANGUAGE = Experiment(
     title="Second-order attention: language models at a small size",
     metric="nats",
     rows=SECOND,
-    sizes={"quick": replace(QUICK, rows=("MHA", "MHA2nd1st", "Att2nd1st")), "full": replace(FULL, rows=tuple(SECOND))},
+    sizes={
+        "quick": replace(QUICK, rows=("MHA", "MHA2nd1st", "Att2nd1st")),
+        "full": replace(FULL, rows=tuple(SECOND)),
+    },
     problem=problem,
     falls=True,
     told=TOLD + "The paper has none of its own. Att2nd1st has one head.",

@@ -36,7 +36,9 @@ def parts(case: str) -> tuple[int, str]:
 def examples(count: int, length: int, generator: Generator) -> Examples:
     """Numbers and a last token that asks, [count, length + 1]; the length of the longest increasing subsequence, [count]."""
     numbers = torch.randint(LARGEST * length, (count, length), generator=generator)
-    return torch.cat((numbers, torch.full((count, 1), LARGEST * length)), 1), longest_increasing(numbers)
+    return torch.cat((numbers, torch.full((count, 1), LARGEST * length)), 1), longest_increasing(
+        numbers
+    )
 
 
 def longest_increasing(numbers: Tensor) -> Tensor:
@@ -54,8 +56,12 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     generator = torch.Generator().manual_seed(2000 + seed)
     made = [examples(count, length, generator) for count in (size.train, size.test, size.test)]
     torch.manual_seed(seed)
-    model = model_of(size, {**ROWS[row], "rope": False, "mlp": "none" if kind == ATTENTION else "swiglu"})
-    inputs = Positions(nn.Embedding(LARGEST * length + 1, size.width), length + 1, size.width, sines=size.init_std)
+    model = model_of(
+        size, {**ROWS[row], "rope": False, "mlp": "none" if kind == ATTENTION else "swiglu"}
+    )
+    inputs = Positions(
+        nn.Embedding(LARGEST * length + 1, size.width), length + 1, size.width, sines=size.init_std
+    )
     head = nn.Sequential(Last(size.width), nn.Linear(size.width, length + 1))
     return classification(Network(model, inputs, head), *made)
 

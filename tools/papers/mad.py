@@ -47,7 +47,9 @@ def task_of(case: str) -> str:
     return case.partition(" of ")[0]
 
 
-def examples(case: str, count: int, length: int, generator: Generator, *, training: bool) -> Examples:
+def examples(
+    case: str, count: int, length: int, generator: Generator, *, training: bool
+) -> Examples:
     """``count`` sequences of a task, [count, length] each; a target is IGNORED where nothing is asked."""
     if case == "compression":
         return compression(count, length, generator)
@@ -57,10 +59,14 @@ def examples(case: str, count: int, length: int, generator: Generator, *, traini
         return selective_copying(count, length, generator)
     if case == "fuzzy recall":
         return fuzzy_recall(count, length, generator, training=training)
-    return recall(count, length, generator, training=training, noise=NOISE if case == "noisy recall" else 0.0)
+    return recall(
+        count, length, generator, training=training, noise=NOISE if case == "noisy recall" else 0.0
+    )
 
 
-def recall(count: int, length: int, generator: Generator, *, training: bool, noise: float) -> Examples:
+def recall(
+    count: int, length: int, generator: Generator, *, training: bool, noise: float
+) -> Examples:
     """Pairs of a key and its value, 8 of each; the last key stood before. Asked: values of keys seen before; in training: every token.
 
     noise: share of the pairs that are two tokens of a further 16 instead.
@@ -90,7 +96,9 @@ def fuzzy_recall(count: int, length: int, generator: Generator, *, training: boo
     pairs = length // 2
     drawn = _motifs(keys, (count, pairs), generator, 1 if training else MOTIF)
     meant = _motifs(values, (count, len(keys)), generator, 1).gather(1, drawn)
-    both = torch.cat((key_table[drawn], value_table[meant]), -1)  # [count, pairs, 6], -1 where a motif is shorter
+    both = torch.cat(
+        (key_table[drawn], value_table[meant]), -1
+    )  # [count, pairs, 6], -1 where a motif is shorter
     sizes = (both >= 0).sum(-1)
     probe = torch.randint(pairs, (count, 1), generator=generator)
     # The pairs that fit beside the probe, which is one of them: drawn again among the first where it is not.
@@ -98,7 +106,13 @@ def fuzzy_recall(count: int, length: int, generator: Generator, *, training: boo
     for _ in range(64):
         kept = (total + sizes.gather(1, probe) <= length + 1).sum(1, keepdim=True)
         outside = probe >= kept
-        probe = torch.where(outside, (torch.rand(count, 1, generator=generator, dtype=torch.float64) * kept.clamp_min(1)).long(), probe)
+        probe = torch.where(
+            outside,
+            (
+                torch.rand(count, 1, generator=generator, dtype=torch.float64) * kept.clamp_min(1)
+            ).long(),
+            probe,
+        )
         if not outside.any():
             break
     kept = (total + sizes.gather(1, probe) <= length + 1).sum(1, keepdim=True)
@@ -123,9 +137,13 @@ def _table(motifs: list[tuple[int, ...]]) -> Tensor:
     return torch.tensor([(*motif, *[-1] * (MOTIF - len(motif))) for motif in motifs])
 
 
-def _motifs(motifs: list[tuple[int, ...]], shape: tuple[int, int], generator: Generator, least: int) -> Tensor:
+def _motifs(
+    motifs: list[tuple[int, ...]], shape: tuple[int, int], generator: Generator, least: int
+) -> Tensor:
     """Numbers of motifs: the length is drawn first, evenly, then one of that length."""
-    counts = torch.tensor([sum(len(motif) == size for motif in motifs) for size in range(1, MOTIF + 1)])
+    counts = torch.tensor(
+        [sum(len(motif) == size for motif in motifs) for size in range(1, MOTIF + 1)]
+    )
     size = torch.randint(least, MOTIF + 1, shape, generator=generator) - 1
     inside = (torch.rand(shape, generator=generator, dtype=torch.float64) * counts[size]).long()
     return (counts.cumsum(0) - counts)[size] + inside
@@ -138,7 +156,9 @@ def memorization(count: int, length: int, generator: Generator) -> Examples:
     keys = torch.randint(pairs, (count, length // 2), generator=generator)
     asks = torch.full_like(keys, VOCABULARY["memorization"] - 1)
     nothing = torch.full_like(keys, IGNORED)
-    return torch.stack((keys, asks), -1).flatten(1), torch.stack((nothing, values[keys]), -1).flatten(1)
+    return torch.stack((keys, asks), -1).flatten(1), torch.stack(
+        (nothing, values[keys]), -1
+    ).flatten(1)
 
 
 def compression(count: int, length: int, generator: Generator) -> Examples:
@@ -169,7 +189,11 @@ class Decompression(nn.Module):
     def __init__(self, width: int, length: int, classes: int) -> None:
         super().__init__()
         self.register_buffer("positions", sinusoids(length, width), persistent=False)
-        layers = [part for _ in range(2) for part in (nn.RMSNorm(width), nn.Linear(width, width), nn.GELU())]
+        layers = [
+            part
+            for _ in range(2)
+            for part in (nn.RMSNorm(width), nn.Linear(width, width), nn.GELU())
+        ]
         self.decoder = nn.Sequential(*layers, classifier(width, classes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,16 +208,33 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     entries, made = VOCABULARY[kind], []
     for part, count in enumerate((800 if case == FEW else size.train, size.test, size.test)):
         generator = torch.Generator().manual_seed(1000 * seed + part)
-        made.append(examples(kind, 256 if kind == "memorization" else count, length, generator, training=part == 0))
+        made.append(
+            examples(
+                kind,
+                256 if kind == "memorization" else count,
+                length,
+                generator,
+                training=part == 0,
+            )
+        )
     torch.manual_seed(seed)
-    head: nn.Module = Decompression(size.width, length, entries) if kind == "compression" else classifier(size.width, entries)
-    task = classification(Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head), *made)
+    head: nn.Module = (
+        Decompression(size.width, length, entries)
+        if kind == "compression"
+        else classifier(size.width, entries)
+    )
+    task = classification(
+        Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head), *made
+    )
     return replace(task, enough=ENOUGH)
 
 
 def _fem(prior: str, letters: str) -> dict[str, Any]:
     switches = {"conditioner": "C", "free_energy": "L", "temperature": "T", "gate": "G"}
-    return {"mixer": f"fem_{prior}", "fem": {switch: letter in letters for switch, letter in switches.items()}}
+    return {
+        "mixer": f"fem_{prior}",
+        "fem": {switch: letter in letters for switch, letter in switches.items()},
+    }
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -303,7 +344,11 @@ EXPERIMENT = Experiment(
     "under noise, softmax and GLA after none of their 1,500. Under noise C alone is enough: its convolution sees the token before; L alone "
     "is not. Fuzzy recall is hardly begun in 1,500 steps. Memorization is too easy at this size: every row has all pairs after 100 to 300 "
     "steps.",
-    published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)}
+    published={
+        (case, row): value
+        for row, values in PUBLISHED.items()
+        for case, value in zip(CASES, values, strict=True)
+    }
     | {(FEW, row): values[0] for row, values in PUBLISHED.items()},
     claims=(
         Claim("softmax +L", "softmax"),

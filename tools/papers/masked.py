@@ -61,9 +61,15 @@ class Seen(nn.Module):
 def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
     """Of images whose hidden patches are the output's: decibels and similarity, sums over images."""
     whole = torch.where(inputs[..., -1:] > 0, output, targets).double()
-    made, true = (fold(part.transpose(1, 2), SIDE, PATCH, stride=PATCH).flatten(1) for part in (whole, targets.double()))
+    made, true = (
+        fold(part.transpose(1, 2), SIDE, PATCH, stride=PATCH).flatten(1)
+        for part in (whole, targets.double())
+    )
     error = (made - true).square().mean(1).clamp_min(1e-10)
-    return {"psnr": ((10 * (RANGE**2 / error).log10()).sum(), len(made)), "ssim": (similarity(made, true).sum(), len(made))}
+    return {
+        "psnr": ((10 * (RANGE**2 / error).log10()).sum(), len(made)),
+        "ssim": (similarity(made, true).sum(), len(made)),
+    }
 
 
 def similarity(x: Tensor, y: Tensor) -> Tensor:
@@ -84,7 +90,10 @@ def loss(output: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """One shared layer, places learned, bidirectional; a norm and a linear layer give a patch's pixels."""
     parts = divided(case, size, seed)
-    train, validation, test = (examples(images, 10 * seed + part, training=part == 0) for part, (images, _) in enumerate(parts))
+    train, validation, test = (
+        examples(images, 10 * seed + part, training=part == 0)
+        for part, (images, _) in enumerate(parts)
+    )
     torch.manual_seed(seed)
     head = nn.Sequential(nn.RMSNorm(size.width), nn.Linear(size.width, PIXELS))
     inputs = Positions(Seen(size.width), PATCHES, size.width)
@@ -106,7 +115,9 @@ EXPERIMENT = Experiment(
     title="Hyper-SET, table 2: hidden parts of images",
     metric="psnr",
     rows=ROWS,
-    sizes={"quick": replace(IMAGES, cases=(DIGITS,), rows=tuple(ROWS), steps=400, weight_decay=0.1)},
+    sizes={
+        "quick": replace(IMAGES, cases=(DIGITS,), rows=tuple(ROWS), steps=400, weight_decay=0.1)
+    },
     problem=problem,
     told="Decibels of the whole image, a peak being the range of the pixels; 40 % of the patches are hidden, up to as much in "
     "training. The paper has ImageNet-100 in a VQ-GAN's code, by iterative decoding: 15.95 for the Transformer (D wide, 4 D in its "
@@ -114,5 +125,9 @@ EXPERIMENT = Experiment(
     "iterations. Guessing is the mean training image. The wide row was tried with this short a training alone.",
     also={"ssim": "Structural similarity, in one window, the whole image:"},
     chance=mean_image,
-    claims=(Claim("Transformer", "Hyper-SET"), Claim(WIDE, "Hyper-SET"), Claim(WIDE, "Transformer")),
+    claims=(
+        Claim("Transformer", "Hyper-SET"),
+        Claim(WIDE, "Hyper-SET"),
+        Claim(WIDE, "Transformer"),
+    ),
 )

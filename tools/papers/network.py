@@ -26,7 +26,11 @@ def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
         "ffn_hidden_size": size.inner,
         "init_std": size.init_std,
     }
-    sections = {name: type(getattr(ModelConfig(), name))(**value) for name, value in given.items() if isinstance(value, dict)}
+    sections = {
+        name: type(getattr(ModelConfig(), name))(**value)
+        for name, value in given.items()
+        if isinstance(value, dict)
+    }
     return ModelConfig(**{**sizes, **given, **sections})
 
 
@@ -105,12 +109,16 @@ class Positions(nn.Module):
 
     places: Tensor
 
-    def __init__(self, inner: nn.Module, length: int, width: int, extra: int = 0, sines: float = 0.0) -> None:
+    def __init__(
+        self, inner: nn.Module, length: int, width: int, extra: int = 0, sines: float = 0.0
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.extra = nn.Parameter(torch.empty(extra, width)) if extra else None
         if sines:
-            self.register_buffer("places", sines * sinusoids(length + extra, width), persistent=False)
+            self.register_buffer(
+                "places", sines * sinusoids(length + extra, width), persistent=False
+            )
         else:
             self.places = nn.Parameter(torch.empty(length + extra, width))
 

@@ -25,7 +25,13 @@ class Pictures:
     ImageNet-100's would be 76 GB. Decoding leaves Python's lock, so threads share it.
     """
 
-    def __init__(self, source: Any, side: int, where: torch.device | str = "cpu", places: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        side: int,
+        where: torch.device | str = "cpu",
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.source, self.side, self.where = source, side, where
         self.places = range(len(source)) if places is None else places
 
@@ -44,22 +50,31 @@ class Pictures:
 
     def split(self, size: int) -> Iterator[Tensor]:
         """All numbers, ``size`` pictures at a time."""
-        return (self._numbers(self.places[first : first + size]) for first in range(0, len(self), size))
+        return (
+            self._numbers(self.places[first : first + size]) for first in range(0, len(self), size)
+        )
 
     def part(self, places: Tensor) -> Pictures:
         """The pictures at these places [n]."""
-        return Pictures(self.source, self.side, self.where, [self.places[place] for place in places.tolist()])
+        return Pictures(
+            self.source, self.side, self.where, [self.places[place] for place in places.tolist()]
+        )
 
     def _numbers(self, places: Sequence[int]) -> Tensor:
         if isinstance(self.source, list):
             given = [self.source[place] for place in places]
         else:
-            given = [BytesIO(image["bytes"]) if image["bytes"] else image["path"] for image in self.source[list(places)]["image"]]
+            given = [
+                BytesIO(image["bytes"]) if image["bytes"] else image["path"]
+                for image in self.source[list(places)]["image"]
+            ]
         with ThreadPoolExecutor() as threads:
             squares = list(threads.map(self._square, given, places))
         return torch.from_numpy(np.stack(squares)).to(self.where).permute(0, 3, 1, 2) / 127.5 - 1
 
-    def _square(self, given: Path | BytesIO | str, place: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    def _square(
+        self, given: Path | BytesIO | str, place: int
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         try:
             with Image.open(given) as image:
                 factor = SHORTER * self.side / min(image.size)
@@ -70,7 +85,9 @@ class Pictures:
                 return np.asarray(whole.crop((left, top, left + self.side, top + self.side)))
         except OSError as error:
             what = f"image {place} of the data set" if isinstance(given, BytesIO) else given
-            raise UserError(f"{what}: no image that can be read ({error}); fetch it again or remove it") from None
+            raise UserError(
+                f"{what}: no image that can be read ({error}); fetch it again or remove it"
+            ) from None
 
 
 def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictures, Tensor]]:
@@ -93,7 +110,10 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
             wanted = f"{classes} are needed, the same in train and val; the Hub's {name} names them"
             raise UserError(f"{folder / part}: {len(here)} folders of classes, {wanted}")
         names = here
-        files = [sorted(path for path in (folder / part / name).iterdir() if path.is_file()) for name in here]
+        files = [
+            sorted(path for path in (folder / part / name).iterdir() if path.is_file())
+            for name in here
+        ]
         numbers = torch.tensor([number for number, some in enumerate(files) for _ in some])
         made.append((Pictures([file for some in files for file in some], side), numbers))
     return made
@@ -103,7 +123,9 @@ def check_classes(where: str, numbers: Tensor, classes: int) -> None:
     """Raises UserError unless the numbers are those of as many classes, from 0 on."""
     found = numbers.unique().tolist()
     if found != list(range(classes)):
-        raise UserError(f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; {classes} from 0 on are needed")
+        raise UserError(
+            f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; {classes} from 0 on are needed"
+        )
 
 
 def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool = True) -> list[Any]:
@@ -121,19 +143,34 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
         raise UserError(f"{name}: {error}; pip install -e .[eval]") from None
     try:
         saved = (folder / "dataset_dict.json").exists()
-        found = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder) if folder.is_dir() else name)
+        found = (
+            datasets.load_from_disk(folder)
+            if saved
+            else datasets.load_dataset(str(folder) if folder.is_dir() else name)
+        )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         told = f"neither {folder} nor the Hub's {name} could be read: {(str(error) or repr(error)).splitlines()[0]}"
-        raise UserError(f"{told}; hf download {name} --repo-type dataset --local-dir {folder}") from None
+        raise UserError(
+            f"{told}; hf download {name} --repo-type dataset --local-dir {folder}"
+        ) from None
     test = next((part for part in ("test", "validation") if part in found), None)
     if "train" not in found or test is None:
-        raise UserError(f"{folder}: parts {', '.join(found)}; train and test (or validation) are needed")
+        raise UserError(
+            f"{folder}: parts {', '.join(found)}; train and test (or validation) are needed"
+        )
     made = []
     for part in (found["train"], found[test]):
-        image = next((key for key, feature in part.features.items() if isinstance(feature, datasets.Image)), None)
+        image = next(
+            (key for key, feature in part.features.items() if isinstance(feature, datasets.Image)),
+            None,
+        )
         label = next((key for key in labels if key in part.features), None)
         if image is None or label is None:
-            raise UserError(f"{folder}: columns {', '.join(part.features)}; an image and one of {', '.join(labels)} are needed")
-        chosen = part.select_columns([image, label]).rename_columns({image: "image", label: "label"})
+            raise UserError(
+                f"{folder}: columns {', '.join(part.features)}; an image and one of {', '.join(labels)} are needed"
+            )
+        chosen = part.select_columns([image, label]).rename_columns(
+            {image: "image", label: "label"}
+        )
         made.append(chosen.cast_column("image", datasets.Image(decode=decoded)))
     return made

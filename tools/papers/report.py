@@ -19,7 +19,18 @@ from fem_common.files import make_folder, write_whole
 from fem_common.plot import COLOURS, QUIET, colour_of, new_figure, plain_axes, png
 from fem_common.text import count, counted
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
-from tools.papers.experiment import Claim, Experiment, Results, Size, by_seed, chosen, gather, interval, line_of, read_results
+from tools.papers.experiment import (
+    Claim,
+    Experiment,
+    Results,
+    Size,
+    by_seed,
+    chosen,
+    gather,
+    interval,
+    line_of,
+    read_results,
+)
 
 TITLE = "# The papers' experiments"
 ABOUT = (
@@ -34,8 +45,20 @@ VERDICTS = ("agrees", "leans with it", "leans against it", "against it", LEVEL)
 
 def add_arguments(parser: Parser) -> None:
     """The verb's command line."""
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="FOLDER", help="where ``run`` keeps results (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="FOLDER", help="the page's folder (default: %(default)s)")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=RUNS,
+        metavar="FOLDER",
+        help="where ``run`` keeps results (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs"),
+        metavar="FOLDER",
+        help="the page's folder (default: %(default)s)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -50,13 +73,24 @@ def main(arguments: argparse.Namespace) -> int:
         parts = [TITLE, wrapped(ABOUT)]
         for (name, kind), results in found.items():
             experiment, size = experiment_of(name), experiment_of(name).sizes[kind]
-            write_whole(arguments.out / "papers" / f"{name}-{kind}.jsonl", "".join(line_of(*item) for item in results.items()))
-            write_whole(arguments.out / "papers" / f"{name}-{kind}.png", png(picture(experiment, size, results)))
+            write_whole(
+                arguments.out / "papers" / f"{name}-{kind}.jsonl",
+                "".join(line_of(*item) for item in results.items()),
+            )
+            write_whole(
+                arguments.out / "papers" / f"{name}-{kind}.png",
+                png(picture(experiment, size, results)),
+            )
             if experiment.curves:
-                write_whole(arguments.out / "papers" / f"{name}-{kind}-iterations.png", png(iterations(experiment, size, results)))
+                write_whole(
+                    arguments.out / "papers" / f"{name}-{kind}-iterations.png",
+                    png(iterations(experiment, size, results)),
+                )
             parts.append(section(experiment, kind, size, results))
         write_whole(arguments.out / "papers.md", "\n\n".join(parts) + "\n")
-    print(f"wrote {arguments.out / 'papers.md'}: {', '.join(f'{name} ({kind})' for name, kind in found)}")
+    print(
+        f"wrote {arguments.out / 'papers.md'}: {', '.join(f'{name} ({kind})' for name, kind in found)}"
+    )
     return 0
 
 
@@ -65,12 +99,24 @@ def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
     found = {}
     for name in NAMES:
         for kind, size in experiment_of(name).sizes.items():
-            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | gather(runs / f"{name}-{kind}")
+            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | gather(
+                runs / f"{name}-{kind}"
+            )
             rows, cases = list(experiment_of(name).rows), list(experiment_of(name).cases)
             kept = {
-                trial: record for trial, record in both.items() if trial.size == size.key() and trial.case in cases and trial.row in rows
+                trial: record
+                for trial, record in both.items()
+                if trial.size == size.key() and trial.case in cases and trial.row in rows
             }
-            order = sorted(kept, key=lambda trial: (cases.index(trial.case), rows.index(trial.row), trial.seed, trial.rate))
+            order = sorted(
+                kept,
+                key=lambda trial: (
+                    cases.index(trial.case),
+                    rows.index(trial.row),
+                    trial.seed,
+                    trial.rate,
+                ),
+            )
             if order:
                 found[name, kind] = {trial: kept[trial] for trial in order}
     return found
@@ -79,7 +125,12 @@ def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
 def wrapped(text: str, first: str = "") -> str:
     """Prose of at most 100 columns."""
     return textwrap.fill(
-        text, 100, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False, break_long_words=False
+        text,
+        100,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
@@ -115,12 +166,23 @@ def table(experiment: Experiment, size: Size, results: Results, metric: str) -> 
         known = [record["parameters"] for trial, record in results.items() if trial.row == row]
         cells = [row, count(known[0]) if known else ""]
         for case in cases:
-            values = [experiment.scale * record[metric] for record in chosen(experiment, results, case, row, size)]
-            published = experiment.published.get((case, row)) if metric == experiment.metric else None
+            values = [
+                experiment.scale * record[metric]
+                for record in chosen(experiment, results, case, row, size)
+            ]
+            published = (
+                experiment.published.get((case, row)) if metric == experiment.metric else None
+            )
             cells.append(cell(values, published))
         lines.append(cells)
     if experiment.chance is not None and metric == experiment.metric:
-        lines.append(["guessing", "", *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases)])
+        lines.append(
+            [
+                "guessing",
+                "",
+                *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases),
+            ]
+        )
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
 
@@ -146,14 +208,24 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
                 found.setdefault(said, []).append(case)
         if found:
             parts = [f"{said} at {', '.join(found[said])}" for said in VERDICTS if said in found]
-            lines.append(wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- "))
+            lines.append(
+                wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- ")
+            )
     return ["\n".join(lines)] if lines else []
 
 
-def verdict(experiment: Experiment, size: Size, results: Results, claim: Claim, case: str) -> str | None:
+def verdict(
+    experiment: Experiment, size: Size, results: Results, claim: Claim, case: str
+) -> str | None:
     """One of VERDICTS, by the differences of the seeds that both rows have; None where they have fewer than two."""
-    above, below = (by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below))
-    both = [(above[seed][experiment.metric], below[seed][experiment.metric]) for seed in above if seed in below]
+    above, below = (
+        by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below)
+    )
+    both = [
+        (above[seed][experiment.metric], below[seed][experiment.metric])
+        for seed in above
+        if seed in below
+    ]
     if len(both) < 2:
         return None
     if min(mean for mean, _ in map(interval, zip(*both, strict=True))) >= experiment.enough:
@@ -170,15 +242,33 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
     panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
     for case, axes in zip(cases, panels, strict=True):
         for place, row in enumerate(rows):
-            values = [experiment.scale * record[experiment.metric] for record in chosen(experiment, results, case, row, size)]
+            values = [
+                experiment.scale * record[experiment.metric]
+                for record in chosen(experiment, results, case, row, size)
+            ]
             if values:
                 mean, half = interval(values)
-                axes.errorbar(mean, place, xerr=half if half < float("inf") else 0, fmt="o", color=COLOURS[0], markersize=4, linewidth=1.2)
+                axes.errorbar(
+                    mean,
+                    place,
+                    xerr=half if half < float("inf") else 0,
+                    fmt="o",
+                    color=COLOURS[0],
+                    markersize=4,
+                    linewidth=1.2,
+                )
             published = experiment.published.get((case, row))
             if published is not None:
-                axes.plot(published, place, "D", color=COLOURS[1], markerfacecolor="none", markersize=5)
+                axes.plot(
+                    published, place, "D", color=COLOURS[1], markerfacecolor="none", markersize=5
+                )
         if experiment.chance is not None:
-            axes.axvline(experiment.scale * experiment.chance(case, size), color=QUIET, linewidth=0.8, linestyle=":")
+            axes.axvline(
+                experiment.scale * experiment.chance(case, size),
+                color=QUIET,
+                linewidth=0.8,
+                linestyle=":",
+            )
         plain_axes(axes, experiment.metric + (", %" if experiment.scale == 100 else ""), grid="x")
         if experiment.scale == 100:
             low, high = axes.get_xlim()
@@ -195,18 +285,34 @@ def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
     figure = new_figure((2.6 * len(experiment.curves) + 1.2, 2.4))
     panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]
     for (name, said), axes in zip(experiment.curves.items(), panels, strict=True):
-        kept = {row: chosen(experiment, results, size.cases[0], row, size) for row in experiment.rows}
-        lines = {row: [record[name] for record in records] for row, records in kept.items() if records and name in records[0]}
-        means = {row: [sum(values) / len(values) for values in zip(*found, strict=True)] for row, found in lines.items()}
+        kept = {
+            row: chosen(experiment, results, size.cases[0], row, size) for row in experiment.rows
+        }
+        lines = {
+            row: [record[name] for record in records]
+            for row, records in kept.items()
+            if records and name in records[0]
+        }
+        means = {
+            row: [sum(values) / len(values) for values in zip(*found, strict=True)]
+            for row, found in lines.items()
+        }
         sizes = [abs(mean[0]) for mean in means.values()]
         if sizes and max(sizes) > 10 * min(sizes) > 0:  # one row's values would flatten the others
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
             said += ", of its first size"
         for number, (row, mean) in enumerate(means.items()):
-            axes.plot(range(len(mean)), mean, label=row, markersize=2, linewidth=1, **colour_of(number))
+            axes.plot(
+                range(len(mean)), mean, label=row, markersize=2, linewidth=1, **colour_of(number)
+            )
             axes.axvline(len(mean) / 2, color=QUIET, linewidth=0.8, linestyle=":")
         plain_axes(axes, "iteration", grid="y")
         axes.set_title(said, fontsize=8)
         axes.tick_params(labelsize=7)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside right center",
+        fontsize=7,
+        frameon=False,
+    )
     return figure

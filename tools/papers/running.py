@@ -27,18 +27,42 @@ from fem_common.files import locked, make_folder
 from fem_common.progress import Progress
 from fem_common.text import counted, did_you_mean, duration
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
-from tools.papers.experiment import Experiment, Results, Size, Trial, best_rate, chosen, gather, interval, line_of
+from tools.papers.experiment import (
+    Experiment,
+    Results,
+    Size,
+    Trial,
+    best_rate,
+    chosen,
+    gather,
+    interval,
+    line_of,
+)
 
 
 def add_arguments(parser: Parser) -> None:
     """The verb's command line."""
     parser.add_argument("name", metavar="NAME", help=f"an experiment: {', '.join(NAMES)}")
-    parser.add_argument("--quick", action="store_true", help="sizes that two cores train in minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes that two cores train in minutes"
+    )
     parser.add_argument("--mixers", metavar="A,B", help="these rows alone, as the tables name them")
     parser.add_argument("--cases", metavar="A,B", help="these cases alone")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds a row")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="trials at a time, a thread each (default: %(default)s)")
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="FOLDER", help="where results are kept (default: %(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="trials at a time, a thread each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=RUNS,
+        metavar="FOLDER",
+        help="where results are kept (default: %(default)s)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -75,7 +99,14 @@ def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, .
     return tuple(name for name in known if name in found)
 
 
-def run(experiment: Experiment, kind: str, size: Size, file: Path, workers: int, task: Task | None = None) -> Results:
+def run(
+    experiment: Experiment,
+    kind: str,
+    size: Size,
+    file: Path,
+    workers: int,
+    task: Task | None = None,
+) -> Results:
     """Train what is missing in the file's folder, rates with the first seed before the other seeds; all results. ``task``: its share."""
     results = gather(file.parent)
     mend(file)
@@ -94,15 +125,22 @@ def run(experiment: Experiment, kind: str, size: Size, file: Path, workers: int,
         return sum(trial.size == key and (trial.case, trial.row) in pairs for trial in results)
 
     kept = found()
-    with Progress(total - kept, "trials", f"{experiment.name} {kind}") as progress, file.open("a", encoding="utf-8") as stream:
+    with (
+        Progress(total - kept, "trials", f"{experiment.name} {kind}") as progress,
+        file.open("a", encoding="utf-8") as stream,
+    ):
         if kept:
-            progress.show(f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already there")
+            progress.show(
+                f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already there"
+            )
         for trial, record in finished(experiment.name, size, pairs, missing, workers):
             results[trial] = record
             stream.write(line_of(trial, record))
             stream.flush()
             value = record["validation"]
-            progress.advance(note=f"{trial.case} · {trial.row} · {'diverged' if value is None else f'{value:.3g}'}")
+            progress.advance(
+                note=f"{trial.case} · {trial.row} · {'diverged' if value is None else f'{value:.3g}'}"
+            )
         took = progress.elapsed
     if found() > kept:
         print(f"{experiment.name} {kind}: {counted(found() - kept, 'trial')} in {duration(took)}")
@@ -116,7 +154,11 @@ def mend(file: Path) -> None:
 
 
 def finished(
-    name: str, size: Size, pairs: Iterable[tuple[str, str]], missing: Callable[[str, str], list[Trial]], workers: int
+    name: str,
+    size: Size,
+    pairs: Iterable[tuple[str, str]],
+    missing: Callable[[str, str], list[Trial]],
+    workers: int,
 ) -> Iterator[tuple[Trial, dict[str, Any]]]:
     """The missing trials and their records as they end. One worker: in this process."""
     if workers == 1:
@@ -168,7 +210,11 @@ def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
                 tried = best_rate(experiment, results, case, row, size) is not None
                 lines += [f"{case}: {row}: diverged at every rate"] if tried else []
                 continue
-            mean, half = interval([experiment.scale * record[experiment.metric] for record in records])
+            mean, half = interval(
+                [experiment.scale * record[experiment.metric] for record in records]
+            )
             rate = best_rate(experiment, results, case, row, size)
-            lines.append(f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g} ({counted(len(records), 'seed')}, rate {rate:g})")
+            lines.append(
+                f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g} ({counted(len(records), 'seed')}, rate {rate:g})"
+            )
     return lines

@@ -44,8 +44,12 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
     def look(layer: nn.Module, given: tuple[Tensor, Context]) -> None:
         assert isinstance(layer, HyperSet)
         x, context = given
-        for name, value in layer.diagnose(x, context, torch.arange(len(x), device=x.device)).items():
-            seen.setdefault(name, []).append(float((value.sum(0) if name.endswith("energy") else value).mean()))
+        for name, value in layer.diagnose(
+            x, context, torch.arange(len(x), device=x.device)
+        ).items():
+            seen.setdefault(name, []).append(
+                float((value.sum(0) if name.endswith("energy") else value).mean())
+            )
 
     handle = block.mixer.register_forward_pre_hook(look)
     network(inputs)
@@ -61,9 +65,13 @@ def iterated(task: Problem, network: Network) -> Problem:
     def after() -> dict[str, Any]:
         trained = block.recurrence
         block.recurrence = 2 * trained
-        found: dict[str, Any] = {f"twice_{name}": value for name, value in measure(task, task.test).items()}
+        found: dict[str, Any] = {
+            f"twice_{name}": value for name, value in measure(task, task.test).items()
+        }
         if isinstance(block.mixer, HyperSet):
-            found |= watch(network, block, next(iter(task.test[0].to(platform.device()).split(WATCHED))))
+            found |= watch(
+                network, block, next(iter(task.test[0].to(platform.device()).split(WATCHED)))
+            )
         block.recurrence = trained
         return found
 
@@ -74,8 +82,14 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """A digit or none, and a learned place, a cell; the loss is that of the cells that were not given. All seeds have the same boards."""
     made = [examples(count, part) for part, count in enumerate((size.train, size.test, size.test))]
     torch.manual_seed(seed)
-    model = model_of(size, {**ROWS[row], "causal": False, "rope": False, "recurrence": ITERATIONS[case]})
-    network = Network(model, Positions(nn.Embedding(10, size.width), CELLS, size.width), classifier(size.width, 10))
+    model = model_of(
+        size, {**ROWS[row], "causal": False, "rope": False, "recurrence": ITERATIONS[case]}
+    )
+    network = Network(
+        model,
+        Positions(nn.Embedding(10, size.width), CELLS, size.width),
+        classifier(size.width, 10),
+    )
     task = classification(network, *made)
 
     def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:

@@ -44,7 +44,9 @@ class Problem:
     after: Callable[[], dict[str, Any]] = dict
 
 
-def classification(network: nn.Module, train: Examples, validation: Examples, test: Examples) -> Problem:
+def classification(
+    network: nn.Module, train: Examples, validation: Examples, test: Examples
+) -> Problem:
     """Cross-entropy; accuracy is the share of the targets that are asked for which are met."""
 
     def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
@@ -57,22 +59,43 @@ def classification(network: nn.Module, train: Examples, validation: Examples, te
     return Problem(network, train, validation, test, loss, scores, "accuracy")
 
 
-def regression(network: nn.Module, train: Examples, validation: Examples, test: Examples) -> Problem:
+def regression(
+    network: nn.Module, train: Examples, validation: Examples, test: Examples
+) -> Problem:
     """Mean squared error; rmse is its root over all examples."""
 
     def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
         return {"rmse": ((output - targets).double().square().sum(), targets.numel())}
 
-    return Problem(network, train, validation, test, lambda output, _, targets: mse_loss(output, targets), scores, "rmse", root=True)
+    return Problem(
+        network,
+        train,
+        validation,
+        test,
+        lambda output, _, targets: mse_loss(output, targets),
+        scores,
+        "rmse",
+        root=True,
+    )
 
 
-def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[float], None] = lambda loss: None) -> dict[str, Any]:
+def train(
+    problem: Problem,
+    size: Size,
+    rate: float,
+    seed: int,
+    tick: Callable[[float], None] = lambda loss: None,
+) -> dict[str, Any]:
     """Train, and measure: the record of a trial. ``tick`` is called with each step's loss.
 
     Returns:
         score, train_score: by the problem's name of it; validation: the same on validation data, None where the loss was not finite.
     """
-    network, began, where = problem.network.to(platform.device()), time.monotonic(), platform.device()
+    network, began, where = (
+        problem.network.to(platform.device()),
+        time.monotonic(),
+        platform.device(),
+    )
     optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
     order = torch.Generator().manual_seed(seed)
     inputs, targets = (whole.to(where) for whole in problem.train)
@@ -98,9 +121,17 @@ def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[
             if measure(problem, problem.validation)[problem.score] >= problem.enough:
                 break
             network.train()
-    record: dict[str, Any] = {"parameters": sum(weight.numel() for weight in network.parameters()), "loss": last, "steps": step + 1}
+    record: dict[str, Any] = {
+        "parameters": sum(weight.numel() for weight in network.parameters()),
+        "loss": last,
+        "steps": step + 1,
+    }
     if not math.isfinite(last):
-        return record | {"loss": None, "validation": None, "seconds": round(time.monotonic() - began, 1)}
+        return record | {
+            "loss": None,
+            "validation": None,
+            "seconds": round(time.monotonic() - began, 1),
+        }
     few = (inputs[: len(problem.test[0])], targets[: len(problem.test[0])])
     record |= {f"train_{name}": value for name, value in measure(problem, few).items()}
     record |= measure(problem, problem.test)
@@ -132,8 +163,12 @@ def measure(problem: Problem, examples: Examples) -> dict[str, float]:
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     where = platform.device()
-    for inputs, targets in zip(*(whole.to(where).split(EVALUATED) for whole in examples), strict=True):
-        for name, (value, count) in problem.scores(problem.network(inputs), inputs, targets).items():
+    for inputs, targets in zip(
+        *(whole.to(where).split(EVALUATED) for whole in examples), strict=True
+    ):
+        for name, (value, count) in problem.scores(
+            problem.network(inputs), inputs, targets
+        ).items():
             sums[name] = sums.get(name, 0.0) + float(value)
             counts[name] = counts.get(name, 0) + count
     means = {name: value / max(1, counts[name]) for name, value in sums.items()}

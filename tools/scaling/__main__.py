@@ -10,19 +10,35 @@ import sys
 from fem_common.cli import Verb, verb_main
 
 VERBS = {
-    "plan": Verb("tools.scaling.plan", "the runs of a study and their cost; refuses what would not answer its question"),
-    "run": Verb("tools.scaling.running", "train what is not done yet, through launch: a job array, or on this machine"),
+    "plan": Verb(
+        "tools.scaling.plan",
+        "the runs of a study and their cost; refuses what would not answer its question",
+    ),
+    "run": Verb(
+        "tools.scaling.running",
+        "train what is not done yet, through launch: a job array, or on this machine",
+    ),
     "collect": Verb("tools.scaling.collecting", "one table of all runs' losses"),
     "fit": Verb("tools.scaling.fitting", "scaling laws with their uncertainty, from the table"),
     "plot": Verb("tools.scaling.plotting", "pictures and the report, from the table and the fits"),
-    "recommend": Verb("tools.scaling.recommending", "the run that the laws recommend for a compute budget, as a configuration"),
-    "coord-check": Verb("tools.scaling.coordinates", "whether activations keep their scale over the widths"),
+    "recommend": Verb(
+        "tools.scaling.recommending",
+        "the run that the laws recommend for a compute budget, as a configuration",
+    ),
+    "coord-check": Verb(
+        "tools.scaling.coordinates", "whether activations keep their scale over the widths"
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Do a verb: its exit code."""
-    return verb_main("tools.scaling", "Scaling-law studies: plan, run, collect, fit, plot, recommend.", VERBS, argv)
+    return verb_main(
+        "tools.scaling",
+        "Scaling-law studies: plan, run, collect, fit, plot, recommend.",
+        VERBS,
+        argv,
+    )
 
 
 if __name__ == "__main__":

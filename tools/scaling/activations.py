@@ -46,7 +46,11 @@ def one_process(config: RunConfig) -> Iterator[None]:
 def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
     """``count`` ids (int64) drawn alone, id i with a probability proportional to 1 / (i + 1), always the same ones."""
     weights = 1.0 / np.arange(1, vocabulary + 1)
-    return np.random.default_rng(ZIPF_SEED).choice(vocabulary, size=count, p=weights / weights.sum()).astype(np.int64)
+    return (
+        np.random.default_rng(ZIPF_SEED)
+        .choice(vocabulary, size=count, p=weights / weights.sum())
+        .astype(np.int64)
+    )
 
 
 def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> list[Record]:
@@ -77,7 +81,11 @@ def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> 
 
 def one_batch(tokens: np.ndarray, sequences: int, length: int) -> Batch:
     """The first sequences * (length + 1) of ``tokens`` as one micro-batch, on this machine's device."""
-    rows = torch.from_numpy(tokens[: sequences * (length + 1)]).view(sequences, length + 1).to(platform.device())
+    rows = (
+        torch.from_numpy(tokens[: sequences * (length + 1)])
+        .view(sequences, length + 1)
+        .to(platform.device())
+    )
     positions = torch.arange(length, device=rows.device).expand(sequences, -1)
     return {
         "tokens": rows[:, :-1].contiguous(),
@@ -95,14 +103,21 @@ class Sites:
         self.start: dict[str, Tensor] = {}
         blocks = blocks_of([chunk])
         entered = (("embedding", blocks[min(blocks)]), ("residual", chunk.decoder.final_layernorm))
-        self.handles = [module.register_forward_pre_hook(partial(self._entered, site), with_kwargs=True) for site, module in entered]
+        self.handles = [
+            module.register_forward_pre_hook(partial(self._entered, site), with_kwargs=True)
+            for site, module in entered
+        ]
         for number, block in sorted(blocks.items()):
             site = f"layer_{number:02}" + ("/iteration_{:02}" if block.recurrence > 1 else "")
             parts = (("mixer", block.mixer), ("mlp", block.mlp))
             self.handles += [
-                update.register_forward_hook(partial(self._added, f"{site}/{part}")) for part, update in parts if update is not None
+                update.register_forward_hook(partial(self._added, f"{site}/{part}"))
+                for part, update in parts
+                if update is not None
             ]
-        self.handles.append(chunk.output_layer.register_forward_hook(partial(self._logits, vocabulary)))
+        self.handles.append(
+            chunk.output_layer.register_forward_hook(partial(self._logits, vocabulary))
+        )
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Site -> (scale, change) of the last forward pass; the first call's is the start that changes are from."""
@@ -119,17 +134,23 @@ class Sites:
     def _keep(self, site: str, value: Tensor) -> None:
         self.now[site] = value.detach().float().clone()
 
-    def _entered(self, site: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _entered(
+        self, site: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         self._keep(site, arguments[0] if arguments else next(iter(named.values())))
 
-    def _added(self, site: str, update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor) -> None:
+    def _added(
+        self, site: str, update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor
+    ) -> None:
         x, context = arguments
         assert isinstance(update, Update)
         # CEM may step from the normalised stream, which would hide the steps' own size; YuriiFormer's stream carries velocities too.
         tokens = after.detach()[..., : update.hidden]
         self._keep(site.format(context.iteration), tokens - update.start(x.detach()).detach())
 
-    def _logits(self, vocabulary: int, layer: nn.Module, arguments: Any, output: tuple[Tensor, Any]) -> None:
+    def _logits(
+        self, vocabulary: int, layer: nn.Module, arguments: Any, output: tuple[Tensor, Any]
+    ) -> None:
         self._keep("logits", output[0][..., :vocabulary])
 
 

@@ -60,10 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     add_study(parser)
     parser.add_argument(
-        "--wandb", type=Path, metavar="EXPORT.jsonl", help="an export of Weights & Biases, for runs without a directory here"
+        "--wandb",
+        type=Path,
+        metavar="EXPORT.jsonl",
+        help="an export of Weights & Biases, for runs without a directory here",
     )
-    parser.add_argument("--partial", action="store_true", help="write the table though runs are missing; collected.json names them")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the table, .csv or .parquet (default: runs.csv in the study's results)")
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="write the table though runs are missing; collected.json names them",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the table, .csv or .parquet (default: runs.csv in the study's results)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -74,30 +86,42 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: the table is written as .csv or .parquet")
     planned = plan_study(study)
     found, left_out = find_runs(study, planned, arguments.wandb)
-    collected = Collected(len(planned), sum(not entry.record.unfinished for entry in found), left_out)
+    collected = Collected(
+        len(planned), sum(not entry.record.unfinished for entry in found), left_out
+    )
     if left_out:
         lines = [f"{len(left_out)} of {len(planned)} runs are not complete:"]
         lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
         lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
         if not arguments.partial:
             run = f"python -m tools.scaling run {arguments.study} (it skips what is complete in {study.directory})"
-            lines.append(f"tools.scaling: nothing was written. Train what is missing: {run}, or collect what is there with --partial")
+            lines.append(
+                f"tools.scaling: nothing was written. Train what is missing: {run}, or collect what is there with --partial"
+            )
         print("\n".join(lines), file=sys.stdout if arguments.partial else sys.stderr)
         if not arguments.partial:
             return 1
     if not collected.complete:
-        raise ConfigError(f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect")
-    table = as_table([row for entry in found for row in table_rows(entry.record, entry.planned, entry.data)])
+        raise ConfigError(
+            f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect"
+        )
+    table = as_table(
+        [row for entry in found for row in table_rows(entry.record, entry.planned, entry.data)]
+    )
     check_table(table, out)
     write_table(table, out)
     write_file(out.with_name(COLLECTED), (json.dumps(asdict(collected), indent=1) + "\n").encode())
-    print(f"wrote {out}: {len(table)} validations of {table['run'].nunique()} runs, {collected.complete} of them complete")
+    print(
+        f"wrote {out}: {len(table)} validations of {table['run'].nunique()} runs, {collected.complete} of them complete"
+    )
     for note in _notes(found):
         print(f"note: {note}")
     return 0
 
 
-def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) -> tuple[list[Found], dict[str, str]]:
+def find_runs(
+    study: Study, planned: Iterable[PlannedRun], export: Path | None
+) -> tuple[list[Found], dict[str, str]]:
     """(the runs that left a record, in the plan's order; name -> why it is not complete, of the others and of unfinished ones).
 
     A run directory is taken before an export's line of that name. Raises ConfigError (a run is not what the study plans now, has no losses,
@@ -112,7 +136,9 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
     for run in planned:
         folder, record = Path(study.directory) / run.name, left(run.name)
         if record is None:
-            left_out[run.name] = f"not begun: {folder} is not there" + (", and the export does not have it" if export else "")
+            left_out[run.name] = f"not begun: {folder} is not there" + (
+                ", and the export does not have it" if export else ""
+            )
             continue
         difference = difference_from_plan(load_run(study.base, run.settings), record.config)
         if difference is not None:
@@ -162,4 +188,6 @@ def read_collected(table: Path) -> Collected | None:
     try:
         return Collected(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
-        raise ConfigError(f"{file}: not what collect writes; write it again: python -m tools.scaling collect STUDY.yaml") from None
+        raise ConfigError(
+            f"{file}: not what collect writes; write it again: python -m tools.scaling collect STUDY.yaml"
+        ) from None

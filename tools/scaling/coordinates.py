@@ -67,13 +67,21 @@ class Case:
         run = load_run(self.base, [*OWN, *self.words])
         given = any(word.partition("=")[0].strip() == "data.seq_length" for word in self.words)
         length = () if given else (f"data.seq_length={min(run.data.seq_length, LONGEST)}",)
-        forced = [*FORCED, f"train.steps={steps}", f"train.micro_batch_size={run.train.global_batch_size}"]
-        shape = _shape(run.model, width) if self.study is None else _shape_of_study(self.study, width)
+        forced = [
+            *FORCED,
+            f"train.steps={steps}",
+            f"train.micro_batch_size={run.train.global_batch_size}",
+        ]
+        shape = (
+            _shape(run.model, width) if self.study is None else _shape_of_study(self.study, width)
+        )
         words = [*OWN, *length, *self.words, *forced, *shape]
         config = load_run(self.base, words)
         for name in mixer_names(config.model):
             if describe(name).package is not None:
-                raise ConfigError(f"model.mixer: {name} is another package's layer, which muP and this check know nothing of; leave it out")
+                raise ConfigError(
+                    f"model.mixer: {name} is another package's layer, which muP and this check know nothing of; leave it out"
+                )
         if any_on_disk(config):
             return prepare(config, 1).config
         if config.model.vocab_size is None:
@@ -103,21 +111,54 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
 def _shape_of_study(study: Study, width: int) -> list[str]:
     """The study's rule, but for the layers: they are the base's, or those that the study's first size states."""
     layers = study.sizes[0].layers if study.sizes else None
-    words = [word for word in shaped(study.shape, width).words if not word.startswith("model.num_layers=")]
+    words = [
+        word
+        for word in shaped(study.shape, width).words
+        if not word.startswith("model.num_layers=")
+    ]
     return words if layers is None else [*words, f"model.num_layers={layers}"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="a run, or a study: each of its variants, by its shape rule")
-    parser.add_argument("--mixer", action="append", default=[], metavar="M,..", help="these mixers in place of the file's")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE.yaml",
+        help="a run, or a study: each of its variants, by its shape rule",
+    )
+    parser.add_argument(
+        "--mixer",
+        action="append",
+        default=[],
+        metavar="M,..",
+        help="these mixers in place of the file's",
+    )
     parser.add_argument("--widths", metavar="N,..", help=f"default: the study's, or {WIDTHS}")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)")
-    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="initialisations to take the mean over (default: 2)")
-    parser.add_argument("--random", action="store_true", help="tokens drawn by Zipf's law even where the run's data is there")
-    parser.add_argument("--compare", action="store_true", help="muP and the standard parametrization side by side; the verdict is muP's")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="initialisations to take the mean over (default: 2)",
+    )
+    parser.add_argument(
+        "--random",
+        action="store_true",
+        help="tokens drawn by Zipf's law even where the run's data is there",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="muP and the standard parametrization side by side; the verdict is muP's",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/coord-check/NAME")
-    parser.add_argument("words", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "words", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -153,18 +194,24 @@ def main(arguments: argparse.Namespace) -> int:
 def _widths(text: str | None, study: Study | None) -> list[int]:
     """The widths that are asked for, the study's, or those of WIDTHS."""
     if text is None:
-        stated = [str(size.width) for size in study.sizes if size.width is not None] if study else []
+        stated = (
+            [str(size.width) for size in study.sizes if size.width is not None] if study else []
+        )
         text = ",".join(stated) if len(stated) > 1 else WIDTHS
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--widths {text}: expected whole numbers with commas between them, as 64,128,256")
+        raise ConfigError(
+            f"--widths {text}: expected whole numbers with commas between them, as 64,128,256"
+        )
     widths = sorted({int(part) for part in parts})
     if len(widths) < 2:
         raise ConfigError(f"--widths {text}: one width says nothing about growth; give two or more")
     return widths
 
 
-def cases(source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], compare: bool) -> list[Case]:
+def cases(
+    source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], compare: bool
+) -> list[Case]:
     """What is to be checked: a run or a study's base with each of the mixers, each of the study's variants, or the run as it is.
 
     To ``compare``, each in the standard parametrization and under muP. Raises ConfigError (the file is wrong), StorageError.
@@ -172,15 +219,24 @@ def cases(source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], c
     study = source if isinstance(source, Study) else None
     base = Path(source.base) if isinstance(source, Study) else source
     shared = study.settings if study else ()
-    variants: dict[str, tuple[str, ...]] = {name: (f"model.mixer={name}",) for part in mixers for name in map(str.strip, part.split(","))}
+    variants: dict[str, tuple[str, ...]] = {
+        name: (f"model.mixer={name}",)
+        for part in mixers
+        for name in map(str.strip, part.split(","))
+    }
     variants = variants or (study.variants if study else {load_run(base, words).model.mixer: ()})
-    found = [Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()]
+    found = [
+        Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()
+    ]
     if not compare:
         return found
     both = []
     for case in found:
         # A base that muP alone has is refused without it.
-        standard = (*(word for word in case.words if not word.startswith("model.mup.")), "model.mup={}")
+        standard = (
+            *(word for word in case.words if not word.startswith("model.mup.")),
+            "model.mup={}",
+        )
         both += [
             replace(case, words=(*standard, "model.parametrization=standard"), counts=False),
             replace(case, words=(*case.words, "model.parametrization=mup")),
@@ -193,7 +249,11 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
 
     one = next(iter(configs.values()))
     tokens, source = _tokens(one)
-    mup = f"mup, base width {one.model.mup.base_hidden_size}" if one.model.parametrization == "mup" else one.model.parametrization
+    mup = (
+        f"mup, base width {one.model.mup.base_hidden_size}"
+        if one.model.parametrization == "mup"
+        else one.model.parametrization
+    )
     print(
         f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of {one.optimizer.lr:g} on one batch of "
         f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
@@ -202,7 +262,9 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
     found, started = [], time.monotonic()
     for config in configs.values():
         for seed in range(one.train.seed, one.train.seed + seeds):
-            found += activations.measure(case.name, replace(config, train=replace(config.train, seed=seed)), tokens, steps)
+            found += activations.measure(
+                case.name, replace(config, train=replace(config.train, seed=seed)), tokens, steps
+            )
     print(f"trained in {time.monotonic() - started:.0f} s\n", flush=True)
     return found
 
@@ -216,11 +278,15 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
     if not any_on_disk(config):
         assert config.model.vocab_size is not None
         words = f"drawn by Zipf's law from {config.model.vocab_size}"
-        return zipf_tokens(count, config.model.vocab_size), f"{words} (the run's data is not there)" if config.data.train else words
+        return zipf_tokens(
+            count, config.model.vocab_size
+        ), f"{words} (the run's data is not there)" if config.data.train else words
     prefix = Path(config.data.train[0].prefix)
     found = first_tokens(prefix, count)
     if len(found) < count:
-        raise ConfigError(f"data.train.0.prefix = {prefix}: {len(found)} tokens, and a batch takes {count}; set train.global_batch_size=1")
+        raise ConfigError(
+            f"data.train.0.prefix = {prefix}: {len(found)} tokens, and a batch takes {count}; set train.global_batch_size=1"
+        )
     return found, f"the first of {prefix}"
 
 
@@ -231,16 +297,23 @@ def _told(records: Sequence[Record]) -> bool:
     found = worst(verdicts)
     name = f"{records[0].variant}, {records[0].parametrization}"
     at = f"{found.site}, {found.quantity}: {found.ratio:.2f} over widths {found.widths[0]}-{found.widths[-1]}"
-    print(f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; the worst is {at} ({found.words.strip('()')})")
+    print(
+        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; the worst is {at} ({found.words.strip('()')})"
+    )
     return found.flat
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
     variants = list(dict.fromkeys(record.variant for record in records))
-    contents = {"coordinates.csv": as_csv(records).encode(), "coordinates.md": summary(records).encode()}
+    contents = {
+        "coordinates.csv": as_csv(records).encode(),
+        "coordinates.md": summary(records).encode(),
+    }
     for variant in variants:
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
-        contents[name] = png(coordinates([record for record in records if record.variant == variant]))
+        contents[name] = png(
+            coordinates([record for record in records if record.variant == variant])
+        )
     for name, content in contents.items():
         write_file(out / name, content)
     print(f"\nwrote {out}: {', '.join(contents)}")

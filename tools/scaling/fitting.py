@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_study(parser)
     parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="another table, CSV or Parquet (default: runs.csv in the study's results)"
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="another table, CSV or Parquet (default: runs.csv in the study's results)",
     )
 
 
@@ -47,7 +50,14 @@ def main(arguments: argparse.Namespace) -> int:
     frame = final_runs(read_table(table))
     variants = _variants(study, frame, table, foreign=arguments.table is not None)
     progress = Progress(len(variants), "variants", every=QUIET_SECONDS)
-    fit = fit_study(study.name, frame, variants, study.fit, str(table), lambda number: progress.update(number, variants[number]))
+    fit = fit_study(
+        study.name,
+        frame,
+        variants,
+        study.fit,
+        str(table),
+        lambda number: progress.update(number, variants[number]),
+    )
     progress.close()
     written = Path(study.results) / FIT
     save_fit(fit, written)
@@ -60,7 +70,9 @@ def console(fit: StudyFit) -> str:
     """The fit as a person reads it: the report's tables of it, what the comparison says, and the notes."""
     runs = sum(variant.runs for variant in fit.variants.values())
     n_is = "all parameters" if fit.parameters == "total" else "non-embedding parameters"
-    lines = [f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}"]
+    lines = [
+        f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}"
+    ]
     for listing in listings(fit):
         lines += ["", listing.title, *aligned([listing.header, *listing.rows])]
     lines += ["", *statements(fit), "", *(f"note: {note}" for note in notes(fit))]
@@ -74,7 +86,9 @@ def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> 
         for name in there:
             if name not in study.variants:
                 near = nearest(name, list(study.variants)) or study.baseline
-                raise ConfigError(f"{table}: variant: {name} is none of {study.path}'s; nearest is {near}; collect again")
+                raise ConfigError(
+                    f"{table}: variant: {name} is none of {study.path}'s; nearest is {near}; collect again"
+                )
         return list(study.variants)
     return sorted(there, key=lambda name: name != study.baseline)
 
@@ -111,12 +125,16 @@ def fit_study(
             f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run STUDY.yaml makes them, then collect"
         )
     baseline = variants[0]
-    others = [fit for variant, fit in found.items() if variant != baseline] if baseline in found else []
+    others = (
+        [fit for variant, fit in found.items() if variant != baseline] if baseline in found else []
+    )
     comparisons = [one for fit in others for one in compare(fit, found[baseline], config.interval)]
     return StudyFit(name, config.parameters, config.interval, source, found, comparisons, notes)
 
 
-def fit_variant(name: str, points: Points, config: FitConfig, rng: np.random.Generator) -> VariantFit:
+def fit_variant(
+    name: str, points: Points, config: FitConfig, rng: np.random.Generator
+) -> VariantFit:
     """One variant's fits; what could not be fitted is None, with its reason in the notes. Raises ConfigError (see `fit_study`)."""
     learning_rate, notes = fit_learning_rates(points, config, rng)
     chosen, note = best_rates(points)
@@ -142,14 +160,24 @@ def fit_variant(name: str, points: Points, config: FitConfig, rng: np.random.Gen
     return fit
 
 
-def _with_parametric(fit: VariantFit, points: Points, config: FitConfig, rng: np.random.Generator) -> VariantFit:
+def _with_parametric(
+    fit: VariantFit, points: Points, config: FitConfig, rng: np.random.Generator
+) -> VariantFit:
     law = fit_parametric(points, config, rng)
     left_out, notes = leave_out(points, law, config.huber_delta)
     if law.failed:
-        notes.append(f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals leave them out")
+        notes.append(
+            f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals leave them out"
+        )
     if law.on_bound > 0.02 * law.resamples:
         notes.append(
             f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law ran to the end of its range: "
             "it is hardly identified"
         )
-    return replace(fit, parametric=law, residuals=residuals(points, law), left_out=left_out, notes=fit.notes + notes)
+    return replace(
+        fit,
+        parametric=law,
+        residuals=residuals(points, law),
+        left_out=left_out,
+        notes=fit.notes + notes,
+    )

@@ -64,7 +64,9 @@ class Verdict:
         """The slope of log value over log width by least squares; NaN where the ratio is infinite."""
         if math.isinf(self.ratio):
             return math.nan
-        return statistics.linear_regression([*map(math.log, self.widths)], [*map(math.log, self.values)]).slope
+        return statistics.linear_regression(
+            [*map(math.log, self.widths)], [*map(math.log, self.values)]
+        ).slope
 
     @property
     def flat(self) -> bool:
@@ -95,16 +97,25 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     at_end = [record for record in records if record.step == last]
     widths = tuple(sorted({record.width for record in at_end}))
     found = []
-    for site, quantity in itertools.product(dict.fromkeys(record.site for record in at_end), QUANTITIES):
-        own = ([getattr(one, quantity) for one in at_end if (one.site, one.width) == (site, width)] for width in widths)
+    for site, quantity in itertools.product(
+        dict.fromkeys(record.site for record in at_end), QUANTITIES
+    ):
+        own = (
+            [getattr(one, quantity) for one in at_end if (one.site, one.width) == (site, width)]
+            for width in widths
+        )
         values = tuple(sum(some) / len(some) for some in own)
-        found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
+        found.append(
+            Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale"))
+        )
     return found
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The judged verdict with the greatest ratio."""
-    return max((verdict for verdict in verdicts if verdict.judged), key=lambda verdict: verdict.ratio)
+    return max(
+        (verdict for verdict in verdicts if verdict.judged), key=lambda verdict: verdict.ratio
+    )
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -112,7 +123,16 @@ def table(verdicts: Sequence[Verdict]) -> str:
     rows = [("site", "", *map(str, verdicts[0].widths), "max/min", "exponent", "verdict")]
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
-        rows.append((verdict.site, verdict.quantity, *numbers, f"{verdict.ratio:.2f}", f"{verdict.exponent:+.2f}", verdict.words))
+        rows.append(
+            (
+                verdict.site,
+                verdict.quantity,
+                *numbers,
+                f"{verdict.ratio:.2f}",
+                f"{verdict.exponent:+.2f}",
+                verdict.words,
+            )
+        )
     return "\n".join(aligned(rows, left=(0, 1, len(rows[0]) - 1)))
 
 
@@ -121,9 +141,14 @@ def summary(records: Sequence[Record]) -> str:
     columns = list(dict.fromkeys(record.parametrization for record in records))
     lines = [f"| variant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in dict.fromkeys(record.variant for record in records):
-        own = [[one for one in records if (one.variant, one.parametrization) == (variant, name)] for name in columns]
+        own = [
+            [one for one in records if (one.variant, one.parametrization) == (variant, name)]
+            for name in columns
+        ]
         ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
-        lines.append(f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |")
+        lines.append(
+            f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -143,7 +168,9 @@ def coordinates(records: Sequence[Record]) -> Any:
 
     All panels share their axes, so that slopes can be compared. A site whose value at a width is not finite or is zero is left out.
     """
-    groups = {name: [record for record in records if record.parametrization == name] for name in NAMES}
+    groups = {
+        name: [record for record in records if record.parametrization == name] for name in NAMES
+    }
     verdicts = {name: judge(group) for name, group in groups.items() if group}
     looks = _looks(shown_sites(records))
     steps = max(record.step for record in records)
@@ -151,7 +178,9 @@ def coordinates(records: Sequence[Record]) -> Any:
         f"Coordinate check of {records[0].variant}: activations after {steps} steps against width, over those at the smallest width\n"
         f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width"
     )
-    figure = titled_figure((max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)), title, 10.5)
+    figure = titled_figure(
+        (max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)), title, 10.5
+    )
     grid = figure.subplots(len(QUANTITIES), len(verdicts), squeeze=False, sharex=True, sharey=True)
     for column, (name, found) in enumerate(verdicts.items()):
         for row, (quantity, words) in enumerate(QUANTITIES.items()):
@@ -162,13 +191,22 @@ def coordinates(records: Sequence[Record]) -> Any:
             verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
             said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
             headed(axes, f"{NAMES[name]}, {words}\n{said}")
-            plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
+            plain_axes(
+                axes,
+                "width of the model" if row else "",
+                f"over that at width {found[0].widths[0]}" if not column else "",
+            )
     low, high = grid[0, 0].get_ylim()
     log_axis(grid[0, 0].yaxis, low, high, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
     labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
-    legend_below(figure, [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()], labels, 4)
+    legend_below(
+        figure,
+        [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()],
+        labels,
+        4,
+    )
     return figure
 
 
@@ -196,7 +234,11 @@ def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
     for site in sites:
         kind = kinds.index(site.rpartition("/")[2])
         line = LINES[blocks.index(site.partition("/")[0]) % len(LINES)] if "/" in site else "-"
-        looks[site] = {"color": COLOURS[kind % len(COLOURS)], "marker": MARKERS[kind % len(MARKERS)], "linestyle": line}
+        looks[site] = {
+            "color": COLOURS[kind % len(COLOURS)],
+            "marker": MARKERS[kind % len(MARKERS)],
+            "linestyle": line,
+        }
     return looks
 
 
@@ -208,4 +250,11 @@ def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, An
     for verdict in verdicts:
         if math.isfinite(verdict.ratio):
             over = [value / verdict.values[0] for value in verdict.values]
-            axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, alpha=1.0 if verdict.judged else 0.35, **looks[verdict.site])
+            axes.plot(
+                verdict.widths,
+                over,
+                linewidth=1.4,
+                markersize=4.5,
+                alpha=1.0 if verdict.judged else 0.35,
+                **looks[verdict.site],
+            )

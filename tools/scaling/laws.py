@@ -58,7 +58,9 @@ class PowerLaw:
     def at(self, x: ArrayLike) -> Array:
         """The law's value at ``x``."""
         offset = self.offset.value if self.offset else 0.0
-        return offset + self.coefficient.value * np.asarray(x, dtype=np.float64) ** self.exponent.value
+        return (
+            offset + self.coefficient.value * np.asarray(x, dtype=np.float64) ** self.exponent.value
+        )
 
     def band(self, x: ArrayLike, interval: float = 0.9) -> tuple[Array, Array] | None:
         """(low, high) at each ``x``: percentiles over the draws, None where there are none."""
@@ -71,7 +73,9 @@ class PowerLaw:
 
 def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
     """The central interval over the first axis: its two percentiles."""
-    low, high = np.quantile(np.asarray(values, dtype=np.float64), [(1 - interval) / 2, (1 + interval) / 2], axis=0)
+    low, high = np.quantile(
+        np.asarray(values, dtype=np.float64), [(1 - interval) / 2, (1 + interval) / 2], axis=0
+    )
     return low, high
 
 
@@ -115,7 +119,10 @@ def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
     """k, offset and squared relative error ``[r, g]`` for each exponent of ``grid`` ``[r, g]``."""
     term = x[None, None, :] ** -grid[:, :, None] / y[:, None, :]
     flat = np.broadcast_to(1 / y[:, None, :], term.shape)
-    tt, ff, tf, t1, f1 = ((a * b).sum(axis=2) for a, b in ((term, term), (flat, flat), (term, flat), (term, 1.0), (flat, 1.0)))
+    tt, ff, tf, t1, f1 = (
+        (a * b).sum(axis=2)
+        for a, b in ((term, term), (flat, flat), (term, flat), (term, 1.0), (flat, 1.0))
+    )
     determinant = np.maximum(tt * ff - tf * tf, 1e-300)
     k, offset = (t1 * ff - f1 * tf) / determinant, (f1 * tt - t1 * tf) / determinant
     below = offset < 0
@@ -123,8 +130,12 @@ def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
     return k, offset, ((k[:, :, None] * term + offset[:, :, None] * flat - 1) ** 2).sum(axis=2)
 
 
-def power_law(x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool) -> PowerLaw:
+def power_law(
+    x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool
+) -> PowerLaw:
     """A `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; too few of the ``asked`` resamples give no interval."""
-    coefficient, exponent, level = (Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3))
+    coefficient, exponent, level = (
+        Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3)
+    )
     kept = rounded(draws) if coefficient.low is not None else []
     return PowerLaw(x_name, y_name, coefficient, exponent, level if offset else None, kept)

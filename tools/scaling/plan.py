@@ -52,14 +52,19 @@ def main(arguments: argparse.Namespace) -> int:
 
         from tools.scaling.table import write_table
 
-        write_table(pd.DataFrame([asdict(run) | {"settings": " ".join(run.settings)} for run in runs]), arguments.csv)
+        write_table(
+            pd.DataFrame([asdict(run) | {"settings": " ".join(run.settings)} for run in runs]),
+            arguments.csv,
+        )
     return 0
 
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     """The plan for a console."""
     columns = {name: text for name, text in COLUMNS.items() if study.trunks or name != "begins"}
-    table = aligned([list(columns), *([text(run) for text in columns.values()] for run in runs)], left=(0,))
+    table = aligned(
+        [list(columns), *([text(run) for text in columns.values()] for run in runs)], left=(0,)
+    )
     others = [variant for variant in study.variants if variant != study.baseline]
     against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
     question = f"{study.name}: {against}; every run is {study.base} with settings of its own"
@@ -74,9 +79,15 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
     """The total, and what the numbers rest on."""
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
-    notes = [f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
+    notes = [
+        f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"
+    ]
     if study.trunks:
-        forks, straight, own = sum(bool(run.trunk) for run in runs), sum(run.flops for run in runs), sum(run.own_flops for run in runs)
+        forks, straight, own = (
+            sum(bool(run.trunk) for run in runs),
+            sum(run.flops for run in runs),
+            sum(run.own_flops for run in runs),
+        )
         notes.append(
             f"trunks: {counted(forks, 'run')} begin where a longer one's decay would, at its checkpoint: {own:.4g} FLOPs are trained, "
             f"{straight - own:.4g} saved ({1 - own / straight:.0%})"
@@ -91,13 +102,25 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
             f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",
             f"hours are the study's assumption: {cluster.tflops:g} TFLOP/s sustained by a process, whatever the variant and the size",
         ]
-    warmup = f"{study.warmup:g} of a run's steps" if study.warmup_steps is None else f"of {study.warmup_steps} steps"
-    notes.append(f"shape rule: {rule_words(study.shape)}; a size that states layers, heads or ffn keeps them")
-    notes.append(f"warm-up {warmup}; {study.validations} validations a run; the learning rate's floor moves with its peak")
+    warmup = (
+        f"{study.warmup:g} of a run's steps"
+        if study.warmup_steps is None
+        else f"of {study.warmup_steps} steps"
+    )
+    notes.append(
+        f"shape rule: {rule_words(study.shape)}; a size that states layers, heads or ffn keeps them"
+    )
+    notes.append(
+        f"warm-up {warmup}; {study.validations} validations a run; the learning rate's floor moves with its peak"
+    )
     known = [run.epochs for run in runs if run.epochs is not None]
     if len(known) < len(runs):
-        notes.append("the data is not on this machine: whether it would be repeated was not checked")
+        notes.append(
+            "the data is not on this machine: whether it would be repeated was not checked"
+        )
     elif known:
-        notes.append(f"data is read {max(known):.2f} times at most (max_epochs {study.max_epochs:g})")
+        notes.append(
+            f"data is read {max(known):.2f} times at most (max_epochs {study.max_epochs:g})"
+        )
     notes.append(f"run directories: {study.directory}/RUN; results: {study.results}")
     return notes

@@ -23,8 +23,16 @@ from tools.scaling.trunks import forked
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
 # Words that take away what a base or a study says of lengths, which the plan gives every run.
-_NO_LENGTHS = tuple(f"optimizer.{key}" for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null"))
-SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")  # of a model, as `Sizes` has them
+_NO_LENGTHS = tuple(
+    f"optimizer.{key}"
+    for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null")
+)
+SHAPE = (
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "ffn_hidden_size",
+)  # of a model, as `Sizes` has them
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class Sizes:
     @property
     def words(self) -> tuple[str, ...]:
         """As settings of a run."""
-        return tuple(f"model.{key}={value}" for key, value in zip(SHAPE, astuple(self), strict=True))
+        return tuple(
+            f"model.{key}={value}" for key, value in zip(SHAPE, astuple(self), strict=True)
+        )
 
     def of(self, model: ModelConfig) -> ModelConfig:
         """The model at these sizes."""
@@ -62,12 +72,15 @@ def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
     size = size or Size()
     if size.heads is None and width % shape.head_size:
         near = max(1, round(width / shape.head_size)) * shape.head_size
-        raise ConfigError(f"width {width} is no multiple of shape.head_size = {shape.head_size}; the nearest: {near}")
+        raise ConfigError(
+            f"width {width} is no multiple of shape.head_size = {shape.head_size}; the nearest: {near}"
+        )
     return Sizes(
         width=width,
         layers=size.layers or max(shape.min_layers, math.floor(width / shape.aspect_ratio + 0.5)),
         heads=size.heads or width // shape.head_size,
-        ffn=size.ffn or math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple) * shape.ffn_multiple,
+        ffn=size.ffn
+        or math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple) * shape.ffn_multiple,
     )
 
 
@@ -82,7 +95,10 @@ def non_embedding_parameters(model: ModelConfig) -> int:
 
 
 def nearest_sizes(
-    shape: ShapeRule, model: ModelConfig, target: float, count: Callable[[ModelConfig], int] = non_embedding_parameters
+    shape: ShapeRule,
+    model: ModelConfig,
+    target: float,
+    count: Callable[[ModelConfig], int] = non_embedding_parameters,
 ) -> Sizes:
     """The rule's shape whose parameters are nearest to ``target``, by their ratio.
 
@@ -159,7 +175,9 @@ class _Length:
 
     @property
     def label(self) -> str:
-        return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(self.value)
+        return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(
+            self.value
+        )
 
 
 def short(value: float) -> str:
@@ -205,13 +223,19 @@ class Planner:
         try:
             return load_run(self.study.base, words)
         except ConfigError as error:
-            raise ConfigError(f"{self.study.path}: {key}: {str(error).removeprefix('command line: ')}") from None
+            raise ConfigError(
+                f"{self.study.path}: {key}: {str(error).removeprefix('command line: ')}"
+            ) from None
 
     def prepared(self, key: str, config: RunConfig) -> tuple[RunConfig, DataFacts | None]:
         """A configuration checked for the study's processes, with what the data fills in; told with the study's key. Raises ConfigError."""
         processes = self.study.cluster.processes
         try:
-            prepared = prepare(replace(config, parallel=replace(config.parallel, world_size=processes)), processes, plan_only=True)
+            prepared = prepare(
+                replace(config, parallel=replace(config.parallel, world_size=processes)),
+                processes,
+                plan_only=True,
+            )
         except ConfigError as error:
             raise ConfigError(f"{self.study.path}: {key}: {error}") from None
         return prepared.config, prepared.facts
@@ -233,15 +257,21 @@ class Planner:
         short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS))
         config, facts = self.prepared(where, short_run)
         counts = (total_parameters(config.model), non_embedding_parameters(config.model))
-        return Model(config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts)
+        return Model(
+            config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts
+        )
 
     def _sizes(self, size: Size) -> Sizes:
         if size.width is not None:
             return shaped(self.study.shape, size.width, size)
         assert size.parameters is not None
-        baseline = self.read("settings", (*self.study.settings, *self.study.variants[self.study.baseline]))
+        baseline = self.read(
+            "settings", (*self.study.settings, *self.study.variants[self.study.baseline])
+        )
         vocabulary = baseline.model.vocab_size or 1  # not counted: non-embedding parameters are
-        return nearest_sizes(self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters)
+        return nearest_sizes(
+            self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters
+        )
 
     def _run(self, length: _Length, size: Size, variant: str, rate: float, seed: int) -> PlannedRun:
         model, cluster = self.model(variant, size), self.study.cluster
@@ -267,7 +297,9 @@ class Planner:
             steps=steps,
             flops=flops,
             epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
-            hours=flops / (cluster.tflops * 1e12 * cluster.processes * 3600) if cluster.tflops else None,
+            hours=flops / (cluster.tflops * 1e12 * cluster.processes * 3600)
+            if cluster.tflops
+            else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
         self._check(run, length)
@@ -284,7 +316,10 @@ class Planner:
         """Settings of a run of so many steps at a learning rate, its floor at the base's share of it where no word says another."""
         study, base = self.study, self.base.optimizer
         yield from (f"train.steps={steps}", "train.tokens=null")
-        yield from (f"optimizer.warmup_steps={study.warmup_of(steps)}", "optimizer.warmup_tokens=null")
+        yield from (
+            f"optimizer.warmup_steps={study.warmup_of(steps)}",
+            "optimizer.warmup_tokens=null",
+        )
         yield f"train.eval_interval={math.ceil(steps / study.validations)}"
         if rate != model.config.optimizer.lr:
             yield f"optimizer.lr={rate!r}"
@@ -304,12 +339,18 @@ class Planner:
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
         mirror = config.checkpoint.mirror
         if mirror and "{name}" not in mirror:
-            raise ConfigError(f"{where}: checkpoint.mirror = {mirror} is one place for all runs; the fix: {mirror}/{{name}}")
+            raise ConfigError(
+                f"{where}: checkpoint.mirror = {mirror} is one place for all runs; the fix: {mirror}/{{name}}"
+            )
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
-            raise ConfigError(f"{where} has the same settings as {self._told[told]}; leave one of them out")
+            raise ConfigError(
+                f"{where} has the same settings as {self._told[told]}; leave one of them out"
+            )
         if run.name in self._told.values():
-            raise ConfigError(f"{where}: two runs have this name, since their numbers differ by less than a name tells")
+            raise ConfigError(
+                f"{where}: two runs have this name, since their numbers differ by less than a name tells"
+            )
         self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
@@ -324,13 +365,26 @@ class Planner:
             share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps of it"
             told = f"its {run.steps} steps are too short for its warm-up ({share})"
         enough = least * run.batch_tokens
-        fix = f"{_up(enough * run.flops_per_token):g} FLOPs" if length.kind == "budgets" else f"{enough} tokens"
-        raise ConfigError(f"{where}: {told}; long enough are {fix}, or a smaller train.global_batch_size")
+        fix = (
+            f"{_up(enough * run.flops_per_token):g} FLOPs"
+            if length.kind == "budgets"
+            else f"{enough} tokens"
+        )
+        raise ConfigError(
+            f"{where}: {told}; long enough are {fix}, or a smaller train.global_batch_size"
+        )
 
 
 def _lengths(study: Study) -> list[_Length]:
-    budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=attrgetter("flops"))]
-    others = [_Length(kind, value, study.sizes) for kind in ("tokens", "tokens_per_parameter") for value in sorted(getattr(study, kind))]
+    budgets = [
+        _Length("budgets", budget.flops, budget.sizes or study.sizes)
+        for budget in sorted(study.budgets, key=attrgetter("flops"))
+    ]
+    others = [
+        _Length(kind, value, study.sizes)
+        for kind in ("tokens", "tokens_per_parameter")
+        for value in sorted(getattr(study, kind))
+    ]
     return budgets + others
 
 

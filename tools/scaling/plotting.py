@@ -30,7 +30,12 @@ PICTURES = ("isoflop", "frontier", "loss_compute", "residuals", "learning_rate")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     add_study(parser)
-    parser.add_argument("--table", type=Path, metavar="FILE", help="the table that was fitted (default: runs.csv in the study's results)")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="the table that was fitted (default: runs.csv in the study's results)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -40,11 +45,16 @@ def main(arguments: argparse.Namespace) -> int:
     table, fit = read_table(file), load_fit(study.fit_json)
     check_same_runs(study, fit, table, file)
     results = Path(study.results)
-    words = (as_typed(arguments.study), *(("--results", as_typed(arguments.results)) if arguments.results else ()))
+    words = (
+        as_typed(arguments.study),
+        *(("--results", as_typed(arguments.results)) if arguments.results else ()),
+    )
     report = report_of(study, fit, table, read_collected(file), words)
     pictures = {name: png(figure) for name, figure in figures(fit, table).items()}
     _write(results, report, pictures)
-    print(f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}")
+    print(
+        f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}"
+    )
     for statement in report["statements"]:
         print(statement)
     return 0
@@ -68,12 +78,18 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
     for variant in fit.variants.values():
         named = [(entry.run, entry.loss) for entry in variant.residuals]
         if variant.isoflop is not None:
-            named += [(run, math.nan) for parabola in variant.isoflop.parabolas for run in parabola.runs]
+            named += [
+                (run, math.nan) for parabola in variant.isoflop.parabolas for run in parabola.runs
+            ]
         for run, loss in named:
             if run not in losses:
-                raise ConfigError(f"{study.fit_json}: run {run} is not in {file}, which is another table or was collected since; {again}")
+                raise ConfigError(
+                    f"{study.fit_json}: run {run} is not in {file}, which is another table or was collected since; {again}"
+                )
             if not math.isnan(loss) and not math.isclose(loss, losses[run], rel_tol=1e-9):
-                raise ConfigError(f"{study.fit_json}: run {run} has loss {loss} there and {losses[run]} in {file}; {again}")
+                raise ConfigError(
+                    f"{study.fit_json}: run {run} has loss {loss} there and {losses[run]} in {file}; {again}"
+                )
 
 
 def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
@@ -88,7 +104,9 @@ def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
         losses.residuals(fit),
         learning_rate.learning_rate(fit),
     )
-    return {name: figure for name, figure in zip(PICTURES, drawn, strict=True) if figure is not None}
+    return {
+        name: figure for name, figure in zip(PICTURES, drawn, strict=True) if figure is not None
+    }
 
 
 def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:

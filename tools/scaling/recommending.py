@@ -23,7 +23,12 @@ from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
-from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
+from tools.scaling.planning import (
+    nearest_sizes,
+    non_embedding_parameters,
+    rule_words,
+    total_parameters,
+)
 
 from .laws import Estimate
 from .planning import Model, Planner, short
@@ -31,7 +36,9 @@ from .results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_l
 from .study import Size, Study, add_study, study_of
 
 FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning
-FARTHEST = 100.0  # and beyond this there is none unless it is asked for; docs/decisions.md says why so far
+FARTHEST = (
+    100.0  # and beyond this there is none unless it is asked for; docs/decisions.md says why so far
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     add_study(parser)
     parser.add_argument("--flops", type=float, required=True, metavar="C", help="training FLOPs")
-    parser.add_argument("--variant", metavar="NAME", help="default: the one with the least predicted loss")
-    parser.add_argument("--extrapolate", action="store_true", help=f"even beyond {FARTHEST:g} times the study's largest run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration there (default: print it)")
+    parser.add_argument(
+        "--variant", metavar="NAME", help="default: the one with the least predicted loss"
+    )
+    parser.add_argument(
+        "--extrapolate",
+        action="store_true",
+        help=f"even beyond {FARTHEST:g} times the study's largest run",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the configuration there (default: print it)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -77,7 +92,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool) -> Recommendation:
+def recommend(
+    study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool
+) -> Recommendation:
     """The run for a compute budget: the shape of the study's rule nearest to the optimal N, whole steps, the law's learning rate.
 
     Raises ConfigError (the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be).
@@ -103,11 +120,20 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
             f"the least that will do: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
-    words = (*model.words, *planner.words(model, steps, rate), f"train.seed={study.seeds[0]}", f"name={study.name}-{name}-{short(flops)}")
+    words = (
+        *model.words,
+        *planner.words(model, steps, rate),
+        f"train.seed={study.seeds[0]}",
+        f"name={study.name}-{name}-{short(flops)}",
+    )
     config = planner.read(f"the run for {flops:g} FLOPs", words)
     planner.prepared(f"the run for {flops:g} FLOPs", config)
     tokens = steps * batch
-    loss = predict_loss(laws, count(model.config.model), tokens) if laws.parametric is not None else optimum.loss
+    loss = (
+        predict_loss(laws, count(model.config.model), tokens)
+        if laws.parametric is not None
+        else optimum.loss
+    )
     return Recommendation(config, model, name, optimum, steps, tokens, loss, rate_from, measured)
 
 
@@ -135,7 +161,11 @@ def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
     """The run's YAML: the settings that differ from the defaults, below comments on where they come from."""
     comments = [f"# {line}" for line in _comments(study, fit, found)]
     values = _differences(plain(found.config), plain(RunConfig()))
-    return "\n".join(comments) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return (
+        "\n".join(comments)
+        + "\n"
+        + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    )
 
 
 def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[str]:
@@ -163,14 +193,25 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
     """The variant asked for, or the one with the least predicted loss. Raises ConfigError."""
     if variant is not None:
         if variant not in study.variants:
-            raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}")
+            raise ConfigError(
+                f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}"
+            )
         if variant not in fit.variants:
-            raise ConfigError(f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again")
+            raise ConfigError(
+                f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again"
+            )
         return variant
     optima = _optima(study, fit, flops)
     if not optima:
-        told = "; ".join(note for name in study.variants if name in fit.variants for note in fit.variants[name].notes)
-        raise ConfigError(f"{study.fit_json}: no variant of {study.path} has a law that gives an optimum{f': {told}' if told else ''}")
+        told = "; ".join(
+            note
+            for name in study.variants
+            if name in fit.variants
+            for note in fit.variants[name].notes
+        )
+        raise ConfigError(
+            f"{study.fit_json}: no variant of {study.path} has a law that gives an optimum{f': {told}' if told else ''}"
+        )
     return min(optima, key=lambda name: optima[name].loss.value)
 
 
@@ -192,22 +233,40 @@ def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
                 rate = float(f"{float(law.at(size)):.3g}")
                 return rate, f"{rate:g}, the study's law of the best rate against {law.x}"
     rate = model.config.optimizer.lr
-    why = "muP keeps it over the widths" if model.config.model.parametrization == "mup" else "the study fitted no law of it"
+    why = (
+        "muP keeps it over the widths"
+        if model.config.model.parametrization == "mup"
+        else "the study fitted no law of it"
+    )
     return rate, f"{rate:g}, that of the study's runs ({why})"
 
 
 def _measured(study: Study, fit: StudyFit) -> float:
     """FLOPs of the largest run that was fitted, else the largest budget. Raises ConfigError where neither is known."""
     flops = [residual.flops for laws in fit.variants.values() for residual in laws.residuals]
-    flops += [parabola.budget for laws in fit.variants.values() if laws.isoflop for parabola in laws.isoflop.parabolas]
+    flops += [
+        parabola.budget
+        for laws in fit.variants.values()
+        if laws.isoflop
+        for parabola in laws.isoflop.parabolas
+    ]
     flops = flops or [budget.flops for budget in study.budgets]
     if not flops:
-        raise ConfigError(f"{study.fit_json}: it names no run's FLOPs; write it again: python -m tools.scaling fit {study.path}")
+        raise ConfigError(
+            f"{study.fit_json}: it names no run's FLOPs; write it again: python -m tools.scaling fit {study.path}"
+        )
     return max(flops)
 
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """What differs from the defaults, key by key."""
     changed = {key: value for key, value in values.items() if value != defaults.get(key)}
-    both = {key for key, value in changed.items() if isinstance(value, dict) and isinstance(defaults.get(key), dict)}
-    return {key: _differences(value, defaults[key]) if key in both else value for key, value in changed.items()}
+    both = {
+        key
+        for key, value in changed.items()
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+    }
+    return {
+        key: _differences(value, defaults[key]) if key in both else value
+        for key, value in changed.items()
+    }

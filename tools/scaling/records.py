@@ -30,12 +30,14 @@ from tools.scaling.trunks import begins_at
 DIGITS = 16  # of a hash in the table
 # What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
 _NO_MATTER = (
-    "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
-    "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
-    "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
-    "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
-    "checkpoint.fork"  # compared by `after_trunk`: the decay of a trunk is the end of a straight run
-).split()
+    (
+        "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
+        "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
+        "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
+        "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
+        "checkpoint.fork"  # compared by `after_trunk`: the decay of a trunk is the end of a straight run
+    ).split()
+)
 _FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
 
 
@@ -135,7 +137,9 @@ def _recorded(run: Path) -> str | None:
     try:
         told = json.loads(manifest.read_bytes()).get("data")
     except (ValueError, AttributeError):
-        raise ConfigError(f"{manifest} is damaged: not a JSON mapping; run it again, or remove the checkpoint") from None
+        raise ConfigError(
+            f"{manifest} is damaged: not a JSON mapping; run it again, or remove the checkpoint"
+        ) from None
     return str(told) if told else None
 
 
@@ -151,12 +155,18 @@ def _held(config: RunConfig) -> str | None:
             if path.name not in manifest.splits:
                 return None
             entry = manifest.splits[path.name]
-            sources.append(SourceContents(split, source.prefix, entry["idx_sha256"], entry["bin_sha256"]))
+            sources.append(
+                SourceContents(split, source.prefix, entry["idx_sha256"], entry["bin_sha256"])
+            )
     return Contents(tuple(sources)).key if sources else None
 
 
 def _read(config: RunConfig) -> str | None:
-    files = [Path(source.prefix + ending) for source in (*config.data.train, *config.data.valid) for ending in (".bin", ".idx")]
+    files = [
+        Path(source.prefix + ending)
+        for source in (*config.data.train, *config.data.valid)
+        for ending in (".bin", ".idx")
+    ]
     return check_contents(check_data(config)).key if all(file.is_file() for file in files) else None
 
 
@@ -167,7 +177,9 @@ def _tokenizer(config: RunConfig) -> str:
         if manifest is not None:
             return str(manifest.tokenizer["sha256"])
     file = Path(config.data.tokenizer) / "tokenizer.json" if config.data.tokenizer else None
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
+    return (
+        hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
+    )
 
 
 def _hash(value: Any) -> str:
@@ -226,8 +238,18 @@ def read_directory(folder: Path) -> Record | None:
     config = load_run(folder / "config.yaml")
     with files_told():
         history = History.read(folder)
-    steps = tuple(Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps)
-    return Record(str(folder), "run_dir", config, steps, history.validations, _unfinished(folder, config), folder)
+    steps = tuple(
+        Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps
+    )
+    return Record(
+        str(folder),
+        "run_dir",
+        config,
+        steps,
+        history.validations,
+        _unfinished(folder, config),
+        folder,
+    )
 
 
 def _unfinished(folder: Path, config: RunConfig) -> str:
@@ -237,7 +259,10 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
     state, at = progress["state"], f"at step {progress['step']} of {steps}"
     if state == "complete" and progress["step"] >= steps:
         return ""
-    said = {"failed": f"failed {at}: {progress.get('message')}", "stopped": f"stopped by {progress.get('signal')} {at}"}
+    said = {
+        "failed": f"failed {at}: {progress.get('message')}",
+        "stopped": f"stopped by {progress.get('signal')} {at}",
+    }
     return said.get(state, f"{state} {at}, or ended without a word")
 
 
@@ -250,13 +275,23 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
     if fork is None:
         return record
     if begins_at(fork) != (planned.trunk, planned.begin_step):
-        wanted = f"it to begin at step {planned.begin_step} of {planned.trunk}" if planned.trunk else "no such beginning"
-        raise ConfigError(f"{record.place}: it began at {fork}, and the study plans {wanted} now; move the run away and run it again")
+        wanted = (
+            f"it to begin at step {planned.begin_step} of {planned.trunk}"
+            if planned.trunk
+            else "no such beginning"
+        )
+        raise ConfigError(
+            f"{record.place}: it began at {fork}, and the study plans {wanted} now; move the run away and run it again"
+        )
     if trunk is None:
         return None
     steps = tuple(step for step in trunk.steps if step.step <= planned.begin_step)
-    validations = tuple(validation for validation in trunk.validations if validation[0] <= planned.begin_step)
-    return replace(record, steps=(*steps, *record.steps), validations=(*validations, *record.validations))
+    validations = tuple(
+        validation for validation in trunk.validations if validation[0] <= planned.begin_step
+    )
+    return replace(
+        record, steps=(*steps, *record.steps), validations=(*validations, *record.validations)
+    )
 
 
 def read_export(path: Path) -> dict[str, Record]:
@@ -270,7 +305,9 @@ def read_export(path: Path) -> dict[str, Record]:
         if line.strip():
             record = _exported(f"{path}: line {number}", line)
             if record.config.name in records:
-                raise ConfigError(f"{record.place}: the run is there twice, see {records[record.config.name].place}; keep one of the lines")
+                raise ConfigError(
+                    f"{record.place}: the run is there twice, see {records[record.config.name].place}; keep one of the lines"
+                )
             records[record.config.name] = record
     return records
 
@@ -279,10 +316,14 @@ def _exported(where: str, line: str) -> Record:
     try:
         raw = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: no JSON ({error}); docs/scaling.md shows how the export is made") from None
+        raise ConfigError(
+            f"{where}: no JSON ({error}); docs/scaling.md shows how the export is made"
+        ) from None
     for key, kind in (("name", str), ("config", dict), ("history", list)):
         if not isinstance(raw, dict) or not isinstance(raw.get(key), kind):
-            raise ConfigError(f"{where}: {key} is missing; docs/scaling.md shows how the export is made")
+            raise ConfigError(
+                f"{where}: {key} is missing; docs/scaling.md shows how the export is made"
+            )
     place = f"{where}: run {raw['name']}"
     values = {key: value for key, value in raw["config"].items() if not key.startswith("_")}
     try:
@@ -291,18 +332,26 @@ def _exported(where: str, line: str) -> Record:
         raise ConfigError(f"{place}: {error}") from None
     if config.model.vocab_size is None or not values.get("name"):
         absent = "name" if not values.get("name") else "model.vocab_size"
-        raise ConfigError(f"{place}: config: {absent} is missing: it is not the configuration that pretrain logs")
+        raise ConfigError(
+            f"{place}: config: {absent} is missing: it is not the configuration that pretrain logs"
+        )
     merged = dict[int, dict[str, Any]]()
-    for row in _rows(place, raw["history"]):  # in the order of logging: of a step that was trained again the last values count
+    for row in _rows(
+        place, raw["history"]
+    ):  # in the order of logging: of a step that was trained again the last values count
         merged.setdefault(row["step"], {}).update(row)
     rows = [merged[step] for step in sorted(merged)]
     nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
     if nowhere:
-        raise ConfigError(f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}")
+        raise ConfigError(
+            f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}"
+        )
     steps, before = [], begins_at(config.checkpoint.fork)[1]
     for row in rows:
         if "loss" in row and "step_seconds" in row:
-            steps.append(Step(row["step"], row["loss"], row["step_seconds"] * (row["step"] - before)))
+            steps.append(
+                Step(row["step"], row["loss"], row["step_seconds"] * (row["step"] - before))
+            )
             before = row["step"]
     validations = tuple((row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row)
     last, wanted = (validations[-1][0] if validations else 0), Schedule.of(config).steps
@@ -313,14 +362,20 @@ def _exported(where: str, line: str) -> Record:
 def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
     """The rows' numbers: Weights & Biases writes what is not finite as text, and null where a row has no such value."""
     for number, row in enumerate(history):
-        if isinstance(row, dict) and "_step" in row:  # of runs that had no metric of their own for it
+        if (
+            isinstance(row, dict) and "_step" in row
+        ):  # of runs that had no metric of their own for it
             row = {"step": row["_step"], **row}
         if not isinstance(row, dict) or "step" not in row:
-            raise ConfigError(f"{place}: history.{number}: step is missing; export the rows with {', '.join(EXPORTED_KEYS)}")
+            raise ConfigError(
+                f"{place}: history.{number}: step is missing; export the rows with {', '.join(EXPORTED_KEYS)}"
+            )
         try:
             numbers = {key: float(row[key]) for key in EXPORTED_KEYS if row.get(key) is not None}
         except (TypeError, ValueError):
-            raise ConfigError(f"{place}: history.{number}: {', '.join(EXPORTED_KEYS)} are not all numbers") from None
+            raise ConfigError(
+                f"{place}: history.{number}: {', '.join(EXPORTED_KEYS)} are not all numbers"
+            ) from None
         yield {**numbers, "step": int(numbers["step"])}
 
 
@@ -353,10 +408,27 @@ def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[
         if not math.isfinite(loss):
             continue
         tokens = step * schedule.step_tokens
-        losses = [entry.loss for entry in record.steps if before < entry.step <= step and math.isfinite(entry.loss)]
+        losses = [
+            entry.loss
+            for entry in record.steps
+            if before < entry.step <= step and math.isfinite(entry.loss)
+        ]
         seconds = sum(entry.seconds for entry in record.steps if entry.step <= step)
-        of_this = {"step": step, "tokens": tokens, "flops": tokens * per_token, "loss": loss, "wall_seconds": seconds}
+        of_this = {
+            "step": step,
+            "tokens": tokens,
+            "flops": tokens * per_token,
+            "loss": loss,
+            "wall_seconds": seconds,
+        }
         mean = sum(losses) / len(losses) if losses else math.nan
-        rows.append({**same, **of_this, "train_loss": mean, "final": not record.unfinished and step == schedule.steps})
+        rows.append(
+            {
+                **same,
+                **of_this,
+                "train_loss": mean,
+                "final": not record.unfinished and step == schedule.steps,
+            }
+        )
         before = step
     return rows

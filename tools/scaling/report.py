@@ -47,10 +47,18 @@ Report = dict[str, Any]
 _BY = {"isoflop": "isoFLOP minima", "parametric": "parametric law"}
 
 
-def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Collected | None, words: Sequence[str]) -> Report:
+def report_of(
+    study: Study,
+    fit: StudyFit,
+    table: pd.DataFrame,
+    collected: Collected | None,
+    words: Sequence[str],
+) -> Report:
     """What the templates say of a fitted study; ``words``: its file and the results where they were named, as a reader would type them."""
     final = table[table["final"]]
-    commands = [(verb, words[:1]) for verb in ("plan", "run")] + [(verb, words) for verb in ("collect", "fit", "plot")]
+    commands = [(verb, words[:1]) for verb in ("plan", "run")] + [
+        (verb, words) for verb in ("collect", "fit", "plot")
+    ]
     return {
         "study": fit.study,
         "asked": list(_asked(study, fit, final, collected)),
@@ -67,13 +75,18 @@ def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Colle
 
 def render_html(report: Report, pictures: dict[str, bytes]) -> str:
     """The report as one HTML file that needs nothing else."""
-    images = [(name, base64.b64encode(content).decode(), _CAPTIONS[name]) for name, content in pictures.items()]
+    images = [
+        (name, base64.b64encode(content).decode(), _CAPTIONS[name])
+        for name, content in pictures.items()
+    ]
     return _template("report.html.j2").render(report=report, images=images)
 
 
 def render_summary(report: Report, pictures: Sequence[str]) -> str:
     """The main table, the statements and the pictures beside it as Markdown."""
-    return _template("summary.md.j2").render(report=report, images=[(name, _CAPTIONS[name]) for name in pictures])
+    return _template("summary.md.j2").render(
+        report=report, images=[(name, _CAPTIONS[name]) for name in pictures]
+    )
 
 
 def _template(name: str) -> jinja2.Template:
@@ -105,7 +118,9 @@ def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> s
 # --- the sections --------------------------------------------------------------------------------------------------------------
 
 
-def _asked(study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collected | None) -> Iterator[tuple[str, str]]:
+def _asked(
+    study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collected | None
+) -> Iterator[tuple[str, str]]:
     for number_of, (variant, words) in enumerate(study.variants.items()):
         role = ", the baseline" if number_of == 0 and len(study.variants) > 1 else ""
         yield f"variant {variant}{role}", " ".join(words) or "the base run as it is"
@@ -130,8 +145,16 @@ def _asked(study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collecte
     hours = float(final["wall_seconds"].sum()) / 3600
     if hours > 0:
         yield "time in steps of all runs", f"{hours:.3g} hours"
-    yield "N of the laws", "all parameters" if fit.parameters == "total" else "parameters without embedding and output layer"
-    yield "data, tokenizer", f"{final['data'].iloc[0] or 'not told'}, {final['tokenizer'].iloc[0] or 'not told'}"
+    yield (
+        "N of the laws",
+        "all parameters"
+        if fit.parameters == "total"
+        else "parameters without embedding and output layer",
+    )
+    yield (
+        "data, tokenizer",
+        f"{final['data'].iloc[0] or 'not told'}, {final['tokenizer'].iloc[0] or 'not told'}",
+    )
 
 
 def statements(fit: StudyFit) -> Iterator[str]:
@@ -139,7 +162,11 @@ def statements(fit: StudyFit) -> Iterator[str]:
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
         exponents = {}
-        if variant.isoflop is not None and variant.isoflop.n_opt is not None and variant.isoflop.d_opt is not None:
+        if (
+            variant.isoflop is not None
+            and variant.isoflop.n_opt is not None
+            and variant.isoflop.d_opt is not None
+        ):
             exponents["isoflop"] = variant.isoflop.n_opt.exponent, variant.isoflop.d_opt.exponent
         if variant.parametric is not None:
             exponents["parametric"] = variant.parametric.a, variant.parametric.b
@@ -153,13 +180,27 @@ def statements(fit: StudyFit) -> Iterator[str]:
 
 def notes(fit: StudyFit) -> list[str]:
     """What the fit says of itself and of its variants."""
-    return [*fit.notes, *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes)]
+    return [
+        *fit.notes,
+        *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes),
+    ]
 
 
 def listings(fit: StudyFit, final: pd.DataFrame | None = None) -> list[Listing]:
     """The tables of all that was fitted; with the ``final`` runs also the optima at the largest compute measured."""
     optima = [_optima(fit, final)] if final is not None else []
-    return [law for law in (_parametric(fit), _isoflop(fit), *optima, _multipliers(fit), _left_out(fit), _rates(fit)) if law.rows]
+    return [
+        law
+        for law in (
+            _parametric(fit),
+            _isoflop(fit),
+            *optima,
+            _multipliers(fit),
+            _left_out(fit),
+            _rates(fit),
+        )
+        if law.rows
+    ]
 
 
 def _parametric(fit: StudyFit) -> Listing:
@@ -167,7 +208,15 @@ def _parametric(fit: StudyFit) -> Listing:
     for name, law in fit.fitted("parametric").items():
         values = [estimate(one, number) for one in (law.E, law.A, law.B)]
         values += [estimate(one, "{:.3f}".format) for one in (law.alpha, law.beta, law.a, law.b)]
-        rows.append((name, *values, f"{100 * law.noise:.2g}%", str(law.points), f"{law.resamples - law.failed} of {law.resamples}"))
+        rows.append(
+            (
+                name,
+                *values,
+                f"{100 * law.noise:.2g}%",
+                str(law.points),
+                f"{law.resamples - law.failed} of {law.resamples}",
+            )
+        )
     header = "variant|E, nats a token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples converged"
     return Listing("Parametric law L = E + A/N^α + B/D^β", header.split("|"), rows)
 
@@ -177,7 +226,11 @@ def _isoflop(fit: StudyFit) -> Listing:
     for name, found in fit.fitted("isoflop").items():
         for parabola in found.parabolas:
             inside = "inside" if parabola.inside else "outside the sizes measured: no optimum"
-            values = (estimate(parabola.n_opt), estimate(parabola.d_opt), estimate(parabola.loss)) if parabola.inside else ("–", "–", "–")
+            values = (
+                (estimate(parabola.n_opt), estimate(parabola.d_opt), estimate(parabola.loss))
+                if parabola.inside
+                else ("–", "–", "–")
+            )
             rows.append((name, number(parabola.budget), *values, inside, str(len(parabola.runs))))
     header = "variant|budget, FLOPs|best N|best D, tokens|loss there, nats a token|minimum|sizes"
     return Listing("Minima of the isoFLOP parabolas", header.split("|"), rows)
@@ -185,14 +238,22 @@ def _isoflop(fit: StudyFit) -> Listing:
 
 def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
     rows = []
-    largest = float(final["budget"].max()) if final["budget"].notna().all() else float(final["flops"].max())
+    largest = (
+        float(final["budget"].max())
+        if final["budget"].notna().all()
+        else float(final["flops"].max())
+    )
     for name, variant in fit.variants.items():
         for method, words in _BY.items():
             with suppress(ConfigError):  # no such law
                 best = optimal(variant, largest, method)
                 rows.append((name, words, *(estimate(one) for one in (best.n, best.d, best.loss))))
     header = "variant|by|best N|best D, tokens|loss, nats a token"
-    return Listing(f"Least loss at {number(largest)} FLOPs, the largest compute measured", header.split("|"), rows)
+    return Listing(
+        f"Least loss at {number(largest)} FLOPs, the largest compute measured",
+        header.split("|"),
+        rows,
+    )
 
 
 def _multipliers(fit: StudyFit) -> Listing:
@@ -200,7 +261,10 @@ def _multipliers(fit: StudyFit) -> Listing:
     for entry in fit.comparisons:
         at = [(number(value.flops), number(value.loss), value.ratio) for value in entry.multipliers]
         at += [("all", "", entry.overall)] if entry.overall is not None else []
-        rows += [(entry.variant, _BY[entry.method], *where, estimate(ratio, "{:.3f}".format)) for *where, ratio in at]
+        rows += [
+            (entry.variant, _BY[entry.method], *where, estimate(ratio, "{:.3f}".format))
+            for *where, ratio in at
+        ]
     baseline = fit.comparisons[0].baseline if fit.comparisons else ""
     header = f"variant|by|{baseline}'s FLOPs|loss reached, nats a token|share of {baseline}'s FLOPs; below 1 is better"
     return Listing("Compute for the same loss", header.split("|"), rows)
@@ -208,20 +272,42 @@ def _multipliers(fit: StudyFit) -> Listing:
 
 def _left_out(fit: StudyFit) -> Listing:
     rows = [
-        (name, number(one.budget), str(one.runs), f"{100 * one.mean_error:.2g}%", f"{100 * one.worst_error:.2g}% ({one.worst_run})")
+        (
+            name,
+            number(one.budget),
+            str(one.runs),
+            f"{100 * one.mean_error:.2g}%",
+            f"{100 * one.worst_error:.2g}% ({one.worst_run})",
+        )
         for name, variant in fit.variants.items()
         for one in variant.left_out
     ]
     header = "variant|budget left out, FLOPs|runs predicted|mean error|worst error"
-    return Listing("Parametric law fitted without one budget, and how well it predicts that budget", header.split("|"), rows)
+    return Listing(
+        "Parametric law fitted without one budget, and how well it predicts that budget",
+        header.split("|"),
+        rows,
+    )
 
 
 def _rates(fit: StudyFit) -> Listing:
     rows = []
     for name, found in fit.fitted("learning_rate").items():
         for entry in found.optima:
-            rate = f"at the edge, {number(entry.rate.value)}: no optimum" if entry.edge else estimate(entry.rate)
-            rows.append((name, number(entry.parameters), rate, number(entry.loss), ", ".join(map(number, entry.rates))))
+            rate = (
+                f"at the edge, {number(entry.rate.value)}: no optimum"
+                if entry.edge
+                else estimate(entry.rate)
+            )
+            rows.append(
+                (
+                    name,
+                    number(entry.parameters),
+                    rate,
+                    number(entry.loss),
+                    ", ".join(map(number, entry.rates)),
+                )
+            )
     header = "variant|parameters|best peak learning rate|loss there, nats a token|rates measured"
     return Listing("Learning rates", header.split("|"), rows)
 
@@ -232,7 +318,9 @@ def _best(fit: StudyFit, final: pd.DataFrame) -> Listing:
     rows = []
     for length, group in final.groupby("budget" if by_budget else "tokens"):
         cells = dict.fromkeys(fit.variants, "–")
-        for _, run in group.sort_values("loss", ascending=False, kind="stable").iterrows():  # the least last
+        for _, run in group.sort_values(
+            "loss", ascending=False, kind="stable"
+        ).iterrows():  # the least last
             cells[run["variant"]] = f"{run['loss']:.4f} (N = {number(float(run['parameters']))})"
         rows.append((number(float(length)), *(cells[name] for name in fit.variants)))
     header = ["training FLOPs" if by_budget else "training tokens", *fit.variants]
@@ -243,7 +331,11 @@ def _runs(final: pd.DataFrame) -> Listing:
     rows = []
     for _, run in final.iterrows():
         n, d = int(run["parameters"]), int(run["tokens"])
-        inner = "–" if pd.isna(run["non_embedding_parameters"]) else f"{int(run['non_embedding_parameters']):,}"
+        inner = (
+            "–"
+            if pd.isna(run["non_embedding_parameters"])
+            else f"{int(run['non_embedding_parameters']):,}"
+        )
         rate = "–" if pd.isna(run["learning_rate"]) else f"{run['learning_rate']:.4g}"
         hours = "–" if pd.isna(run["wall_seconds"]) else f"{run['wall_seconds'] / 3600:.3g}"
         sizes = (f"{n:,}", inner, f"{d:,}", f"{d / n:.3g}", number(run["flops"]))

@@ -106,14 +106,19 @@ class ParametricFit:
     def loss(self, n: ArrayLike, d: ArrayLike) -> Array:
         """The law's loss at N parameters and D tokens."""
         n, d = np.asarray(n, dtype=np.float64), np.asarray(d, dtype=np.float64)
-        return self.E.value + self.A.value * n**-self.alpha.value + self.B.value * d**-self.beta.value
+        return (
+            self.E.value + self.A.value * n**-self.alpha.value + self.B.value * d**-self.beta.value
+        )
 
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
         """(low, high) of the law itself at each point; None without draws."""
         if not self.draws:
             return None
         e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
-        n, d = np.asarray(n, dtype=np.float64).reshape(1, -1), np.asarray(d, dtype=np.float64).reshape(1, -1)
+        n, d = (
+            np.asarray(n, dtype=np.float64).reshape(1, -1),
+            np.asarray(d, dtype=np.float64).reshape(1, -1),
+        )
         return percentiles(e + a * n**-alpha + b * d**-beta, self.interval)
 
     @property
@@ -128,7 +133,9 @@ class ParametricFit:
         ``G = (alpha A / (phi beta B))^(1 / (alpha + phi beta))``; Hoffmann et al.'s equation 4 at phi = 1.
         """
         _, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
-        n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (1 / (alpha + self.phi * beta))
+        n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (
+            1 / (alpha + self.phi * beta)
+        )
         return n, flops / self.k / n**self.phi
 
     @property
@@ -138,7 +145,9 @@ class ParametricFit:
         def rows(parameters: ArrayLike) -> list[tuple[float, float, float]]:
             e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
             n, d = self.best(parameters, 1.0)
-            found = np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
+            found = np.stack(
+                [a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1
+            )
             return [tuple(row) for row in found.tolist()]
 
         k, exponent, e = map(Estimate, rows(self.values)[0])
@@ -267,7 +276,11 @@ class StudyFit:
 
     def fitted(self, what: str) -> dict[str, Any]:
         """Variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate"), of those that have one."""
-        return {name: found for name, variant in self.variants.items() if (found := getattr(variant, what)) is not None}
+        return {
+            name: found
+            for name, variant in self.variants.items()
+            if (found := getattr(variant, what)) is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -290,13 +303,19 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     law = fit.parametric
     if law is None:
         why = f": {'; '.join(fit.notes)}" if fit.notes else ""
-        raise ConfigError(f"{fit.name}: no parametric law was fitted, so no loss can be predicted{why}")
+        raise ConfigError(
+            f"{fit.name}: no parametric law was fitted, so no loss can be predicted{why}"
+        )
     mean, band = float(law.loss(n, d)), law.band(n, d)
     if band is None:
         return Estimate(mean)
     scatter = law.noise * NormalDist().inv_cdf(0.5 + law.interval / 2)
     below, above = (math.log(float(side[0]) / mean) for side in band)
-    return Estimate(mean, mean * math.exp(-math.hypot(min(below, 0.0), scatter)), mean * math.exp(math.hypot(max(above, 0.0), scatter)))
+    return Estimate(
+        mean,
+        mean * math.exp(-math.hypot(min(below, 0.0), scatter)),
+        mean * math.exp(math.hypot(max(above, 0.0), scatter)),
+    )
 
 
 def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum:
@@ -310,7 +329,13 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
         pairs = zip(law.best(law.values, flops), law.best(law.draws, flops), strict=True)
         n, d = (Estimate.of(value[0], draws, law.interval, len(draws)) for value, draws in pairs)
         return Optimum(flops, n, d, predict_loss(fit, n.value, d.value), "parametric")
-    if fit.isoflop is not None and fit.isoflop.n_opt and fit.isoflop.d_opt and fit.isoflop.loss and method in (None, "isoflop"):
+    if (
+        fit.isoflop is not None
+        and fit.isoflop.n_opt
+        and fit.isoflop.d_opt
+        and fit.isoflop.loss
+        and method in (None, "isoflop")
+    ):
         laws = (fit.isoflop.n_opt, fit.isoflop.d_opt, fit.isoflop.loss)
         best_n, best_d, loss = (_law_at(law, flops, fit.isoflop.interval) for law in laws)
         return Optimum(flops, best_n, best_d, loss, "isoflop")
@@ -330,7 +355,9 @@ def load_fit(path: Path) -> StudyFit:
             raise ValueError(f"format {values['format']}")
         return typing.cast(StudyFit, built(StudyFit, values))
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise ConfigError(f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit STUDY.yaml") from None
+        raise ConfigError(
+            f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit STUDY.yaml"
+        ) from None
 
 
 def save_fit(fit: StudyFit, path: Path) -> None:
@@ -342,17 +369,27 @@ def save_fit(fit: StudyFit, path: Path) -> None:
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:
     band = law.band([x], interval)
-    return Estimate(float(law.at(x)), *(float(side[0]) for side in band)) if band else Estimate(float(law.at(x)))
+    return (
+        Estimate(float(law.at(x)), *(float(side[0]) for side in band))
+        if band
+        else Estimate(float(law.at(x)))
+    )
 
 
 def built(hint: Any, value: Any) -> Any:
     """The values of JSON as the type they were of; TypeError, KeyError or ValueError where they do not fit it."""
     if is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        return typing.cast(type, hint)(**{name: built(hints[name], inner) for name, inner in value.items()})
+        return typing.cast(type, hint)(
+            **{name: built(hints[name], inner) for name, inner in value.items()}
+        )
     origin, inner_hints = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else built(next(kind for kind in inner_hints if kind is not types.NoneType), value)
+        return (
+            None
+            if value is None
+            else built(next(kind for kind in inner_hints if kind is not types.NoneType), value)
+        )
     if origin is list:
         return [built(inner_hints[0], inner) for inner in value]
     if origin is tuple:

@@ -42,7 +42,11 @@ SOME = 0.01  # of the FLOPs are done before the rest's time is guessed
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 120.0
 INTERRUPTED = 130
-FAILED = ("stopped", "lost", "cancelled")  # launch's words for runs that it does not start again by itself
+FAILED = (
+    "stopped",
+    "lost",
+    "cancelled",
+)  # launch's words for runs that it does not start again by itself
 _PDEATHSIG = 1  # of <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)
 
@@ -50,16 +54,52 @@ _LIBC = ctypes.CDLL(None)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line; all but the study is handed to launch."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
-    parser.add_argument("--cluster", default=str(PROFILES / "local_cpu.yaml"), metavar="PROFILE.yaml", help="default: this machine's CPUs")
-    parser.add_argument("--at-once", type=int, metavar="K", help="so many runs at a time (default: the study's cluster.at_once)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes a run, which its processes are spread over (default: 1)")
+    parser.add_argument(
+        "--cluster",
+        default=str(PROFILES / "local_cpu.yaml"),
+        metavar="PROFILE.yaml",
+        help="default: this machine's CPUs",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        metavar="K",
+        help="so many runs at a time (default: the study's cluster.at_once)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="nodes a run, which its processes are spread over (default: 1)",
+    )
     parser.add_argument("--time", metavar="LIMIT", help="Slurm: time limit of one submission")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile")
-    parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help="Slurm: start after a job ended well")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="Slurm: nodes not to use")
-    parser.add_argument("--update", action="store_true", help="take new settings and the code as it is now for runs that began with others")
-    parser.add_argument("--no-rehearse", action="store_true", help="Slurm: start without a rehearsal of layouts not seen before")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started; write nothing")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile"
+    )
+    parser.add_argument(
+        "--dependency",
+        action="append",
+        default=[],
+        metavar="JOB",
+        help="Slurm: start after a job ended well",
+    )
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="NODES", help="Slurm: nodes not to use"
+    )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="take new settings and the code as it is now for runs that began with others",
+    )
+    parser.add_argument(
+        "--no-rehearse",
+        action="store_true",
+        help="Slurm: start without a rehearsal of layouts not seen before",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be started; write nothing"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -75,28 +115,46 @@ def main(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{study.path}: {error}") from None
     flops = sum(run.own_flops for run in runs)
     if not arguments.dry_run:
-        print(f"{study.name}: {counted(len(runs), 'run')}, {flops:.3g} FLOPs, in {study.directory}", flush=True)
+        print(
+            f"{study.name}: {counted(len(runs), 'run')}, {flops:.3g} FLOPs, in {study.directory}",
+            flush=True,
+        )
     code, came = _start(study, runs, arguments, local)
     return code if arguments.dry_run else _end(study, runs, code, came, local)
 
 
-def _start(study: Study, runs: Sequence[PlannedRun], arguments: argparse.Namespace, local: bool) -> tuple[int, bool]:
+def _start(
+    study: Study, runs: Sequence[PlannedRun], arguments: argparse.Namespace, local: bool
+) -> tuple[int, bool]:
     """Hand the runs to launch, forks after their trunks: (its first exit code that is not 0, whether a signal came)."""
     environment, progress, code, came = _environment(), Progress(study, runs), 0, False
-    if local and not arguments.dry_run:  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
+    if (
+        local and not arguments.dry_run
+    ):  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
         at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once))
+        )
     for forks in (False, True):
         some, after = [run for run in runs if bool(run.trunk) == forks], list[str]()
         if forks and not arguments.dry_run:
             if local:
                 rows = standings(study) if some else None
-                some = [run for run in some if rows and rows.get(run.trunk, {}).get("state") == "finished"]
+                some = [
+                    run
+                    for run in some
+                    if rows and rows.get(run.trunk, {}).get("state") == "finished"
+                ]
             else:
-                after = [f"{study.directory}/{trunk}" for trunk in dict.fromkeys(run.trunk for run in some)]
+                after = [
+                    f"{study.directory}/{trunk}"
+                    for trunk in dict.fromkeys(run.trunk for run in some)
+                ]
         if not some or came or (code and not local):
             break
-        with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="study-", encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", suffix=".txt", prefix="study-", encoding="utf-8"
+        ) as file:
             with files_told():
                 file.write(run_list(some))
                 file.flush()
@@ -114,18 +172,32 @@ def run_list(runs: Sequence[PlannedRun]) -> str:
     return "".join(f"{run.name}: {shlex.join(run.settings)}\n" for run in runs)
 
 
-def launch_command(study: Study, arguments: argparse.Namespace, listed: str, after: Sequence[str] = ()) -> list[str]:
+def launch_command(
+    study: Study, arguments: argparse.Namespace, listed: str, after: Sequence[str] = ()
+) -> list[str]:
     """`python -m launch sweep` for a study; on Slurm its runs start when those in the directories ``after`` have ended well.
 
     Raises ConfigError where the processes cannot be spread over the nodes.
     """
     processes, nodes = study.cluster.processes, arguments.nodes
     if nodes < 1 or processes % nodes:
-        raise ConfigError(f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be spread over them evenly")
+        raise ConfigError(
+            f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be spread over them evenly"
+        )
     at_once = study.cluster.at_once if arguments.at_once is None else arguments.at_once
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once}: must be at least 1")
-    words = [sys.executable, "-m", "launch", "sweep", study.base, "--list", listed, "--cluster", arguments.cluster]
+    words = [
+        sys.executable,
+        "-m",
+        "launch",
+        "sweep",
+        study.base,
+        "--list",
+        listed,
+        "--cluster",
+        arguments.cluster,
+    ]
     words += ["--name", study.name, "--directory", study.directory, "--at-once", str(at_once)]
     words += ["--nodes", str(nodes), "--processes", str(processes // nodes)]
     words += ["--time", arguments.time] if arguments.time else []
@@ -133,7 +205,9 @@ def launch_command(study: Study, arguments: argparse.Namespace, listed: str, aft
         words += [word for value in getattr(arguments, option) for word in (f"--{option}", value)]
     words += [word for directory in after for word in ("--dependency", directory)]
     flags = ("update", "no-rehearse", "dry-run")
-    return words + [f"--{option}" for option in flags if getattr(arguments, option.replace("-", "_"))]
+    return words + [
+        f"--{option}" for option in flags if getattr(arguments, option.replace("-", "_"))
+    ]
 
 
 def is_local(profile: Path) -> bool:
@@ -145,13 +219,20 @@ def is_local(profile: Path) -> bool:
         if "scheduler" in values or not isinstance(values.get("base"), str):
             return values.get("scheduler") == "local"
         base = values["base"]
-        profile = profile.parent / base if "/" in base or base.endswith(".yaml") else PROFILES / f"{base}.yaml"
+        profile = (
+            profile.parent / base
+            if "/" in base or base.endswith(".yaml")
+            else PROFILES / f"{base}.yaml"
+        )
     return False
 
 
 def _environment() -> dict[str, str]:
     """The user's, with the checkout's modules to be found from every folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
 
 
 # --- following what launch does --------------------------------------------------------------------------------------------------
@@ -169,14 +250,26 @@ class Progress:
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
         """One line, from how the runs stand."""
         done = [rows.get(run.name, {}).get("state") == "finished" for run in self.runs]
-        steps = [max(0, (rows.get(run.name, {}).get("step") or 0) - run.begin_step) for run in self.runs]
-        parts = [min(1.0, step / (run.steps - run.begin_step)) for run, step in zip(self.runs, steps, strict=True)]
-        flops = sum(run.own_flops * (1.0 if whole else part) for run, whole, part in zip(self.runs, done, parts, strict=True))
+        steps = [
+            max(0, (rows.get(run.name, {}).get("step") or 0) - run.begin_step) for run in self.runs
+        ]
+        parts = [
+            min(1.0, step / (run.steps - run.begin_step))
+            for run, step in zip(self.runs, steps, strict=True)
+        ]
+        flops = sum(
+            run.own_flops * (1.0 if whole else part)
+            for run, whole, part in zip(self.runs, done, parts, strict=True)
+        )
         share = flops / sum(run.own_flops for run in self.runs)
         self.at_first = share if self.at_first is None else self.at_first
         elapsed, gained = time.monotonic() - self.began, share - self.at_first
         left = f"; {duration(elapsed / gained * (1 - share))} left" if gained > SOME else ""
-        work = [f"{row['name']} {row['step']}/{row['steps']}" for row in rows.values() if row["active"] and row["step"] is not None]
+        work = [
+            f"{row['name']} {row['step']}/{row['steps']}"
+            for row in rows.values()
+            if row["active"] and row["step"] is not None
+        ]
         now = f"; now {', '.join(work)}" if work else ""
         return f"{self.study.name}: {sum(done)} of {len(self.runs)} runs done, {share:.0%} of the FLOPs{left}{now}"
 
@@ -185,7 +278,14 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
     """Run -> how it stands, by `launch status`; None where launch knows nothing of the study (yet)."""
     command = [sys.executable, "-m", "launch", "status", study.directory, "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=STATUS_SECONDS, start_new_session=True)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=_environment(),
+            timeout=STATUS_SECONDS,
+            start_new_session=True,
+        )
         rows = json.loads(done.stdout) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError):
         return None
@@ -199,7 +299,9 @@ def _tied(parent: int) -> None:
         os._exit(1)
 
 
-def _follow(command: Sequence[str], environment: dict[str, str], progress: Progress) -> tuple[int, bool]:
+def _follow(
+    command: Sequence[str], environment: dict[str, str], progress: Progress
+) -> tuple[int, bool]:
     """Run launch and tell from time to time how far it is: (its exit code, whether a signal came).
 
     It has a session of its own and is handed every signal once: one to this process's whole group would otherwise reach it twice, and the
@@ -210,8 +312,12 @@ def _follow(command: Sequence[str], environment: dict[str, str], progress: Progr
     def take(number: int, _: FrameType | None) -> None:
         came.append(number)
 
-    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):  # also one that comes while launch is started
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid()))
+    with taken(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take
+    ):  # also one that comes while launch is started
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid())
+        )
         while process.poll() is None:
             for number in came[handed:]:
                 process.send_signal(number)
@@ -230,18 +336,33 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     if rows is None:
         if code:  # launch refused, in a line of its own
             return code
-        raise StorageError(f"{study.directory}: launch does not say how the runs stand; see: python -m launch status {study.directory}")
+        raise StorageError(
+            f"{study.directory}: launch does not say how the runs stand; see: python -m launch status {study.directory}"
+        )
     done = sum(rows.get(run.name, {}).get("state") == "finished" for run in runs)
-    failed = [(run.name, row) for run in runs if (row := rows.get(run.name)) is not None and row["state"] in FAILED and row["message"]]
+    failed = [
+        (run.name, row)
+        for run in runs
+        if (row := rows.get(run.name)) is not None and row["state"] in FAILED and row["message"]
+    ]
     if came:
-        print(f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command goes on", flush=True)
+        print(
+            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command goes on",
+            flush=True,
+        )
         return INTERRUPTED
     for name, row in failed:
         place = shlex.quote(f"{study.directory}/{name}")
-        print(f"failed: {name}: {row['message']}; see: python -m launch logs --errors {place}", file=sys.stderr)
+        print(
+            f"failed: {name}: {row['message']}; see: python -m launch logs --errors {place}",
+            file=sys.stderr,
+        )
     if failed:
         again = f"python -m launch requeue RUN, then: python -m tools.scaling run {study.path}"
-        print(f"{len(failed)} of {len(runs)} runs failed; start one again with: {again}", file=sys.stderr)
+        print(
+            f"{len(failed)} of {len(runs)} runs failed; start one again with: {again}",
+            file=sys.stderr,
+        )
     else:
         next_one = "the same command goes on"
         if not local:

@@ -34,7 +34,11 @@ def _sizes(node: Node) -> Node:
 
 def _budgets(node: Node) -> Node:
     """FLOPs as mappings."""
-    return replace(node, value=[_keyed(item, "flops") for item in node.value]) if isinstance(node.value, list) else node
+    return (
+        replace(node, value=[_keyed(item, "flops") for item in node.value])
+        if isinstance(node.value, list)
+        else node
+    )
 
 
 def _keyed(item: Node, key: str) -> Node:
@@ -45,13 +49,21 @@ def _keyed(item: Node, key: str) -> Node:
 class FitConfig:
     """Knobs of `tools.scaling.fits`; the defaults are the ones of the papers."""
 
-    approaches: tuple[str, ...] = setting(APPROACHES, "Which laws: isoflop (Hoffmann et al.'s approach 2), parametric (3).", APPROACHES)
+    approaches: tuple[str, ...] = setting(
+        APPROACHES,
+        "Which laws: isoflop (Hoffmann et al.'s approach 2), parametric (3).",
+        APPROACHES,
+    )
     parameters: str = setting(
-        "total", "The N of the laws: all parameters (as Hoffmann et al.), or those outside the embedding.", PARAMETERS
+        "total",
+        "The N of the laws: all parameters (as Hoffmann et al.), or those outside the embedding.",
+        PARAMETERS,
     )
     interval: float = setting(0.9, "Level of every interval.", above=0, below=1)
     resamples: int = setting(500, "Bootstrap resamples.", least=50)
-    huber_delta: float = setting(1e-3, "Where the Huber loss on log loss turns from square to linear.", above=0, below=1)
+    huber_delta: float = setting(
+        1e-3, "Where the Huber loss on log loss turns from square to linear.", above=0, below=1
+    )
     seed: int = setting(1, "Of the bootstrap.", least=0)
 
 
@@ -67,8 +79,17 @@ PLANNED = {
     "train.seed": "seeds",
     "train.eval_interval": "validations",
     **dict.fromkeys(("train.steps", "train.tokens"), "budgets"),
-    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens", "optimizer.warmup_fraction"), "warmup, or warmup_steps"),
-    **dict.fromkeys((f"model.{key}" for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")), "sizes"),
+    **dict.fromkeys(
+        ("optimizer.warmup_steps", "optimizer.warmup_tokens", "optimizer.warmup_fraction"),
+        "warmup, or warmup_steps",
+    ),
+    **dict.fromkeys(
+        (
+            f"model.{key}"
+            for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")
+        ),
+        "sizes",
+    ),
     "parallel.world_size": "cluster.processes",
 }
 
@@ -77,10 +98,18 @@ PLANNED = {
 class ShapeRule:
     """The rule from a width to a whole shape; a size that states a number of its own keeps it."""
 
-    head_size: int = setting(64, "Width of a head: heads = width / head_size, which must be whole.", above=0)
-    aspect_ratio: float = setting(64.0, "layers = width / aspect_ratio, rounded to the nearest whole number.", above=0)
+    head_size: int = setting(
+        64, "Width of a head: heads = width / head_size, which must be whole.", above=0
+    )
+    aspect_ratio: float = setting(
+        64.0, "layers = width / aspect_ratio, rounded to the nearest whole number.", above=0
+    )
     min_layers: int = setting(2, "Fewest layers.", above=0)
-    ffn_ratio: float = setting(8 / 3, "Inner width of the MLP over width, rounded up to a multiple of ffn_multiple.", above=0)
+    ffn_ratio: float = setting(
+        8 / 3,
+        "Inner width of the MLP over width, rounded up to a multiple of ffn_multiple.",
+        above=0,
+    )
     ffn_multiple: int = setting(64, "The MLP's inner width is a multiple of this.", above=0)
 
 
@@ -93,13 +122,17 @@ class Size:
     heads: int | None = setting(None, "Heads; null: by the rule.", above=0)
     ffn: int | None = setting(None, "Inner width of the MLP; null: by the rule.", above=0)
     parameters: float | None = setting(
-        None, "In place of a width: the baseline's non-embedding parameters, met by the nearest width.", above=0
+        None,
+        "In place of a width: the baseline's non-embedding parameters, met by the nearest width.",
+        above=0,
     )
 
     @property
     def told(self) -> str:
         """The size in words."""
-        return f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
+        return (
+            f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +140,9 @@ class Budget:
     """Training compute that several sizes are given."""
 
     flops: float = setting(0.0, "Training FLOPs of a run.", above=0)
-    sizes: tuple[Size, ...] = setting((), "The budget's own sizes; empty: the study's.", expand=_sizes)
+    sizes: tuple[Size, ...] = setting(
+        (), "The budget's own sizes; empty: the study's.", expand=_sizes
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +151,11 @@ class Cluster:
 
     processes: int = setting(1, "Processes a run, the world size.", above=0)
     at_once: int = setting(1, "Runs at the same time.", above=0)
-    tflops: float | None = setting(None, "Sustained model TFLOP/s of a process: the study's assumption; null: no hours are said.", above=0)
+    tflops: float | None = setting(
+        None,
+        "Sustained model TFLOP/s of a process: the study's assumption; null: no hours are said.",
+        above=0,
+    )
     name: str = setting("", "What machine that is, for the plan's words.")
 
 
@@ -125,27 +164,55 @@ class Study:
     """A scaling-law study. ``path`` is where it was read from; ``base``, ``directory`` and ``results`` can be opened as they stand."""
 
     name: str = setting("", "Name of the study; empty: the file's.")
-    base: str = setting("", "The run configuration that all runs share; relative to the study's folder.", path=True)
-    directory: str = setting("", "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.", path=True)
+    base: str = setting(
+        "", "The run configuration that all runs share; relative to the study's folder.", path=True
+    )
+    directory: str = setting(
+        "",
+        "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.",
+        path=True,
+    )
     results: str = setting(
-        "", "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.", path=True
+        "",
+        "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.",
+        path=True,
     )
     published: str = setting(
-        "", "Folder of a table and fit that are read while results has no table. Relative to the working directory.", path=True
+        "",
+        "Folder of a table and fit that are read while results has no table. Relative to the working directory.",
+        path=True,
     )
     settings: tuple[str, ...] = setting((), "section.key=value words of all runs.")
-    variants: dict[str, tuple[str, ...]] = setting(dict, "What is compared: name -> its settings. The first is the baseline.")
-    shape: ShapeRule = setting(ShapeRule, "The rule from a width to a shape.")
-    sizes: tuple[Size, ...] = setting((), "The sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.", expand=_sizes)
-    budgets: tuple[Budget, ...] = setting((), "Training FLOPs, each at every size; an item {flops, sizes} has its own.", expand=_budgets)
-    tokens: tuple[float, ...] = setting((), "In place of budgets: training tokens of every size.", above=0)
-    tokens_per_parameter: tuple[float, ...] = setting(
-        (), "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike.", above=0
+    variants: dict[str, tuple[str, ...]] = setting(
+        dict, "What is compared: name -> its settings. The first is the baseline."
     )
-    learning_rates: tuple[float, ...] | None = setting(None, "Every run at each of these; null: the variant's or the base's.", above=0)
+    shape: ShapeRule = setting(ShapeRule, "The rule from a width to a shape.")
+    sizes: tuple[Size, ...] = setting(
+        (),
+        "The sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.",
+        expand=_sizes,
+    )
+    budgets: tuple[Budget, ...] = setting(
+        (),
+        "Training FLOPs, each at every size; an item {flops, sizes} has its own.",
+        expand=_budgets,
+    )
+    tokens: tuple[float, ...] = setting(
+        (), "In place of budgets: training tokens of every size.", above=0
+    )
+    tokens_per_parameter: tuple[float, ...] = setting(
+        (),
+        "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike.",
+        above=0,
+    )
+    learning_rates: tuple[float, ...] | None = setting(
+        None, "Every run at each of these; null: the variant's or the base's.", above=0
+    )
     seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0, below=2**32)
     warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.", least=0, below=1)
-    warmup_steps: int | None = setting(None, "Linear warm-up in steps, in place of warmup: the same for all runs.", least=0)
+    warmup_steps: int | None = setting(
+        None, "Linear warm-up in steps, in place of warmup: the same for all runs.", least=0
+    )
     trunks: bool = setting(
         False,
         "Of the runs that differ in length alone the longest is trained whole, and the others are forks of it from where their decay "
@@ -153,10 +220,16 @@ class Study:
     )
     min_steps: int = setting(50, "Fewest steps of a run.", above=0)
     max_epochs: float = setting(4.0, "How often the training data may be read.", above=0)
-    validations: int = setting(5, "Validations of a run, evenly spaced, the last at its end.", above=0)
+    validations: int = setting(
+        5, "Validations of a run, evenly spaced, the last at its end.", above=0
+    )
     cluster: Cluster = setting(Cluster, "What the expected hours rest on.")
     fit: FitConfig = setting(FitConfig, "How `fit` fits.")
-    path: str = setting("", "Set by `load_study`.", check=lambda _: "it is where the study was read from; leave it out")
+    path: str = setting(
+        "",
+        "Set by `load_study`.",
+        check=lambda _: "it is where the study was read from; leave it out",
+    )
 
     @property
     def baseline(self) -> str:
@@ -172,7 +245,11 @@ class Study:
 
     def warmup_of(self, steps: int) -> int:
         """Steps of the warm-up of a run of so many steps."""
-        return math.floor(self.warmup * steps + 0.5) if self.warmup_steps is None else self.warmup_steps
+        return (
+            math.floor(self.warmup * steps + 0.5)
+            if self.warmup_steps is None
+            else self.warmup_steps
+        )
 
     @property
     def runs_csv(self) -> Path:
@@ -195,14 +272,21 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     """The arguments of a verb that works on a study's results."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="read and write there alone (default: the study's results, below runs/)"
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="read and write there alone (default: the study's results, below runs/)",
     )
 
 
 def study_of(arguments: argparse.Namespace) -> Study:
     """The study that `add_study`'s arguments name. Raises as `load_study`."""
     study = load_study(arguments.study)
-    return study if arguments.results is None else replace(study, results=str(arguments.results), published="")
+    return (
+        study
+        if arguments.results is None
+        else replace(study, results=str(arguments.results), published="")
+    )
 
 
 def load_study(path: str | Path) -> Study:
@@ -216,7 +300,9 @@ def load_study(path: str | Path) -> Study:
     directory = study.directory or str(STUDIES / name)
     base = os.path.normpath(path.parent / study.base) if study.base else ""
     results = study.results or str(Path(directory) / "results")
-    study = replace(study, name=name, base=base, directory=directory, results=results, path=str(path))
+    study = replace(
+        study, name=name, base=base, directory=directory, results=results, path=str(path)
+    )
     try:
         _check(study)
     except ConfigError as error:
@@ -229,9 +315,13 @@ def load_study(path: str | Path) -> Study:
 
 def _check(study: Study) -> None:
     if not NAME.fullmatch(study.name):
-        raise ConfigError(f"name = {study.name!r}: it names a folder: letters, digits, ., - and _ alone")
+        raise ConfigError(
+            f"name = {study.name!r}: it names a folder: letters, digits, ., - and _ alone"
+        )
     if not study.base:
-        raise ConfigError("base: name the run configuration that all runs share, as base: ../run/demo.yaml")
+        raise ConfigError(
+            "base: name the run configuration that all runs share, as base: ../run/demo.yaml"
+        )
     _check_variants(study)
     _check_lists(study)
     _check_lengths(study)
@@ -250,10 +340,14 @@ def _check(study: Study) -> None:
 
 def _check_variants(study: Study) -> None:
     if not study.variants:
-        raise ConfigError("variants is empty: name what is compared, as {transformer: [model.mixer=transformer]}")
+        raise ConfigError(
+            "variants is empty: name what is compared, as {transformer: [model.mixer=transformer]}"
+        )
     for variant, words in study.variants.items():
         if not isinstance(variant, str) or not VARIANT.fullmatch(variant):
-            raise ConfigError(f"variants: {variant!r} is part of runs' names: a letter, then letters, digits, . and _ alone")
+            raise ConfigError(
+                f"variants: {variant!r} is part of runs' names: a letter, then letters, digits, . and _ alone"
+            )
         _check_words(study, f"variants.{variant}", words)
     _check_words(study, "settings", study.settings)
 
@@ -264,9 +358,13 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
         if not equals or not name:
             raise ConfigError(f"{key}: '{word}' is not of the form section.key=value")
         if name in PLANNED:
-            raise ConfigError(f"{key}: {name} is given to every run by the plan; say it in {PLANNED[name]}")
+            raise ConfigError(
+                f"{key}: {name} is given to every run by the plan; say it in {PLANNED[name]}"
+            )
         if name == "optimizer.lr" and study.learning_rates is not None:
-            raise ConfigError(f"{key}: optimizer.lr is given beside learning_rates; keep one of them")
+            raise ConfigError(
+                f"{key}: optimizer.lr is given beside learning_rates; keep one of them"
+            )
     repeated = _repeated(word.partition("=")[0] for word in words)
     if repeated is not None:
         raise ConfigError(f"{key}: {repeated} is given twice")
@@ -285,27 +383,46 @@ def _check_lengths(study: Study) -> None:
     """Exactly one way to say how long the runs are, and no length twice."""
     ways = [key for key in ("budgets", "tokens", "tokens_per_parameter") if getattr(study, key)]
     if len(ways) != 1:
-        told = f"{' and '.join(ways)} are both given" if ways else "none of budgets, tokens and tokens_per_parameter is given"
+        told = (
+            f"{' and '.join(ways)} are both given"
+            if ways
+            else "none of budgets, tokens and tokens_per_parameter is given"
+        )
         raise ConfigError(f"{told}: exactly one of them says how long the runs are")
     if study.trunks and study.warmup_steps is None:
-        raise ConfigError("trunks: a warm-up that is a share of the steps differs from run to run; say it in steps, as warmup_steps: 100")
-    lists: dict[str, Sequence[float]] = {key: getattr(study, key) or () for key in ("tokens", "tokens_per_parameter", "learning_rates")}
+        raise ConfigError(
+            "trunks: a warm-up that is a share of the steps differs from run to run; say it in steps, as warmup_steps: 100"
+        )
+    lists: dict[str, Sequence[float]] = {
+        key: getattr(study, key) or ()
+        for key in ("tokens", "tokens_per_parameter", "learning_rates")
+    }
     lists |= {"budgets": [budget.flops for budget in study.budgets], "seeds": study.seeds}
     for key, values in lists.items():
         repeated = _repeated(values)
         if repeated is not None:
-            raise ConfigError(f"{key}: {repeated:g} is there twice, so two runs would be the same; give it once")
+            raise ConfigError(
+                f"{key}: {repeated:g} is there twice, so two runs would be the same; give it once"
+            )
 
 
 def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
     for number, size in enumerate(sizes):
         if (size.width is None) == (size.parameters is None):
             raise ConfigError(f"{key}.{number}: give a width, or parameters in its place")
-        if size.parameters is not None and (size.layers, size.heads, size.ffn) != (None, None, None):
-            raise ConfigError(f"{key}.{number}: parameters asks the rule for a shape; give a width where layers, heads or ffn are given")
+        if size.parameters is not None and (size.layers, size.heads, size.ffn) != (
+            None,
+            None,
+            None,
+        ):
+            raise ConfigError(
+                f"{key}.{number}: parameters asks the rule for a shape; give a width where layers, heads or ffn are given"
+            )
     repeated = _repeated(sizes)
     if repeated is not None:
-        raise ConfigError(f"{key}: {repeated.told} is there twice, so two runs would be the same; give it once")
+        raise ConfigError(
+            f"{key}: {repeated.told} is there twice, so two runs would be the same; give it once"
+        )
 
 
 def _repeated(values: Iterable[Any]) -> Any:

@@ -74,10 +74,18 @@ def read_table(path: Path) -> pd.DataFrame:
     read = {}
     for column, kind in COLUMNS.items():
         cells = raw[column] if column in raw.columns else None
-        read[column] = [_MISSING[kind]] * len(raw) if cells is None else [_cell(path, *at, column, kind) for at in enumerate(cells, 2)]
-    frame = as_table([dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)])
+        read[column] = (
+            [_MISSING[kind]] * len(raw)
+            if cells is None
+            else [_cell(path, *at, column, kind) for at in enumerate(cells, 2)]
+        )
+    frame = as_table(
+        [dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)]
+    )
     if foreign:
-        frame["run"] = pd.Series([f"{variant}/{row}" for row, variant in enumerate(frame["variant"], 1)], dtype="str")
+        frame["run"] = pd.Series(
+            [f"{variant}/{row}" for row, variant in enumerate(frame["variant"], 1)], dtype="str"
+        )
     if "final" not in raw.columns:
         frame["final"] = True if foreign else ~frame.duplicated("run", keep="last")
     if "flops_per_token" not in raw.columns:
@@ -92,10 +100,14 @@ def check_table(frame: pd.DataFrame, path: Path) -> None:
         raise ConfigError(f"{path}: the table has no rows; {_MAKE}")
     again = frame[frame["step"].notna() & frame.duplicated(["run", "step"])]
     for index, row in again.iterrows():
-        raise ConfigError(f"{path}: line {index + 2}: run {row['run']} has step {row['step']} twice; keep one of the two rows")
+        raise ConfigError(
+            f"{path}: line {index + 2}: run {row['run']} has step {row['step']} twice; keep one of the two rows"
+        )
     last = frame[frame["final"]]
     for index, row in last[last.duplicated("run")].iterrows():
-        raise ConfigError(f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; a run ends once")
+        raise ConfigError(
+            f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; a run ends once"
+        )
     _check_hashes(frame, path)
     runs = frame.drop_duplicates("run")
     for column, what in (("data", "data"), ("tokenizer", "a tokenizer")):
@@ -166,16 +178,29 @@ def _check_columns(path: Path, found: list[str]) -> None:
     for column in found:
         if column not in COLUMNS:
             near = nearest(column, list(COLUMNS))
-            raise ConfigError(f"{path}: unknown column {column!r}; {f'did you mean {near}?' if near else 'columns: ' + ', '.join(COLUMNS)}")
-    absent = [column for column in (COLUMNS if "run" in found and "config_hash" in found else REQUIRED) if column not in found]
+            raise ConfigError(
+                f"{path}: unknown column {column!r}; {f'did you mean {near}?' if near else 'columns: ' + ', '.join(COLUMNS)}"
+            )
+    absent = [
+        column
+        for column in (COLUMNS if "run" in found and "config_hash" in found else REQUIRED)
+        if column not in found
+    ]
     if absent:
-        raise ConfigError(f"{path}: column {', '.join(absent)} is missing; a table needs at least {', '.join(REQUIRED)}")
+        raise ConfigError(
+            f"{path}: column {', '.join(absent)} is missing; a table needs at least {', '.join(REQUIRED)}"
+        )
 
 
 def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
     """A cell as its column's kind; a wrong one is named by line and column. Raises ConfigError."""
     where = f"{path}: line {line}: {name}"
-    missing = cell is None or cell is pd.NA or cell == "" or (isinstance(cell, float) and math.isnan(cell))
+    missing = (
+        cell is None
+        or cell is pd.NA
+        or cell == ""
+        or (isinstance(cell, float) and math.isnan(cell))
+    )
     if kind == "text":
         if missing and name in ("run", "variant"):
             raise ConfigError(f"{where} is empty; every row needs one")
@@ -192,12 +217,18 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
     if value is None:
         raise ConfigError(f"{where} = {cell!r}: expected a number")
     if name in REQUIRED and not math.isfinite(value):
-        raise ConfigError(f"{where} = {cell!r} is not finite: the run diverged or was cut off; leave it out, or run it again")
+        raise ConfigError(
+            f"{where} = {cell!r} is not finite: the run diverged or was cut off; leave it out, or run it again"
+        )
     if name in _POSITIVE and value <= 0:
         raise ConfigError(f"{where} = {cell!r}: expected more than 0")
     if kind == "float":
         return float(value)
-    if not math.isfinite(value) or abs(value) >= 2**63 or (value != round(value) and abs(value) < _ROUNDED_FROM):
+    if (
+        not math.isfinite(value)
+        or abs(value) >= 2**63
+        or (value != round(value) and abs(value) < _ROUNDED_FROM)
+    ):
         raise ConfigError(f"{where} = {cell!r}: expected a whole number")
     return round(value)
 

@@ -52,13 +52,25 @@ def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> Planned
     """A trunk that keeps the checkpoints where its forks begin."""
     config, facts = _prepared(planner, trunk)
     _check_order(planner, trunk, config, facts)
-    return replace(trunk, settings=(*trunk.settings, f"checkpoint.keep={json.dumps(sorted({*config.checkpoint.keep, *begins}))}"))
+    return replace(
+        trunk,
+        settings=(
+            *trunk.settings,
+            f"checkpoint.keep={json.dumps(sorted({*config.checkpoint.keep, *begins}))}",
+        ),
+    )
 
 
 def _fork(planner: Planner, run: PlannedRun, trunk: PlannedRun, begin: int) -> PlannedRun:
     place = f"{planner.study.directory}/{trunk.name}/checkpoints/step_{begin:08d}"
     settings = (*run.settings, f"checkpoint.fork={json.dumps(place, ensure_ascii=False)}")
-    made = replace(run, settings=settings, trunk=trunk.name, begin_step=begin, hours=run.hours and run.hours * (1 - begin / run.steps))
+    made = replace(
+        run,
+        settings=settings,
+        trunk=trunk.name,
+        begin_step=begin,
+        hours=run.hours and run.hours * (1 - begin / run.steps),
+    )
     _prepared(planner, made)
     return made
 
@@ -76,12 +88,16 @@ def _decay_begins(planner: Planner, run: PlannedRun) -> int:
             "the run's length; give settings: [optimizer.schedule=wsd]"
         )
     if config.checkpoint.fork is not None:
-        raise ConfigError(f"{planner.study.path}: trunks: run {run.name} is a fork already (checkpoint.fork); set trunks: false")
+        raise ConfigError(
+            f"{planner.study.path}: trunks: run {run.name} is a fork already (checkpoint.fork); set trunks: false"
+        )
     schedule = Schedule.of(config)
     return schedule.steps - schedule.decay_samples // schedule.batch_samples
 
 
-def _check_order(planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None) -> None:
+def _check_order(
+    planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None
+) -> None:
     """Raises ConfigError where a trunk reads data again: their order then follows from its length, which is not its forks'."""
     if facts is None or config.data.packing == "best_fit":
         return

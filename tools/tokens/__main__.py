@@ -32,11 +32,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m tools.tokens", description=ABOUT)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, metavar="N", help="a step of the run, from 1 on, done or to come")
-    what.add_argument("--sample", metavar="[STAGE:]I", help="a position in the training order, from 0 on; each stage has its own")
-    what.add_argument("--find", metavar="ID", help="when the document with this id was seen, and will be until the run's end")
-    what.add_argument("--document", type=int, metavar="N", help="as --find, of the document with this number (in each source)")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line, null for what is not known")
+    what.add_argument(
+        "--step", type=int, metavar="N", help="a step of the run, from 1 on, done or to come"
+    )
+    what.add_argument(
+        "--sample",
+        metavar="[STAGE:]I",
+        help="a position in the training order, from 0 on; each stage has its own",
+    )
+    what.add_argument(
+        "--find",
+        metavar="ID",
+        help="when the document with this id was seen, and will be until the run's end",
+    )
+    what.add_argument(
+        "--document",
+        type=int,
+        metavar="N",
+        help="as --find, of the document with this number (in each source)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON object a line, null for what is not known"
+    )
     given = parser.parse_args(arguments)
 
     def tell() -> None:
@@ -46,7 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
             for row in rows:
                 print(json.dumps(row, ensure_ascii=False))
         elif rows:
-            shown = [["?" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows]
+            shown = [
+                ["?" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows
+            ]
             print(*aligned([COLUMNS, *shown], left=[3, 7]), sep="\n")
         else:
             print(f"{given.run_dir}: no step of the run sees this document")
@@ -58,7 +77,9 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The pieces asked for. Raises ConfigError."""
     records = read_run(given.run_dir)
     if given.find is None and given.document is None:
-        record, samples = _step(records, given.step) if given.step is not None else _sample(records, given.sample)
+        record, samples = (
+            _step(records, given.step) if given.step is not None else _sample(records, given.sample)
+        )
         order = _opened(given.run_dir, record)
         return _told(record, order, [piece for sample in samples for piece in order.pieces(sample)])
     rows, faults = list[dict[str, Any]](), list[ConfigError]()
@@ -82,7 +103,9 @@ def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
     for record in records:
         if step in record.steps.numbers:
             return record, record.steps.samples(step)
-    raise ConfigError(f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to {records[-1].steps.numbers[-1]}")
+    raise ConfigError(
+        f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to {records[-1].steps.numbers[-1]}"
+    )
 
 
 def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
@@ -91,17 +114,28 @@ def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
     record = next((record for record in records if record.name == name), None)
     if record is None:
         names = ", ".join(record.name for record in records)
-        wanted = f"give STAGE:I, the stage one of {names}" if names else "the run has no stages; give the position alone"
+        wanted = (
+            f"give STAGE:I, the stage one of {names}"
+            if names
+            else "the run has no stages; give the position alone"
+        )
         raise ConfigError(f"--sample {text}: {wanted}")
     if not number.isdecimal() or int(number) >= record.steps.end:
-        raise ConfigError(f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to {record.steps.end - 1}")
+        raise ConfigError(
+            f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to {record.steps.end - 1}"
+        )
     return record, [int(number)]
 
 
 def _opened(run_dir: Path, record: RunRecord) -> Order:
     order = open_order(run_dir, record.parts, record.order_samples, record.contents_key)
-    for fault in dict.fromkeys(source.beside.fault for source in order.sources if source.beside.fault):
-        print(f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample", file=sys.stderr)
+    for fault in dict.fromkeys(
+        source.beside.fault for source in order.sources if source.beside.fault
+    ):
+        print(
+            f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample",
+            file=sys.stderr,
+        )
     return order
 
 
@@ -110,17 +144,34 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
     if given.document is not None:
         most = max(int(source.documents.max()) for source in order.sources)
         if not 0 <= given.document <= most:
-            raise ConfigError(f"--document {given.document}: the documents' numbers are 0 to {most}")
+            raise ConfigError(
+                f"--document {given.document}: the documents' numbers are 0 to {most}"
+            )
         return {number: [given.document] for number in range(len(order.sources))}
-    raw, unknown = os.fsencode(given.find), [source.prefix for source in order.sources if source.beside.ids is None]
+    raw, unknown = (
+        os.fsencode(given.find),
+        [source.prefix for source in order.sources if source.beside.ids is None],
+    )
     found = {
-        number: sorted({document for line in {raw, line_of(raw)} for document in numbers_of(source.beside.ids, line)})
+        number: sorted(
+            {
+                document
+                for line in {raw, line_of(raw)}
+                for document in numbers_of(source.beside.ids, line)
+            }
+        )
         for number, source in enumerate(order.sources)
         if source.beside.ids is not None
     }
     if not any(found.values()):
-        rest = f"; of {', '.join(unknown)} no ids are here: look by number, with --document" if unknown else ""
-        raise ConfigError(f"--find {given.find}: no document of the training data has this id{rest}")
+        rest = (
+            f"; of {', '.join(unknown)} no ids are here: look by number, with --document"
+            if unknown
+            else ""
+        )
+        raise ConfigError(
+            f"--find {given.find}: no document of the training data has this id{rest}"
+        )
     return found
 
 
@@ -129,12 +180,23 @@ def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
-        ids.append(lines_at(source.beside.ids, documents) if source.beside.ids and documents else {})
+        ids.append(
+            lines_at(source.beside.ids, documents) if source.beside.ids and documents else {}
+        )
     rows, steps = [], record.steps
     seen = steps.seen
     for sample, number, document, start, stop in pieces:
         shown = f"{record.name}:{sample}" if record.name else sample
-        row = (steps.of(sample), shown, sample < seen, order.sources[number].prefix, document, start, stop, ids[number].get(document))
+        row = (
+            steps.of(sample),
+            shown,
+            sample < seen,
+            order.sources[number].prefix,
+            document,
+            start,
+            stop,
+            ids[number].get(document),
+        )
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 

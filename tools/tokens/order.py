@@ -56,7 +56,9 @@ class Source:
 
     def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:
         self.prefix, self.beside = said.prefix, _beside(said, local_prefix(said.prefix, cache))
-        self.documents, self.samples, self.shuffle = (_mapped(base, name) for name in ("document", "sample", "shuffle"))
+        self.documents, self.samples, self.shuffle = (
+            _mapped(base, name) for name in ("document", "sample", "shuffle")
+        )
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
         """(document, start, stop) of the sample at a position of this source's own order; the label of its last token is not counted."""
@@ -78,7 +80,9 @@ class Source:
 
     def _rows(self, place: int) -> range:
         """Of the samples of a place in document_index, and of the one that ends where it begins."""
-        first, after = (search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right))
+        first, after = (
+            search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right)
+        )
         return range(max(first - 1, 0), min(after, len(self.samples) - 1))
 
 
@@ -87,12 +91,18 @@ class PackedSource(Source):
 
     def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
         super().__init__(base, said, cache)
-        self.length, self.documents, self.before = length, self.documents[:, 0], self.documents[:, 1]
+        self.length, self.documents, self.before = (
+            length,
+            self.documents[:, 0],
+            self.documents[:, 1],
+        )
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
         row, room = int(self.shuffle[position]), self.length
         here = slice(*self.samples[row : row + 2].tolist())
-        for document, before in zip(self.documents[here].tolist(), self.before[here].tolist(), strict=True):
+        for document, before in zip(
+            self.documents[here].tolist(), self.before[here].tolist(), strict=True
+        ):
             start, stop = before * self.length, None
             if self.beside.lengths is not None:
                 stop = min(int(self.beside.lengths[document]), start + room)
@@ -118,7 +128,9 @@ class Order:
     def pieces(self, sample: int) -> list[Piece]:
         """What a sample holds; past the end it begins again, as training does."""
         place = sample % len(self)
-        number, position = (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
+        number, position = (
+            (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
+        )
         return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
 
     def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
@@ -129,10 +141,17 @@ class Order:
             if self.blend:
                 found = np.flatnonzero((self.blend[0] == number) & np.isin(self.blend[1], found))
             samples.update(found.tolist())
-        return [piece for sample in sorted(samples) for piece in self.pieces(sample) if piece.document in wanted.get(piece.source, ())]
+        return [
+            piece
+            for sample in sorted(samples)
+            for piece in self.pieces(sample)
+            if piece.document in wanted.get(piece.source, ())
+        ]
 
 
-def open_order(run_dir: Path, parts: Sequence[Part], samples: int, contents_key: str | None) -> Order:
+def open_order(
+    run_dir: Path, parts: Sequence[Part], samples: int, contents_key: str | None
+) -> Order:
     """The order of so many ``samples`` that the last of these stages reads; ``contents_key``: of the data, as its checkpoints have it.
 
     Raises:
@@ -146,19 +165,29 @@ def open_order(run_dir: Path, parts: Sequence[Part], samples: int, contents_key:
     fitting = []
     for complete in sorted(root.glob(f"*/{COMPLETE}")):
         contents = _contents(complete)
-        if contents is None or contents_key not in (None, contents.key) or not _is_of(prefixes, contents):
+        if (
+            contents is None
+            or contents_key not in (None, contents.key)
+            or not _is_of(prefixes, contents)
+        ):
             continue
         cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron, needs)
         if cache.folder.name == complete.parent.name:
             fitting.append(cache)
     if not fitting:
-        elsewhere = "data.index_cache, from the working directory" if config.data.index_cache else "where data.index_cache is null"
+        elsewhere = (
+            "data.index_cache, from the working directory"
+            if config.data.index_cache
+            else "where data.index_cache is null"
+        )
         raise ConfigError(
             f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: it has not begun to train, or the cache is gone"
         )
     if len(fitting) > 1:
         folders = ", ".join(cache.folder.name for cache in fitting)
-        raise ConfigError(f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which")
+        raise ConfigError(
+            f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which"
+        )
     if fault := fitting[0].fault():
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
     return _read(fitting[0], replace(config, run_dir=str(run_dir)))  # it may have been moved
@@ -178,14 +207,20 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
         return Order([source(base, json.loads(told)["dataset_path"])], None)
     ((told, base),) = blend.items()
     datasets = json.loads(told)["datasets"]
-    sources = [source(bases[json.dumps(dataset, indent=4)], dataset["dataset_path"]) for dataset in datasets]
+    sources = [
+        source(bases[json.dumps(dataset, indent=4)], dataset["dataset_path"])
+        for dataset in datasets
+    ]
     return Order(sources, (_mapped(base, "dataset"), _mapped(base, "dataset_sample")))
 
 
 def _described(folder: Path, kind: str) -> dict[str, Path]:
     """Description of each of training's datasets of this kind -> how the names of its files begin."""
     ending = "-description.txt"
-    return {path.read_text(): path.with_name(path.name.removesuffix(ending)) for path in folder.glob(f"*{kind}-{_SPLIT}{ending}")}
+    return {
+        path.read_text(): path.with_name(path.name.removesuffix(ending))
+        for path in folder.glob(f"*{kind}-{_SPLIT}{ending}")
+    }
 
 
 def _mapped(base: Path, name: str) -> npt.NDArray[Any]:
@@ -195,7 +230,11 @@ def _mapped(base: Path, name: str) -> npt.NDArray[Any]:
 
 def _contents(complete: Path) -> Contents | None:
     try:
-        return Contents(tuple(SourceContents(**source) for source in json.loads(complete.read_bytes())["sources"]))
+        return Contents(
+            tuple(
+                SourceContents(**source) for source in json.loads(complete.read_bytes())["sources"]
+            )
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -206,15 +245,24 @@ def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
     Their order is part of the folder's name.
     """
     recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
-    named = [prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}" for prefix in prefixes]
-    return len(recorded) == len(named) and all(any(prefix.endswith(name) for prefix in recorded) for name in named)
+    named = [
+        prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}"
+        for prefix in prefixes
+    ]
+    return len(recorded) == len(named) and all(
+        any(prefix.endswith(name) for prefix in recorded) for name in named
+    )
 
 
 def _megatron(run_dir: Path) -> str:
     try:
-        return str(json.loads((run_dir / "environment.json").read_bytes())["packages"]["megatron-core"])
+        return str(
+            json.loads((run_dir / "environment.json").read_bytes())["packages"]["megatron-core"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{run_dir / 'environment.json'} does not say which megatron-core drew the order of samples") from None
+        raise ConfigError(
+            f"{run_dir / 'environment.json'} does not say which megatron-core drew the order of samples"
+        ) from None
 
 
 def _beside(said: SourceContents, prefix: str) -> Beside:
@@ -229,5 +277,9 @@ def _beside(said: SourceContents, prefix: str) -> Beside:
         return Beside(fault=f"{index} is not the file that the run read")
     with index.open("rb") as stream:
         sequences = HEADER.unpack(stream.read(HEADER.size))[3]
-    recorded = told and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
-    return Beside(np.memmap(index, "<i4", "r", HEADER.size, (sequences,)), ids if recorded else None)
+    recorded = (
+        told and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
+    )
+    return Beside(
+        np.memmap(index, "<i4", "r", HEADER.size, (sequences,)), ids if recorded else None
+    )

@@ -53,7 +53,9 @@ class Steps:
         batch = self._batch(at)
         if batch is None:
             between = f"the batch size changed between steps {before} and {after}, and metrics.jsonl does not say at which"
-            raise ConfigError(f"--step {step}: {between}; the samples are among {first} to {end - 1} (--sample)")
+            raise ConfigError(
+                f"--step {step}: {between}; the samples are among {first} to {end - 1} (--sample)"
+            )
         first += (step - before - 1) * batch
         return range(first, first + batch)
 
@@ -106,14 +108,22 @@ def read_run(run_dir: Path) -> list[RunRecord]:
     for number, part in enumerate(parts):
         if number:
             before = parts[number - 1]
-            done = replace(begin, step=before.end_step, consumed_samples=begin.order_begin + before.samples)
+            done = replace(
+                begin, step=before.end_step, consumed_samples=begin.order_begin + before.samples
+            )
             begin = part.entered(done, before.config.data.seq_length, "")
-        own = checkpoint if checkpoint and (not part.name or checkpoint.progress.stage == number) else None
+        own = (
+            checkpoint
+            if checkpoint and (not part.name or checkpoint.progress.stage == number)
+            else None
+        )
         records.append(_record(run_dir, parts[: number + 1], begin, own, told))
     return records
 
 
-def _beginning(run_dir: Path, part: Part, checkpoint: Found | None, told: Sequence[tuple[int, int, int]]) -> Progress:
+def _beginning(
+    run_dir: Path, part: Part, checkpoint: Found | None, told: Sequence[tuple[int, int, int]]
+) -> Progress:
     """Where the run's first order of samples begins: of a fork with an order of its own, at its first step."""
     fork = read_fork(run_dir)
     if not fork or not fork["order_begin"]:
@@ -125,11 +135,17 @@ def _beginning(run_dir: Path, part: Part, checkpoint: Found | None, told: Sequen
     else:
         raise ConfigError(f"{run_dir}: the fork has not begun to train")
     begin = Progress(fork["step"], consumed, 0, begin_step=fork["step"], begin_samples=consumed)
-    return replace(begin, order_begin=fork["order_begin"], batch_changes=((fork["step"], consumed),))
+    return replace(
+        begin, order_begin=fork["order_begin"], batch_changes=((fork["step"], consumed),)
+    )
 
 
 def _record(
-    run_dir: Path, parts: list[Part], begin: Progress, checkpoint: Found | None, all_told: Sequence[tuple[int, int, int]]
+    run_dir: Path,
+    parts: list[Part],
+    begin: Progress,
+    checkpoint: Found | None,
+    all_told: Sequence[tuple[int, int, int]],
 ) -> RunRecord:
     """Of the last stage's order. ``checkpoint``: the newest one, where it is in that stage; all_told: see `_steps_told`."""
     part = parts[-1]
@@ -139,23 +155,37 @@ def _record(
     order, key = schedule.total_samples - before, None
     if checkpoint:
         at = checkpoint.progress
-        points.update(() if at.passed_over else ((step, samples - before) for step, samples in at.batch_changes))
+        points.update(
+            ()
+            if at.passed_over
+            else ((step, samples - before) for step, samples in at.batch_changes)
+        )
         points[at.step] = at.consumed_samples + at.passed_over - before
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
         order, key = max(order, at.order_samples), checkpoint.manifest["data"]
     progress = read_progress(run_dir)
-    if progress and "consumed_tokens" in progress and (not part.name or begin.step < progress["step"] < last):
+    if (
+        progress
+        and "consumed_tokens" in progress
+        and (not part.name or begin.step < progress["step"] < last)
+    ):
         points[progress["step"]] = progress["consumed_tokens"] // length - before
     told = [line for line in all_told if not part.name or begin.step < line[0] <= last]
     jumps = dict[int, int]()
-    points.update((step, tokens // length - before + passed_over) for step, tokens, passed_over in told)
+    points.update(
+        (step, tokens // length - before + passed_over) for step, tokens, passed_over in told
+    )
     for (step, tokens, was), (_, _, now) in itertools.pairwise(told):
         if now > was:
             jumps[step] = tokens // length - before + now
     for attempt in _lines(run_dir / "attempts.jsonl"):
         changed = attempt.get("changed")
         values = changed.get("train.global_batch_size") if isinstance(changed, dict) else None
-        batches.update(value for value in (values if isinstance(values, list) else ()) if type(value) is int and value > 0)
+        batches.update(
+            value
+            for value in (values if isinstance(values, list) else ())
+            if type(value) is int and value > 0
+        )
     line = [(begin.step, begin.consumed_samples - before)]
     for point in sorted(points.items()):
         if point[0] > line[-1][0] and point[1] > line[-1][1]:

@@ -36,7 +36,9 @@ class Attention(Update):
         q, k, v = self.project(h, context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
-        k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
+        k, v = (
+            context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v))
+        )
         if self.shape.window is not None:
             o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
         else:
@@ -70,7 +72,12 @@ class Attention(Update):
 
 @registered(lambda q, v, **_: q.new_empty(*q.shape[:3], v.shape[3]), kernels=False)
 def windowed_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, keys_valid: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    keys_valid: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over a token itself and the ``window - 1`` before it; time and memory grow with tokens times window.
 
@@ -85,16 +92,22 @@ def windowed_attention(
     if near:
         valid = None if keys_valid is None else keys_valid[:, : past + near]
         q_near, k_near, v_near = q[:, :, :near], k[:, :, : past + near], v[:, :, : past + near]
-        reads.append(fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale))
+        reads.append(
+            fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale)
+        )
     if near < tq:
         # The first key is one before the first query's window, so that a block's keys are as many as window and block together.
         first = past + near - window
         valid = None if keys_valid is None else keys_valid[:, first:]
-        reads.append(_blockwise(q[:, :, near:], k[:, :, first:], v[:, :, first:], window, valid, scale))
+        reads.append(
+            _blockwise(q[:, :, near:], k[:, :, first:], v[:, :, first:], window, valid, scale)
+        )
     return reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
 
 
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None, scale: float | None) -> Tensor:
+def _blockwise(
+    q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None, scale: float | None
+) -> Tensor:
     """Queries that see a whole window: q [b, h, n, d]; k, v [b, hk, window + n, d], query i's own at window + i; valid [b, window + n]."""
     batch, queries = q.shape[0], q.shape[2]
     block, blocks = window_blocks(queries, window)
@@ -103,7 +116,12 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | Non
     q = q.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
     each, size = q.shape[1] // k.shape[1], window + block
     # One copy, of the groups' windows for each of their queries: under a mask no engine of a GPU is known to read groups.
-    k, v = (t.unfold(2, size, block).permute(0, 2, 1, 4, 3)[:, :, :, None].expand(-1, -1, -1, each, -1, -1) for t in (k, v))
+    k, v = (
+        t.unfold(2, size, block)
+        .permute(0, 2, 1, 4, 3)[:, :, :, None]
+        .expand(-1, -1, -1, each, -1, -1)
+        for t in (k, v)
+    )
     k, v = (t.reshape(batch * blocks, each * t.shape[2], size, t.shape[-1]) for t in (k, v))
     row = torch.arange(block, device=q.device)[:, None]
     column = torch.arange(window + block, device=q.device)

@@ -9,7 +9,17 @@ from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
-from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import (
+    WIDE,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    head_width,
+    keys_seen,
+    qk_norms,
+    qk_norms_keep,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -19,10 +29,16 @@ if TYPE_CHECKING:
 class AttentionConfig:
     """Switches of standard attention, as the open models of Llama's family have them: of the mixers transformer and yuriiformer."""
 
-    head_dim: int | None = setting(None, "Width of a head; null: hidden_size / num_attention_heads.", least=1)
-    qkv_bias: bool = setting(False, "Biases on the projections to queries, keys and values (Qwen2).")
+    head_dim: int | None = setting(
+        None, "Width of a head; null: hidden_size / num_attention_heads.", least=1
+    )
+    qkv_bias: bool = setting(
+        False, "Biases on the projections to queries, keys and values (Qwen2)."
+    )
     sliding_window: int | None = setting(
-        None, "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.", least=1
+        None,
+        "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.",
+        least=1,
     )
 
 
@@ -46,14 +62,28 @@ class AttentionShape(Shape):
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
         """The sizes that ``model`` asks for. Raises ValueError where heads or groups do not fit."""
-        heads, groups, switches = model.num_attention_heads, model.num_query_groups or model.num_attention_heads, model.attention
+        heads, groups, switches = (
+            model.num_attention_heads,
+            model.num_query_groups or model.num_attention_heads,
+            model.attention,
+        )
         head = switches.head_dim or head_width(model)
         if heads % groups:
-            raise ValueError(f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}")
+            raise ValueError(
+                f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}"
+            )
         if switches.sliding_window is not None and not model.causal:
-            raise ValueError("model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null")
+            raise ValueError(
+                "model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null"
+            )
         sizes = (model.hidden_size, heads, groups, head, Rope.of(model), model.norm_eps)
-        return cls(*sizes, switches.qkv_bias, switches.sliding_window, score_scale(model, head), model.qk_norm)
+        return cls(
+            *sizes,
+            switches.qkv_bias,
+            switches.sliding_window,
+            score_scale(model, head),
+            model.qk_norm,
+        )
 
     @property
     def group_width(self) -> int:
@@ -108,7 +138,9 @@ class AttentionShape(Shape):
             return Crossing(ring=2 * self.groups * self.head / tensor)
         if kinds.gathers:
             return Crossing(keys=e * 2 * self.groups / tensor)
-        return Crossing(e * (2 * self.heads / tensor + 2 * max(self.groups // tensor, training.ranks)))
+        return Crossing(
+            e * (2 * self.heads / tensor + 2 * max(self.groups // tensor, training.ranks))
+        )
 
     def reads(self) -> set[str]:
         return {"num_query_groups", "attention", "qk_norm"}
@@ -127,11 +159,19 @@ class AttentionShape(Shape):
         if self.window is not None and self.window < length:
             block, blocks = window_blocks(length - self.window, self.window)
             near, far = self.window / length, block * blocks / length
-            blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
+            blockwise = (
+                far * query + 2 * query * blocks * (block + self.window) / length
+            )  # copies: each block's q, its window's k and v
             read = (near + far) * query
-        normed = {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t} if self.qk_norm else {}
+        normed = (
+            {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t}
+            if self.qk_norm
+            else {}
+        )
         packed = e * self.groups * self.group_width / t
-        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):  # a copy of q
+        if (
+            self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda)
+        ):  # a copy of q
             normed["qk_norm"] += e * query
         if training.again:
             return normed | {
@@ -146,12 +186,16 @@ class AttentionShape(Shape):
             "rope": e * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + keys + blockwise) + WIDE * self.heads / t,
             "packed": packed,
-            "out_proj": training.operand * query if training.operand < (e if training.cuda else WIDE) or blockwise else 0.0,
+            "out_proj": training.operand * query
+            if training.operand < (e if training.cuda else WIDE) or blockwise
+            else 0.0,
         }
 
     def summary(self) -> str:
         groups = f", {self.groups} groups" if self.groups < self.heads else ""
-        return f"d_k {self.head}, d_v {self.head}{groups}" + (f", window {self.window}" if self.window else "")
+        return f"d_k {self.head}, d_v {self.head}{groups}" + (
+            f", window {self.window}" if self.window else ""
+        )
 
 
 def window_blocks(queries: int, window: int) -> tuple[int, int]:

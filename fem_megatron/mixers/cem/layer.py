@@ -54,7 +54,9 @@ class CemAttention(Update):
         self.local_heads = shape.heads // parallel.size
 
     def build(self) -> None:
-        self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=False)
+        self.precondition = Preconditioner(
+            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=False
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
@@ -65,54 +67,110 @@ class CemAttention(Update):
         whole = self.parallel.enter(h)
         context = context.without_gap(whole.shape[0])
         k, seen = self.remember(whole, context)
-        back, biases = self.precondition(self.query(), whole.shape[0] * whole.shape[1]), self.biases(k)
+        back, biases = (
+            self.precondition(self.query(), whole.shape[0] * whole.shape[1]),
+            self.biases(k),
+        )
         for step in range(self.shape.switches.steps_attention):
             # u of x = h from h as it was gathered: one exchange less.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
             q, diagonal = self.look(u, seen)
             o = self.read(q, k, biases, diagonal, context)
-            x = torch.add(x, self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))), alpha=self.shape.switches.eta_attention)
+            x = torch.add(
+                x,
+                self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))),
+                alpha=self.shape.switches.eta_attention,
+            )
         return x
 
-    def read(self, q: Tensor, k: Tensor, biases: tuple[Tensor, Tensor, Tensor], diagonal: Diagonal | None, context: Context) -> Tensor:
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        biases: tuple[Tensor, Tensor, Tensor],
+        diagonal: Diagonal | None,
+        context: Context,
+    ) -> Tensor:
         """o [b, local heads, s, r] in k's type, see `cem_attention`."""
 
         slopes, self_bias, cross_bias = biases
 
         def read(
-            valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None, slopes: Tensor, d: Tensor | None
+            valid: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            u: Tensor | None,
+            h: Tensor | None,
+            slopes: Tensor,
+            d: Tensor | None,
         ) -> Tensor:
-            own = None if u is None or h is None or d is None else Diagonal(u.squeeze(1), h.squeeze(1), d)
-            return cem_attention(q, k, slopes, self_bias, cross_bias, own, scale=self.shape.scale, causal=context.causal, valid=valid)
+            own = (
+                None
+                if u is None or h is None or d is None
+                else Diagonal(u.squeeze(1), h.squeeze(1), d)
+            )
+            return cem_attention(
+                q,
+                k,
+                slopes,
+                self_bias,
+                cross_bias,
+                own,
+                scale=self.shape.scale,
+                causal=context.causal,
+                valid=valid,
+            )
 
-        u, h, d = (None, None, None) if diagonal is None else (diagonal.u[:, None].to(k.dtype), diagonal.h[:, None], diagonal.d)
+        u, h, d = (
+            (None, None, None)
+            if diagonal is None
+            else (diagonal.u[:, None].to(k.dtype), diagonal.h[:, None], diagonal.d)
+        )
         return context.apart(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""
         k = context.extend("k", self._heads(self.key(whole)), dim=2)
-        return k, None if self.shape.switches.diagonal == "none" else context.extend("h", whole.transpose(0, 1).to(k.dtype), dim=1)
+        return k, None if self.shape.switches.diagonal == "none" else context.extend(
+            "h", whole.transpose(0, 1).to(k.dtype), dim=1
+        )
 
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
         """u [s, b, D], normalised -> q [b, local heads, s, r] and the diagonal part of the scores among h [b, past + s, D]."""
         if h is None:
             return self._heads(linear(u, self.query())), None
-        d = self.parallel.share(self.diagonal) if self.shape.switches.diagonal == "shared" else self.diagonal
-        return self._heads(linear(u, self.query())), Diagonal(u.transpose(0, 1), h, d.view(-1, self.shape.hidden))
+        d = (
+            self.parallel.share(self.diagonal)
+            if self.shape.switches.diagonal == "shared"
+            else self.diagonal
+        )
+        return self._heads(linear(u, self.query())), Diagonal(
+            u.transpose(0, 1), h, d.view(-1, self.shape.hidden)
+        )
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ALiBi's slopes 2^(-8 k / heads) of this rank's heads, k = 1, 2, ..; b_self and b_cross."""
         first = self.parallel.rank * self.local_heads + 1
         wide = torch.promote_types(like.dtype, torch.float32)
         heads = torch.arange(first, first + self.local_heads, dtype=wide, device=like.device)
-        return torch.exp2(heads * (-8.0 / self.shape.heads)), self.parallel.share(self.self_bias), self.parallel.share(self.cross_bias)
+        return (
+            torch.exp2(heads * (-8.0 / self.shape.heads)),
+            self.parallel.share(self.self_bias),
+            self.parallel.share(self.cross_bias),
+        )
 
     def start(self, x: Tensor) -> Tensor:
         """x, or the normalised stream."""
-        return rms_norm(x, self.norm(), self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+        return (
+            rms_norm(x, self.norm(), self.shape.norm_eps)
+            if self.shape.switches.residual == "normalised"
+            else x
+        )
 
     @torch.no_grad()
-    def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
+    def diagnose(
+        self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The energy of a sample ``tokens`` [n] of positions before and after this update of x [s, b, D], h held where it is.
 
         after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and [local heads]
@@ -126,11 +184,20 @@ class CemAttention(Update):
         for end in (start, after):
             q, diagonal = self.look(self.parallel.enter(self._norm(end))[tokens], seen)
             scores = interaction_scores(
-                q, k, *self.biases(q), diagonal, own=tokens, scale=self.shape.scale, causal=context.causal, valid=context.valid
+                q,
+                k,
+                *self.biases(q),
+                diagonal,
+                own=tokens,
+                scale=self.shape.scale,
+                causal=context.causal,
+                valid=context.valid,
             )
             largest.append(scores.amax((0, 2, 3)))
             energies.append(self.parallel.total(interaction_energy(scores, self.shape.scale)).T)
-        measures = _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
+        measures = _measures(
+            energies, self.parallel.enter(after - start)[tokens], self.precondition
+        )
         return measures | {"largest_score": largest[0]}
 
     def _norm(self, x: Tensor) -> Tensor:
@@ -154,7 +221,9 @@ class CemMlp(Update):
         super().__init__(shape, parallel)
 
     def build(self) -> None:
-        self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=True)
+        self.precondition = Preconditioner(
+            self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=True
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
@@ -166,22 +235,37 @@ class CemMlp(Update):
         gamma = self.gamma(whole)
         back = self.precondition(self.up(), whole.shape[0] * whole.shape[1])
         for step in range(self.shape.switches.steps_mlp):
-            z = linear(self._norm(whole), self.up()) if step == 0 and x is h else self.parallel.project(self._norm(x), self.up())
-            x = torch.add(x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp)
+            z = (
+                linear(self._norm(whole), self.up())
+                if step == 0 and x is h
+                else self.parallel.project(self._norm(x), self.up())
+            )
+            x = torch.add(
+                x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp
+            )
         return x
 
     def start(self, x: Tensor) -> Tensor:
         """x, or the normalised stream."""
-        return rms_norm(x, self.norm(), self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+        return (
+            rms_norm(x, self.norm(), self.shape.norm_eps)
+            if self.shape.switches.residual == "normalised"
+            else x
+        )
 
     @torch.no_grad()
-    def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
+    def diagnose(
+        self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """As `CemAttention.diagnose`, of the element-wise energy; smallest_eigenvalue is [1]."""
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
         after = self.descend(h, start) if after is None else after
         gamma = self.gamma(self.parallel.enter(h)[tokens])
-        points = [linear(self.parallel.enter(self._norm(end))[tokens], self.up()) for end in (start, after)]
+        points = [
+            linear(self.parallel.enter(self._norm(end))[tokens], self.up())
+            for end in (start, after)
+        ]
         energies = [self.parallel.total(elementwise_energy(gamma, z)) for z in points]
         return _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
 
@@ -205,7 +289,9 @@ def elementwise_energy(gamma: Tensor, z: Tensor) -> Tensor:
     return -(gamma * torch.where(z > 0, above, z * log + dilogarithm)).sum(-1)
 
 
-def _measures(energies: list[Tensor], moved: Tensor, precondition: Preconditioner) -> dict[str, Tensor]:
+def _measures(
+    energies: list[Tensor], moved: Tensor, precondition: Preconditioner
+) -> dict[str, Tensor]:
     return {
         "energy_before": energies[0],
         "energy_after": energies[1],
@@ -239,7 +325,10 @@ class Preconditioner(Layer):
         if self.kind == "identity":
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
-        diagonal, factors = self.diagonal(), self.factors() if self.kind == "low_rank" else None  # read here: offloaded ones are gone later
+        diagonal, factors = (
+            self.diagonal(),
+            self.factors() if self.kind == "low_rank" else None,
+        )  # read here: offloaded ones are gone later
         if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
@@ -250,7 +339,9 @@ class Preconditioner(Layer):
 
         return apart
 
-    def times(self, rows: Tensor, diagonal: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:
+    def times(
+        self, rows: Tensor, diagonal: Tensor, factors: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """rows [G, n, D] -> rows P (P is symmetric), same shape and type; diagonal and factors as below."""
         out = rows * diagonal.to(rows.dtype)[:, None]
         if factors is not None:
@@ -261,11 +352,17 @@ class Preconditioner(Layer):
     def diagonal(self) -> Tensor:
         """softplus(sqrt(D) p), [G, D], float32 or wider."""
         p = self.parallel.share(self.p) if self.whole else self.p
-        return softplus(p.to(torch.promote_types(p.dtype, torch.float32)) * self.hidden**0.5).view(-1, self.hidden)
+        return softplus(p.to(torch.promote_types(p.dtype, torch.float32)) * self.hidden**0.5).view(
+            -1, self.hidden
+        )
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """U and V, [G, D, R]."""
-        return (self.parallel.share(self.u), self.parallel.share(self.v)) if self.whole else (self.u, self.v)
+        return (
+            (self.parallel.share(self.u), self.parallel.share(self.v))
+            if self.whole
+            else (self.u, self.v)
+        )
 
     @torch.no_grad()
     def smallest_eigenvalue(self) -> Tensor:

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Kept, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import (
+    FIXED,
+    OUTPUT,
+    Kept,
+    Normal,
+    Packing,
+    Scaling,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    head_width,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -22,21 +35,31 @@ class CemConfig:
     """Switches and sizes of Causal Energy Minimization; read only where ``model.mixer`` or ``model.mlp`` is cem."""
 
     diagonal: str = setting(
-        "shared", "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one a head.", ("none", "shared", "head")
+        "shared",
+        "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one a head.",
+        ("none", "shared", "head"),
     )
     preconditioner: str = setting(
         "low_rank",
         "P in front of every step. identity; diagonal: diag(softplus(d)); low_rank: that + U V^T + V U^T.",
         ("identity", "diagonal", "low_rank"),
     )
-    rank_attention: int = setting(4, "Columns of U and V of each head's preconditioner (low_rank).", least=1)
-    rank_mlp: int = setting(16, "Columns of U and V of the MLP's preconditioner (low_rank).", least=1)
-    steps_attention: int = setting(2, "T: steps down attention's energy; keys and values stay as they are.", least=1)
+    rank_attention: int = setting(
+        4, "Columns of U and V of each head's preconditioner (low_rank).", least=1
+    )
+    rank_mlp: int = setting(
+        16, "Columns of U and V of the MLP's preconditioner (low_rank).", least=1
+    )
+    steps_attention: int = setting(
+        2, "T: steps down attention's energy; keys and values stay as they are.", least=1
+    )
     steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.", least=1)
     eta_attention: float = setting(1.0, "Step size of attention.")
     eta_mlp: float = setting(1.0, "Step size of the MLP.")
     scale: str = setting(
-        "model", "Of attention's scores. model: 1 / sqrt(hidden_size), as the paper; head: 1 / sqrt(a head's width).", ("model", "head")
+        "model",
+        "Of attention's scores. model: 1 / sqrt(hidden_size), as the paper; head: 1 / sqrt(a head's width).",
+        ("model", "head"),
     )
     residual: str = setting(
         "normalised",
@@ -45,7 +68,9 @@ class CemConfig:
     )
 
 
-def preconditioner_weights(switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None) -> Weights:
+def preconditioner_weights(
+    switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None
+) -> Weights:
     """p, u and v of ``groups`` preconditioners: d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
 
     muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels are of size 1: d is FIXED, so p's rate falls
@@ -55,14 +80,22 @@ def preconditioner_weights(switches: CemConfig, groups: int, hidden: int, rank: 
     if switches.preconditioner == "identity":
         return {}
     scaling_p, scaling_u = (ROOT, FIXED) if split is None else (Scaling(0.0, -1.0), ROOT)
-    weights = {"precondition.p": Weight((groups * hidden,), split=split, init=hidden**-0.5, mup=scaling_p)}
+    weights = {
+        "precondition.p": Weight((groups * hidden,), split=split, init=hidden**-0.5, mup=scaling_p)
+    }
     if switches.preconditioner == "low_rank":
-        weights["precondition.u"] = Weight((groups, hidden, rank), split=split, init=Normal(LOW_RANK_STD), mup=scaling_u, maps=None)
-        weights["precondition.v"] = Weight((groups, hidden, rank), split=split, init=0.0, mup=OUTPUT, maps=None)
+        weights["precondition.u"] = Weight(
+            (groups, hidden, rank), split=split, init=Normal(LOW_RANK_STD), mup=scaling_u, maps=None
+        )
+        weights["precondition.v"] = Weight(
+            (groups, hidden, rank), split=split, init=0.0, mup=OUTPUT, maps=None
+        )
     return weights
 
 
-def preconditioner_flops(switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int) -> dict[str, float]:
+def preconditioner_flops(
+    switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int
+) -> dict[str, float]:
     """The low-rank part: folded into ``groups`` matrices [rows, D] once a forward pass where it has more than ``rows`` tokens."""
     if switches.preconditioner != "low_rank":
         return {}
@@ -73,7 +106,10 @@ def preconditioner_flops(switches: CemConfig, groups: int, rows: int, hidden: in
 def _reads(switches: CemConfig, part: str) -> set[str]:
     """The keys of attention or of the MLP."""
     names = ["preconditioner", "residual", f"steps_{part}", f"eta_{part}"]
-    return {f"cem.{name}" for name in [*names, *([f"rank_{part}"] if switches.preconditioner == "low_rank" else [])]}
+    return {
+        f"cem.{name}"
+        for name in [*names, *([f"rank_{part}"] if switches.preconditioner == "low_rank" else [])]
+    }
 
 
 @dataclass(frozen=True)
@@ -95,13 +131,26 @@ class CemAttentionShape(Shape):
     def of(cls, model: ModelConfig) -> CemAttentionShape:
         """The sizes that ``model`` asks for. Raises ValueError where the heads do not fit."""
         scale = score_scale(model, head_width(model))
-        if model.parametrization == "mup" and model.mup.base_head_size is not None and model.cem.scale != "head":
+        if (
+            model.parametrization == "mup"
+            and model.mup.base_head_size is not None
+            and model.cem.scale != "head"
+        ):
             raise ValueError(
                 "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
             )
-        if model.parametrization == "mup" and model.cem.scale == "model":  # the paper's 1 / sqrt(D) would vanish with the width
+        if (
+            model.parametrization == "mup" and model.cem.scale == "model"
+        ):  # the paper's 1 / sqrt(D) would vanish with the width
             scale = model.mup.base_hidden_size**-0.5
-        return cls(model.hidden_size, model.num_attention_heads, model.norm_eps, model.causal, model.cem, scale)
+        return cls(
+            model.hidden_size,
+            model.num_attention_heads,
+            model.norm_eps,
+            model.causal,
+            model.cem,
+            scale,
+        )
 
     @property
     def head(self) -> int:
@@ -130,7 +179,9 @@ class CemAttentionShape(Shape):
             weights["diagonal"] = Weight((hidden,), init=0.0, mup=OUTPUT)
         elif self.switches.diagonal == "head":
             weights["diagonal"] = Weight((self.heads * hidden,), split=0, init=0.0, mup=OUTPUT)
-        return weights | preconditioner_weights(self.switches, self.heads, hidden, self.switches.rank_attention, 0)
+        return weights | preconditioner_weights(
+            self.switches, self.heads, hidden, self.switches.rank_attention, 0
+        )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Keys once; query, output, scores and read at every step; a shared diagonal's scores once for all heads."""
@@ -139,7 +190,15 @@ class CemAttentionShape(Shape):
         return {
             "mixer projections": 2.0 * self.hidden**2 * (1 + 2 * switches.steps_attention),
             "attention": 2.0 * self.hidden * keys * (2 + diagonals) * switches.steps_attention,
-        } | preconditioner_flops(switches, self.heads, self.head, self.hidden, switches.rank_attention, switches.steps_attention, length)
+        } | preconditioner_flops(
+            switches,
+            self.heads,
+            self.head,
+            self.hidden,
+            switches.rank_attention,
+            switches.steps_attention,
+            length,
+        )
 
     def state_bytes(self, length: int, element: int) -> int:
         """k, half of attention's cache; with a diagonal also h. Steps add nothing."""
@@ -150,7 +209,10 @@ class CemAttentionShape(Shape):
 
     def packing(self) -> dict[str, Packing]:
         """The energy is of q.k; values and output are those same two by definition."""
-        return {name: Packing(self.heads, {part: self.head}, {part: part}) for name, part in (("query.weight", "q"), ("key.weight", "k"))}
+        return {
+            name: Packing(self.heads, {part: self.head}, {part: part})
+            for name, part in (("query.weight", "q"), ("key.weight", "k"))
+        }
 
     def summary(self) -> str:
         return f"{self.heads} heads of {self.head}, {self.switches.steps_attention} steps"
@@ -169,13 +231,23 @@ class CemAttentionShape(Shape):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """As every estimate; of a cut sequence copies in each step: of q and k, and with a diagonal of all tokens' u and h."""
-        kept, ranks, diagonal = super().kept_bytes(training), training.ranks, self.switches.diagonal != "none"
+        kept, ranks, diagonal = (
+            super().kept_bytes(training),
+            training.ranks,
+            self.switches.diagonal != "none",
+        )
         copies = self.heads * self.head / training.tensor_parallel + ranks * self.hidden * diagonal
-        return kept | {"cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)}
+        return kept | {
+            "cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)
+        }
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """In each step keys, with a diagonal h too; or q, k and what was read, and the diagonal's u and h, which have no heads."""
-        steps, e, diagonal = self.switches.steps_attention, training.element, self.switches.diagonal != "none"
+        steps, e, diagonal = (
+            self.switches.steps_attention,
+            training.element,
+            self.switches.diagonal != "none",
+        )
         heads = e * self.heads * self.head / training.tensor_parallel
         if kinds.gathers:
             return Crossing(keys=steps * (heads + e * self.hidden * diagonal))
@@ -211,7 +283,9 @@ class CemMlpShape(Shape):
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """gamma once; up and down at every step."""
         switches = self.switches
-        return {"MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)} | preconditioner_flops(
+        return {
+            "MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)
+        } | preconditioner_flops(
             switches, 1, self.inner, self.hidden, switches.rank_mlp, switches.steps_mlp, length
         )
 

@@ -35,12 +35,25 @@ class DeltaNet(Update):
         (rates,), packed = self.parallel.project_beside(h, self.in_proj, lambda h: [self.rates(h)])
         heads = packed.unflatten(-1, (self.local_heads, shape.head_width))
         mixed, gate = heads.split([shape.mixed_width, shape.head_width - shape.mixed_width], dim=-1)
-        mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(-1, (self.local_heads, -1))
-        q, k, v = mixed.permute(1, 2, 0, 3).split([shape.key_head, shape.key_head, shape.value_head], dim=-1)
+        mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(
+            -1, (self.local_heads, -1)
+        )
+        q, k, v = mixed.permute(1, 2, 0, 3).split(
+            [shape.key_head, shape.key_head, shape.value_head], dim=-1
+        )
         beta, log_decay = self.rates_of(rates, context)
 
-        def read(_: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor:
-            o, state = gated_delta_rule(q, k, v, beta, log_decay, context.recall("matrix"), chunk=CHUNK)
+        def read(
+            _: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            beta: Tensor,
+            log_decay: Tensor | None,
+        ) -> Tensor:
+            o, state = gated_delta_rule(
+                q, k, v, beta, log_decay, context.recall("matrix"), chunk=CHUNK
+            )
             context.keep("matrix", state)
             return o
 
@@ -53,11 +66,15 @@ class DeltaNet(Update):
         """beta and the log-decay (None where not gated), [b, local heads, s], fp32 or wider; both zero at padding."""
         shape, valid = self.shape, context.valid_now(rates.shape[0])
         logit, *step = rates.unflatten(-1, (self.local_heads, -1)).unbind(-1)
-        beta = logit.to(torch.promote_types(rates.dtype, torch.float32)).sigmoid() * (2.0 if shape.negative_eigenvalues else 1.0)
+        beta = logit.to(torch.promote_types(rates.dtype, torch.float32)).sigmoid() * (
+            2.0 if shape.negative_eigenvalues else 1.0
+        )
         log_decay = None
         if shape.gated:
             first = self.parallel.rank * self.local_heads
-            _, log_decay = time_steps(step[0], self.log_rate, self.step_bias, RATES, shape.heads, first)
+            _, log_decay = time_steps(
+                step[0], self.log_rate, self.step_bias, RATES, shape.heads, first
+            )
         if valid is not None:
             beta = beta * valid[..., None]
             log_decay = None if log_decay is None else log_decay * valid[..., None]

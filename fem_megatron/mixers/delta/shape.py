@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds
-from fem_megatron.shape import FIXED, Kept, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import (
+    FIXED,
+    Kept,
+    Normal,
+    Packing,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -25,9 +35,16 @@ class DeltaConfig:
         "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it (gated): 4 hidden_size^2 in all.",
         least=1,
     )
-    value_size: int | None = setting(None, "Width of the values over all heads; null: key_size (deltanet) or twice that (gated).", least=1)
+    value_size: int | None = setting(
+        None,
+        "Width of the values over all heads; null: key_size (deltanet) or twice that (gated).",
+        least=1,
+    )
     conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
-    negative_eigenvalues: bool = setting(False, "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).")
+    negative_eigenvalues: bool = setting(
+        False,
+        "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).",
+    )
 
 
 @dataclass(frozen=True)
@@ -57,13 +74,26 @@ class DeltaShape(Shape):
         delta, hidden = model.delta, model.hidden_size
         heads = delta.heads or model.num_attention_heads
         if not model.causal:
-            raise ValueError("model.causal: the delta rule reads from left to right only; take another mixer, or true")
+            raise ValueError(
+                "model.causal: the delta rule reads from left to right only; take another mixer, or true"
+            )
         key = delta.key_size or (hidden // 2 if gated else hidden)
         value = delta.value_size or (2 * key if gated else key)
         for name, width in (("key_size", key), ("value_size", value)):
             if width % heads:
-                raise ValueError(f"model.delta.{name}={width} is not a multiple of the {heads} heads; set it, or model.delta.heads")
-        return cls(hidden, heads, key // heads, value // heads, delta.conv_size, gated, delta.negative_eigenvalues, model.norm_eps)
+                raise ValueError(
+                    f"model.delta.{name}={width} is not a multiple of the {heads} heads; set it, or model.delta.heads"
+                )
+        return cls(
+            hidden,
+            heads,
+            key // heads,
+            value // heads,
+            delta.conv_size,
+            gated,
+            delta.negative_eigenvalues,
+            model.norm_eps,
+        )
 
     @property
     def slices(self) -> dict[str, int]:
@@ -85,12 +115,26 @@ class DeltaShape(Shape):
         """norm, in_proj and rates (beta; the decay's step), both head-major, conv, the decay's offsets, head_norm, out_proj."""
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0, maps=tuple(self.slices.values())),
-            "rates.weight": Weight((self.heads * (1 + self.gated), self.hidden), split=0, maps=None),
-            "conv": Weight((self.heads * self.mixed_width, self.conv), split=0, init=conv_init(self.conv), mup=FIXED, maps=None),
+            "in_proj.weight": Weight(
+                (self.heads * self.head_width, self.hidden),
+                split=0,
+                maps=tuple(self.slices.values()),
+            ),
+            "rates.weight": Weight(
+                (self.heads * (1 + self.gated), self.hidden), split=0, maps=None
+            ),
+            "conv": Weight(
+                (self.heads * self.mixed_width, self.conv),
+                split=0,
+                init=conv_init(self.conv),
+                mup=FIXED,
+                maps=None,
+            ),
         }
         if self.gated:
-            weights |= {name: Weight((self.heads,), split=0, init=0.0) for name in ("log_rate", "step_bias")}
+            weights |= {
+                name: Weight((self.heads,), split=0, init=0.0) for name in ("log_rate", "step_bias")
+            }
         return weights | {
             "head_norm.weight": Weight((self.value_head,), init=1.0),
             "out_proj.weight": Weight((self.hidden, self.heads * self.value_head), split=1),
@@ -98,7 +142,10 @@ class DeltaShape(Shape):
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Projections, and the chunked form: scores, the triangular solve, three products with the state, the read of the chunk."""
-        seen, (dk, dv) = keys_seen(min(length, CHUNK), whole_square), (self.key_head, self.value_head)
+        seen, (dk, dv) = (
+            keys_seen(min(length, CHUNK), whole_square),
+            (self.key_head, self.value_head),
+        )
         return {
             "mixer projections": self.linear_flops(),
             "delta rule": self.heads * (2.0 * seen * (2 * dk + dv) + 6.0 * dk * dv),
@@ -124,7 +171,9 @@ class DeltaShape(Shape):
         e, mixed, heads = training.element, self.mixed_width, self.heads / training.tensor_parallel
         head = e * (mixed + self.value_head) + training.wide * (1 + self.gated)
         if kinds.states:
-            return Crossing(heads * head, states=heads * training.tokens_before(self.conv - 1) * e * mixed)
+            return Crossing(
+                heads * head, states=heads * training.tokens_before(self.conv - 1) * e * mixed
+            )
         return Crossing(heads * (head + 2 * e * mixed))
 
     def packing(self) -> dict[str, Packing]:

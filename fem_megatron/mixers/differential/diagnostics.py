@@ -13,5 +13,7 @@ def observe(layer: DifferentialAttention, sample: Sample) -> Quantities:
     h = rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in layer.project(h, sample.context)[:2])
     scores = q @ k.mT * (layer.shape.head**-0.5 if layer.shape.scale is None else layer.shape.scale)
-    seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
+    seen = allowed_pairs(
+        sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid
+    )
     return largest_logit(scores, seen, layer.parallel) | {"lambda": layer.lam_now()}

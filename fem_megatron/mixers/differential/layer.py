@@ -29,18 +29,28 @@ class DifferentialAttention(Update):
         shape = self.shape
         x, h = normed(x, self.norm(), shape.norm_eps)
         q, k, v = self.project(h, context)
-        k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
+        k, v = (
+            context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v))
+        )
         wide = torch.promote_types(x.dtype, torch.float32)
-        both = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=shape.scale).unflatten(1, (-1, 2))
+        both = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=shape.scale).unflatten(
+            1, (-1, 2)
+        )
         first, second = (t.to(wide) for t in both.unbind(2))
         o = first - self.lam_now() * second
-        o = rms_norm(o, self.parallel.share(self.head_norm()).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
+        o = rms_norm(o, self.parallel.share(self.head_norm()).to(wide), shape.norm_eps) * (
+            1.0 - shape.lambda_init
+        )
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [s, b, 2 local heads, d], both maps of a head side by side, and v [s, b, local heads, 2 d] of the slice h, normed."""
         shape, d = self.shape, self.shape.head
-        q, k, v = self.parallel.project(h, self.in_proj).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
+        q, k, v = (
+            self.parallel.project(h, self.in_proj)
+            .unflatten(-1, (-1, shape.head_width))
+            .split([2 * d, 2 * d, 2 * d], dim=-1)
+        )
         q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)

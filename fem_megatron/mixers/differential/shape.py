@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
-from fem_megatron.shape import FIXED, Kept, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import (
+    FIXED,
+    Kept,
+    Normal,
+    Packing,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    keys_seen,
+    qk_norms,
+    qk_norms_keep,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -58,7 +70,11 @@ class DifferentialShape(Shape):
         """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), q's and k's norms, head_norm, out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0, maps=(*[self.head] * 4, 2 * self.head)),
+            "in_proj.weight": Weight(
+                (self.heads * self.head_width, self.hidden),
+                split=0,
+                maps=(*[self.head] * 4, 2 * self.head),
+            ),
             "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED, vectors=True),
             **qk_norms(self.head, self.qk_norm),
             "head_norm.weight": Weight((2 * self.head,), init=1.0),
@@ -67,7 +83,9 @@ class DifferentialShape(Shape):
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Projections; two maps' scores, and two reads of the value, which is twice as wide."""
-        attention = 2.0 * keys_seen(length, whole_square) * self.heads * 2 * (self.head + 2 * self.head)
+        attention = (
+            2.0 * keys_seen(length, whole_square) * self.heads * 2 * (self.head + 2 * self.head)
+        )
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def state_bytes(self, length: int, element: int) -> int:
@@ -103,7 +121,9 @@ class DifferentialShape(Shape):
 
     def packing(self) -> dict[str, Packing]:
         """Two of attention's heads make one."""
-        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)}
+        return {
+            "in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)
+        }
 
     def summary(self) -> str:
         return f"d_k 2 x {self.head}, d_v {2 * self.head}, lambda_init {self.lambda_init:.3f}"

@@ -53,7 +53,9 @@ def observe(mixer: FemMixer, sample: Sample) -> Quantities:
         "posterior_entropy": posterior_entropy,
     } | logits
     if lam is not None:
-        quantities |= quantiles("beta", gather(beta.flatten())) | quantiles("lambda", gather(lam.transpose(1, 2).flatten(2)))
+        quantities |= quantiles("beta", gather(beta.flatten())) | quantiles(
+            "lambda", gather(lam.transpose(1, 2).flatten(2))
+        )
     return quantities
 
 
@@ -63,11 +65,15 @@ def _largest_logit(mixer: FemMixer, parts: dict[str, Tensor], sample: Sample) ->
         return {}
     q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if prior.scale is None else prior.scale)
-    seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
+    seen = allowed_pairs(
+        sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid
+    )
     return largest_logit(scores, seen, mixer.parallel)
 
 
-def _given_to_prior(mixer: FemMixer, sample: Sample) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:
+def _given_to_prior(
+    mixer: FemMixer, sample: Sample
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:
     """What the mixer gives its prior for the sample, in float32 or wider: its slices, v, beta, lambda, the context."""
     given: list[Any] = []
     handle = mixer.prior.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
@@ -79,7 +85,12 @@ def _given_to_prior(mixer: FemMixer, sample: Sample) -> tuple[dict[str, Tensor],
     if isinstance(mixer.shape.prior, AftShape):
         # AFT's query multiplies the read; this one by 1, whether it stands inside or after it.
         parts["q"] = torch.full_like(parts["q"], ONE_AS_AFT_QUERY)
-    return {name: wide(t) for name, t in parts.items()}, wide(v), *(t if t is None else wide(t) for t in (beta, lam)), context
+    return (
+        {name: wide(t) for name, t in parts.items()},
+        wide(v),
+        *(t if t is None else wide(t) for t in (beta, lam)),
+        context,
+    )
 
 
 def _slope_of_values(prior: PriorShape, v: Tensor) -> Tensor:

@@ -38,31 +38,54 @@ class FemMixer(Update):
     def build(self) -> None:
         self.prior: Prior = located(self.shape.prior.layer_class)(self.shape)
         for name in self.shape.conditioners():
-            self.add_module(name, TimeDecayConditioner(self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"))
+            self.add_module(
+                name,
+                TimeDecayConditioner(
+                    self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"
+                ),
+            )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        one = self.parallel.size == 1 and bool(self.shape.conditioner)  # else the conditioner's norm is of what the ranks gather
-        x, h, u = residual_norm(x, self.norm(), self.shape.norm_eps, self.tdc.norm() if one else None)
+        one = self.parallel.size == 1 and bool(
+            self.shape.conditioner
+        )  # else the conditioner's norm is of what the ranks gather
+        x, h, u = residual_norm(
+            x, self.norm(), self.shape.norm_eps, self.tdc.norm() if one else None
+        )
         return x + self.step(h, context, u)
 
     def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
         """o W_O from the normalised residual stream, both in the stream's slicing; u: as the causal conditioner reads it, where known."""
-        named: dict[str, TimeDecayConditioner] = {name: getattr(self, name) for name in self.shape.conditioners()}
+        named: dict[str, TimeDecayConditioner] = {
+            name: getattr(self, name) for name in self.shape.conditioners()
+        }
 
         def projected(h: Tensor) -> list[Tensor]:
             return [each.project(h, u if name == "tdc" else None) for name, each in named.items()]
 
-        inputs, z = self.parallel.project_beside(h, self.in_proj, projected) if named else ([], self.parallel.project(h, self.in_proj))
-        made = [each(own, context.within(name)) for (name, each), own in zip(named.items(), inputs, strict=True)]
+        inputs, z = (
+            self.parallel.project_beside(h, self.in_proj, projected)
+            if named
+            else ([], self.parallel.project(h, self.in_proj))
+        )
+        made = [
+            each(own, context.within(name))
+            for (name, each), own in zip(named.items(), inputs, strict=True)
+        ]
         conditioners = [(features.to(z.dtype), weight.to(z.dtype)) for features, weight in made]
         size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
         if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
-            q, k = head_norms(self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps)
+            q, k = head_norms(
+                self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps
+            )
             parts["q"], parts["k"] = (q, k) if rope is None else rotate_both(q, k, context, rope)
-        v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
+        v, lam, gate = (
+            parts.pop(name).permute(1, 2, 0, 3) if name in parts else None
+            for name in ("v", "lam", "gate")
+        )
         o = self.prior(parts, v, self.inverse_temperature(z), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
@@ -72,8 +95,12 @@ class FemMixer(Update):
             return None
         size = (self.local_heads, self.shape.value_head)
         if not self.shape.temperature:
-            return torch.ones(size, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        return softplus(self.beta.to(torch.promote_types(self.beta.dtype, torch.float32)) + BETA_OFFSET).view(size)
+            return torch.ones(
+                size, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+            )
+        return softplus(
+            self.beta.to(torch.promote_types(self.beta.dtype, torch.float32)) + BETA_OFFSET
+        ).view(size)
 
 
 class TimeDecayConditioner(Layer):
@@ -95,7 +122,9 @@ class TimeDecayConditioner(Layer):
 
         u: the norm of h, where it is known.
         """
-        made: Tensor = self.in_proj(layer_norm(h, self.parallel.share(self.norm()), self.eps) if u is None else u)
+        made: Tensor = self.in_proj(
+            layer_norm(h, self.parallel.share(self.norm()), self.eps) if u is None else u
+        )
         return made
 
     def forward(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -107,13 +136,17 @@ class TimeDecayConditioner(Layer):
             if valid is not None:
                 padding = ~valid.T[-a.shape[0] :, :, None]
                 a, f = a.masked_fill(padding, -torch.inf), f.masked_fill(padding, 0.0)
-            return fading_sum(a, f, None if self.backward else first, context, backward=self.backward)
+            return fading_sum(
+                a, f, None if self.backward else first, context, backward=self.backward
+            )
 
         state = context.apart(scan, a, f, passes=True, batch=1, time=0, heads=2)
         if not self.backward:
             context.keep("state", state[-1])
         if self.parallel.size > 1:
-            both = self.parallel.gather(torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)).unflatten(-1, (-1, 2))
+            both = self.parallel.gather(
+                torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)
+            ).unflatten(-1, (-1, 2))
             r, state = both[..., 0].to(r.dtype), both[..., 1]
         features = conditioner_features(r, state, self.state_norm(), self.eps)
         return self.parallel.share(features), self.out_proj()

@@ -128,13 +128,17 @@ class ScanShape(PriorShape):
             return 4.0 * self.features * (streams + 1)
         if self.causal:
             return self._scan(length, streams, 1, whole_square)
-        return 2 * (self._scan(length, streams, 0, whole_square) + self._scan(length, 1, 0, whole_square))
+        return 2 * (
+            self._scan(length, streams, 0, whole_square) + self._scan(length, 1, 0, whole_square)
+        )
 
     def _scan(self, length: int, streams: int, ones: int, whole_square: bool) -> float:
         per_channel = self.decays > 1
         chunk = min(length, CHUNK_PER_CHANNEL if per_channel else CHUNK)
         filled_up = -(-length // chunk) * chunk / length
-        inside = 2.0 * keys_seen(chunk, whole_square) * (streams + (0 if per_channel else self.features))
+        inside = (
+            2.0 * keys_seen(chunk, whole_square) * (streams + (0 if per_channel else self.features))
+        )
         return filled_up * (inside + 4.0 * self.features * (streams + ones))
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
@@ -149,7 +153,9 @@ class ScanShape(PriorShape):
         if training.again:
             return features + e * value * (1 + fem.temperature + fem.gate)
         if fem.free_energy:
-            return features + WIDE + value * (WIDE + 2 * wide + e * (4 + fem.temperature + fem.gate))
+            return (
+                features + WIDE + value * (WIDE + 2 * wide + e * (4 + fem.temperature + fem.gate))
+            )
         return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
@@ -173,7 +179,13 @@ class LinearShape(ScanShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> LinearShape:
-        return cls(qk_head, cls.decays_of(model.fem, qk_head), model.causal, model.rope, model.fem.feature_eps)
+        return cls(
+            qk_head,
+            cls.decays_of(model.fem, qk_head),
+            model.causal,
+            model.rope,
+            model.fem.feature_eps,
+        )
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
@@ -181,7 +193,9 @@ class LinearShape(ScanShape):
         return 0
 
     def slices(self) -> dict[str, int]:
-        return {"q": self.features, "k": self.features} | ({"decay": self.decays} if self.decays else {})
+        return {"q": self.features, "k": self.features} | (
+            {"decay": self.decays} if self.decays else {}
+        )
 
     def reads(self) -> set[str]:
         return {"fem.feature_eps"} | ({"fem.gla_decay"} if self.decays else set())
@@ -275,7 +289,10 @@ class AftShape(PriorShape):
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         """k, and the query in fp32; after the read it is a gate, if there is no other."""
-        return self.width * (training.element + (training.wide if self.query == "inside" else training.element * (not gate)))
+        return self.width * (
+            training.element
+            + (training.wide if self.query == "inside" else training.element * (not gate))
+        )
 
 
 @dataclass(frozen=True)
@@ -302,7 +319,13 @@ class MambaShape(PriorShape):
         """
         fem = model.fem
         states = fem.mamba_states or max(1, (2 * qk_head - value_head) // 2)
-        return cls(value_head, states, fem.mamba_normalise, squash=fem.free_energy, scans=1 if model.causal else 2)
+        return cls(
+            value_head,
+            states,
+            fem.mamba_normalise,
+            squash=fem.free_energy,
+            scans=1 if model.causal else 2,
+        )
 
     def slices(self) -> dict[str, int]:
         """The step of each value channel, B and C."""
@@ -317,7 +340,12 @@ class MambaShape(PriorShape):
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         """``states`` sums for each channel and stream, fp32; two streams and two numbers more, or one where not normalised, with F."""
-        return value * (1 + self.normalise) * (self.states * (1 + free_energy) + free_energy) * max(4, element)
+        return (
+            value
+            * (1 + self.normalise)
+            * (self.states * (1 + free_energy) + free_energy)
+            * max(4, element)
+        )
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         return training.wide * (self.value + 2 * self.states)
@@ -331,4 +359,7 @@ class MambaShape(PriorShape):
     def weights(self, heads: int) -> Weights:
         """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""
         channels = heads * self.value
-        return {"delta_bias": Weight((channels,), split=0, init=0.0), "rate": Weight((channels * self.states,), split=0, init=0.0)}
+        return {
+            "delta_bias": Weight((channels,), split=0, init=0.0),
+            "rate": Weight((channels * self.states,), split=0, init=0.0),
+        }

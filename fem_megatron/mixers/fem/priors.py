@@ -44,7 +44,15 @@ class Prior(Layer):
             return None
         return self.ranges.setdefault((context.iteration, agreed), Ranges()).decide(v)
 
-    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self,
+        parts: Parts,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
         """o = gate * ((1 - lam) mu + lam F): v, lam, gate [b, h, s, d_v], beta [h, d_v] -> [b, h, s, d_v] in v's type.
 
         beta None: o = mu. lam None: o = F. gate None: no gate.
@@ -66,11 +74,27 @@ class ScanPrior(Prior):
         """
         raise NotImplementedError
 
-    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self,
+        parts: Parts,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
         cut = context.passing if context.causal and self.shape.backend != "reference" else None
-        decision = None if beta is None or context.state is not None else self.decision(v, context, agreed=cut is not None)
-        span = None if cut is None or beta is None else self._span(v, beta, cut, decision or Decision())
+        decision = (
+            None
+            if beta is None or context.state is not None
+            else self.decision(v, context, agreed=cut is not None)
+        )
+        span = (
+            None
+            if cut is None or beta is None
+            else self._span(v, beta, cut, decision or Decision())
+        )
         passes = cut is not None and (beta is None or span is not None)
 
         def read(
@@ -130,7 +154,9 @@ class ScanPrior(Prior):
         q, k = (t.to(product_type(v)) for t in (q, k))
 
         def read(streams: Tensor) -> Tensor:
-            return linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)[0].to(streams.dtype)
+            return linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)[
+                0
+            ].to(streams.dtype)
 
         def weights(start: int, stop: int) -> Tensor:
             raise AssertionError("the exact form needs the tokens of all ranks")
@@ -154,7 +180,9 @@ class ScanPrior(Prior):
         """The read of whole sequences."""
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
-        return linear_read(q, k, v, decay, beta, lam, gate, causal=causal, exact=exact, decision=decision)
+        return linear_read(
+            q, k, v, decay, beta, lam, gate, causal=causal, exact=exact, decision=decision
+        )
 
     def _decode(
         self,
@@ -175,8 +203,13 @@ class ScanPrior(Prior):
         else:
             window = ValueWindow(values, beta.to(q.dtype), context.recall("window"))
             if sums is not None:
-                sums = torch.cat((sums[..., :width], sums[..., width:-1] * window.rescale, sums[..., -1:]), dim=-1)
-            read, sums = linear_attention(q, k, torch.cat((values, window.stream()), dim=-1), decay, sums, normalise=True)
+                sums = torch.cat(
+                    (sums[..., :width], sums[..., width:-1] * window.rescale, sums[..., -1:]),
+                    dim=-1,
+                )
+            read, sums = linear_attention(
+                q, k, torch.cat((values, window.stream()), dim=-1), decay, sums, normalise=True
+            )
             out, z = read.chunk(2, dim=-1)
             gap = window.gap(out, z)
             out = out + (gap if lam is None else lam * gap)
@@ -188,14 +221,39 @@ class ScanPrior(Prior):
 class SoftmaxPrior(Prior):
     """Its decoding state is a KV-cache, of k after RoPE and of v, which is half as wide as standard attention's under budget (i)."""
 
-    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self,
+        parts: Parts,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
         assert isinstance(self.shape.prior, SoftmaxShape)
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
         k = context.extend("k", k, dim=2)
         v = context.extend("v", v, dim=2)
-        chosen = "auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend
-        decision = None if context.cut is None or beta is None else self.decision(v, context, agreed=True)
-        return softmax_read(context, q, k, v, beta, lam, gate, scale=self.shape.prior.scale, decision=decision, implementation=chosen)
+        chosen = (
+            "auto"
+            if context.state is not None and self.shape.backend == "fused"
+            else self.shape.backend
+        )
+        decision = (
+            None if context.cut is None or beta is None else self.decision(v, context, agreed=True)
+        )
+        return softmax_read(
+            context,
+            q,
+            k,
+            v,
+            beta,
+            lam,
+            gate,
+            scale=self.shape.prior.scale,
+            decision=decision,
+            implementation=chosen,
+        )
 
 
 class LinearPrior(ScanPrior):
@@ -204,7 +262,10 @@ class LinearPrior(ScanPrior):
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
-        wide, narrow = torch.promote_types(parts["q"].dtype, torch.float32), product_type(parts["q"])
+        wide, narrow = (
+            torch.promote_types(parts["q"].dtype, torch.float32),
+            product_type(parts["q"]),
+        )
         q, k = (relu(parts[name].to(narrow)) + shape.eps for name in ("q", "k"))
         return q, k, -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
 
@@ -220,7 +281,15 @@ class DecayPrior(ScanPrior):
 class AftPrior(Prior):
     """Its decoding state is a running maximum and sums relative to it for each channel, fp32."""
 
-    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self,
+        parts: Parts,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
         """o as `Prior.forward` says, from the slices q and k; with ``after``, times sigmoid(q)."""
         shape = self.shape.prior
         assert isinstance(shape, AftShape)
@@ -252,7 +321,9 @@ class AftPrior(Prior):
     def _positive(self, q: Tensor) -> Tensor:
         """softplus(q), RMS-normalised over a head; never 0, whose logarithm the free energy would be."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        return rms_norm(softplus(q.to(wide)), None, self.shape.norm_eps).clamp_min(torch.finfo(wide).tiny)
+        return rms_norm(softplus(q.to(wide)), None, self.shape.norm_eps).clamp_min(
+            torch.finfo(wide).tiny
+        )
 
 
 EPS = 1e-6
@@ -266,13 +337,25 @@ class MambaPrior(Prior):
     [0.001, 0.1], Mamba's own. Its decoding state is ``states`` sums for each channel and stream, fp32.
     """
 
-    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self,
+        parts: Parts,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
         """o as `Prior.forward` says, from the slices delta, b and c, before their softplus."""
         shape = self.shape.prior
         assert isinstance(shape, MambaShape)
         wide = torch.promote_types(v.dtype, torch.float32)
-        delta, b_in, c_out = (parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c"))
-        whole = partial(ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal)
+        delta, b_in, c_out = (
+            parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c")
+        )
+        whole = partial(
+            ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal
+        )
 
         def read(
             valid: Tensor | None,
@@ -291,9 +374,15 @@ class MambaPrior(Prior):
                 context.keep("sums", sums)
             return o
 
-        delta, b_in, c_out = softplus(delta + self._step_logit(wide)), softplus(b_in) + EPS, softplus(c_out) + EPS
+        delta, b_in, c_out = (
+            softplus(delta + self._step_logit(wide)),
+            softplus(b_in) + EPS,
+            softplus(c_out) + EPS,
+        )
         values = v.sigmoid() if shape.squash else v
-        return context.apart(read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta))
+        return context.apart(
+            read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta)
+        )
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
         """[local heads, 1, d_v]: what softplus turns into the starting steps, and the learned bias."""

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 class FemConfig:
     """Switches and sizes of the Free Energy Mixer; read only where ``model.mixer`` is a FEM."""
 
-    conditioner: bool = setting(True, "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).")
+    conditioner: bool = setting(
+        True,
+        "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).",
+    )
     free_energy: bool = setting(True, "L: the free-energy branch F beside the expectation mu.")
     temperature: bool = setting(
-        True, "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone."
+        True,
+        "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone.",
     )
     gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
     budget: str = setting(
@@ -31,21 +35,36 @@ class FemConfig:
         "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
         ("i", "ii"),
     )
-    value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.", least=1)
+    value_size: int | None = setting(
+        None, "Width d of the values over all heads; null: from the budget.", least=1
+    )
     conditioner_size: int | None = setting(
         None,
         "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head.",
         least=1,
     )
-    gla_decay: str = setting("head", "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).", ("head", "channel"))
-    feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.", above=0)
+    gla_decay: str = setting(
+        "head",
+        "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).",
+        ("head", "channel"),
+    )
+    feature_eps: float = setting(
+        1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.", above=0
+    )
     aft_query: str = setting(
         "after",
         "fem_aft: where the query gates. after: the read; inside: both sums, before the logarithm (the released code).",
         ("after", "inside"),
     )
-    mamba_states: int | None = setting(None, "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.", least=1)
-    mamba_normalise: bool = setting(True, "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.")
+    mamba_states: int | None = setting(
+        None,
+        "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.",
+        least=1,
+    )
+    mamba_normalise: bool = setting(
+        True,
+        "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.",
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,9 @@ class FemShape(Shape):
         # Priors that need no more than the values' width of q and k, or none, give the budget to the values.
         narrow = prior.narrow(fem)
         full_width = fem.budget == "i" and narrow is None
-        share, parts = (2 * hidden, 2 + extra) if full_width else (4 * hidden, (narrow or 4) + extra)
+        share, parts = (
+            (2 * hidden, 2 + extra) if full_width else (4 * hidden, (narrow or 4) + extra)
+        )
         if fem.value_size:
             value = fem.value_size
         elif share % parts or share // parts % heads:
@@ -92,13 +113,17 @@ class FemShape(Shape):
         qk = hidden if full_width else value
         for what, width in (("query/key", qk), ("value", value)):
             if width % heads:
-                raise ValueError(f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}")
+                raise ValueError(
+                    f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}"
+                )
         return cls(
             prior=prior.of(model, qk // heads, value // heads),
             hidden=hidden,
             heads=heads,
             value_head=value // heads,
-            conditioner=(fem.conditioner_size or -(-max(4, value // 16) // heads) * heads) if fem.conditioner else 0,
+            conditioner=(fem.conditioner_size or -(-max(4, value // 16) // heads) * heads)
+            if fem.conditioner
+            else 0,
             free_energy=fem.free_energy,
             temperature=temperature,
             gate=fem.gate,
@@ -116,7 +141,11 @@ class FemShape(Shape):
     @property
     def slices(self) -> dict[str, int]:
         """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit and the g-logit if present."""
-        gates = {name: self.value_head for name, present in (("lam", self.temperature), ("gate", self.gate)) if present}
+        gates = {
+            name: self.value_head
+            for name, present in (("lam", self.temperature), ("gate", self.gate))
+            if present
+        }
         return {**self.prior.slices(), "v": self.value_head, **gates}
 
     @property
@@ -129,17 +158,25 @@ class FemShape(Shape):
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((packed, self.hidden), split=0, maps=tuple(self.slices.values())),
+            "in_proj.weight": Weight(
+                (packed, self.hidden), split=0, maps=tuple(self.slices.values())
+            ),
         }
-        weights |= {f"prior.{name}": weight for name, weight in self.prior.weights(self.heads).items()}
+        weights |= {
+            f"prior.{name}": weight for name, weight in self.prior.weights(self.heads).items()
+        }
         if self.temperature:
             weights["beta"] = Weight((self.value_size,), split=0, init=0.0)
         for name, size in self.conditioners().items():
             weights |= {
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
-                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0, precise=True),  # decays' logits
+                f"{name}.in_proj.weight": Weight(
+                    (3 * size, self.hidden), split=0, precise=True
+                ),  # decays' logits
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
-                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())),
+                f"{name}.out_proj.weight": Weight(
+                    (packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())
+                ),
             }
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
@@ -147,7 +184,9 @@ class FemShape(Shape):
         """Width of the conditioner's state by name; a second one of half the width reads backwards where the mixer is bidirectional."""
         if not self.conditioner:
             return {}
-        return {"tdc": self.conditioner} | ({} if self.causal else {"tdc_backward": max(1, self.conditioner // 2)})
+        return {"tdc": self.conditioner} | (
+            {} if self.causal else {"tdc_backward": max(1, self.conditioner // 2)}
+        )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Projections, the prior's reads of [v | U] (v alone without L), the conditioner's projections."""
@@ -161,7 +200,9 @@ class FemShape(Shape):
 
     def state_bytes(self, length: int, element: int) -> int:
         """The prior's state of every head and the conditioner's (fp32)."""
-        prior = self.prior.state_bytes(length, element, value=self.value_head, free_energy=self.free_energy)
+        prior = self.prior.state_bytes(
+            length, element, value=self.value_head, free_energy=self.free_energy
+        )
         return self.heads * prior + self.conditioner * max(4, element)
 
     def product_scores(self) -> bool:
@@ -175,26 +216,53 @@ class FemShape(Shape):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
         if not isinstance(self.prior, SoftmaxShape):
-            return self._kept_of_a_prior(training) if training.cuda else training.estimate(self.hidden, self.prior.kept, sliced=True)
-        e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
-        value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
+            return (
+                self._kept_of_a_prior(training)
+                if training.cuda
+                else training.estimate(self.hidden, self.prior.kept, sliced=True)
+            )
+        e, t, cuda, qk_head = (
+            training.element,
+            training.tensor_parallel,
+            training.cuda,
+            self.prior.qk_head,
+        )
+        value, packed, query = (
+            self.value_size / t,
+            self.heads * self.head_width / t,
+            self.heads * qk_head / t,
+        )
         narrow = e < WIDE
         read = value * (2 if self.free_energy else 1)
         if not cuda:
             query, unpadded, read = max(query, read), read, max(query, read)
-        own_slices = cuda and bool(self.conditioner or self.prior.rope or self.temperature or self.gate)
+        own_slices = cuda and bool(
+            self.conditioner or self.prior.rope or self.temperature or self.gate
+        )
         reads_packed_values = not self.free_energy and not own_slices and (cuda or read == unpadded)
         terms = {
             "projection": self._projection_keeps(training),
             "rope": WIDE * qk_head / training.micro_batch if self.prior.rope else 0.0,
-            "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
+            "attention": e * (2 * query + read + (0 if reads_packed_values else read))
+            + WIDE * self.heads / t,
             "packed": e * packed if cuda or self.gate or reads_packed_values else 0.0,
             "gates": value
-            * (e * (self.temperature + self.gate) if cuda else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE),
-            "out_proj": training.operand * value if self.free_energy or self.gate or training.operand < WIDE else 0.0,
+            * (
+                e * (self.temperature + self.gate)
+                if cuda
+                else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE
+            ),
+            "out_proj": training.operand * value
+            if self.free_energy or self.gate or training.operand < WIDE
+            else 0.0,
         }
-        if self.prior.qk_norm:  # a GPU's kernel keeps its arguments, so that what it gives is kept here
-            terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
+        if (
+            self.prior.qk_norm
+        ):  # a GPU's kernel keeps its arguments, so that what it gives is kept here
+            terms["qk_norm"] = (
+                qk_norms_keep(training, qk_head, 2 * self.heads) / t
+                + e * 2 * self.heads * qk_head / t * cuda
+            )
             terms["rope"] = e * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
             terms["conditioner"] = self._conditioner_keeps(training)
@@ -202,9 +270,13 @@ class FemShape(Shape):
         if training.again:
             slices = 1 + self.temperature + self.gate
             terms |= {"packed": e * packed, "gates": 0.0, "out_proj": training.operand * value}
-            terms["attention"] = e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
+            terms["attention"] = (
+                e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
+            )
             return terms
-        if self.free_energy and cuda:  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
+        if (
+            self.free_energy and cuda
+        ):  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
             terms["prep"] = e * value
         elif self.free_energy:
             terms["prep"] = WIDE * 2 * value
@@ -226,11 +298,15 @@ class FemShape(Shape):
 
     def _projection_keeps(self, training: Training) -> float:
         """Of its input; beside 8-bit floats a conditioner keeps it whole."""
-        return self.hidden * (training.entered + (training.element if self.conditioner and training.fp8 else 0))
+        return self.hidden * (
+            training.entered + (training.element if self.conditioner and training.fp8 else 0)
+        )
 
     def _conditioner_keeps(self, training: Training) -> float:
         own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
-        again = training.sequence_split > 1 and not training.fp8  # its norm and product, in the backward pass (`Parallel.project_beside`)
+        again = (
+            training.sequence_split > 1 and not training.fp8
+        )  # its norm and product, in the backward pass (`Parallel.project_beside`)
         return training.element * ((0 if again else self.hidden) + self.conditioner) + own
 
     def summary(self) -> str:
@@ -265,29 +341,66 @@ class FemShape(Shape):
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Keys and values, or all that a read takes and gives, or a scan's state and the range of the values; the same of conditioners."""
-        e, tensor, channels = training.element, training.tensor_parallel, sum(self.conditioners().values())
+        e, tensor, channels = (
+            training.element,
+            training.tensor_parallel,
+            sum(self.conditioners().values()),
+        )
         states = channels * 2 * training.wide if kinds.states else 0.0
         exchanged = 0.0 if kinds.states else channels * (2 * e + training.wide)
         keys = span = ring = 0.0
         if kinds.ring:
-            ring = self.heads * 2 * max(self.prior.slices()["k"], self.value_head * (1 + self.free_energy))
+            ring = (
+                self.heads
+                * 2
+                * max(self.prior.slices()["k"], self.value_head * (1 + self.free_energy))
+            )
             span = self.heads * e * 2 * self.value_head * self.free_energy
         elif kinds.gathers:
             keys = self.heads * e * (self.prior.slices()["k"] + self.value_head)
         elif kinds.states and self.passes and isinstance(self.prior, ScanShape):
-            states += self.heads * training.wide * self.prior.state_size(self.value_head * (1 + self.free_energy))
+            states += (
+                self.heads
+                * training.wide
+                * self.prior.state_size(self.value_head * (1 + self.free_energy))
+            )
             span = self.heads * e * 2 * self.value_head * self.free_energy
         else:
             values = e * self.value_head * (2 + self.temperature + self.gate)
             exchanged += self.heads * (self.prior.cut_bytes(training, gate=self.gate) + values)
-        return Crossing(exchanged / tensor, keys=keys / tensor, states=states / tensor, span=span / tensor, ring=ring / tensor)
+        return Crossing(
+            exchanged / tensor,
+            keys=keys / tensor,
+            states=states / tensor,
+            span=span / tensor,
+            ring=ring / tensor,
+        )
 
     def _conditioner_width(self) -> dict[str, int]:
-        return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}
+        return (
+            {"the conditioner's width, model.fem.conditioner_size": self.conditioner}
+            if self.conditioners()
+            else {}
+        )
 
     def reads(self) -> set[str]:
-        own = {f"fem.{name}" for name in ("conditioner", "free_energy", "temperature", "gate", "budget", "value_size")}
-        return own | self.prior.reads() | {"attention_backend"} | ({"fem.conditioner_size"} if self.conditioner else set())
+        own = {
+            f"fem.{name}"
+            for name in (
+                "conditioner",
+                "free_energy",
+                "temperature",
+                "gate",
+                "budget",
+                "value_size",
+            )
+        }
+        return (
+            own
+            | self.prior.reads()
+            | {"attention_backend"}
+            | ({"fem.conditioner_size"} if self.conditioner else set())
+        )
 
     def rotary_size(self) -> int:
         return self.prior.rotary_size()

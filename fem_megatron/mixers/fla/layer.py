@@ -25,7 +25,9 @@ class FlaLayer(Update):
     def __init__(self, shape: FlaShape, parallel: Parallel) -> None:
         self.shape = shape
         if parallel.size != 1:
-            raise ValueError(f"model.mixer=fla.{shape.name} cannot be split: set parallel.tensor_model_parallel_size to 1")
+            raise ValueError(
+                f"model.mixer=fla.{shape.name} cannot be split: set parallel.tensor_model_parallel_size to 1"
+            )
         super().__init__(shape, parallel)
 
     def build(self) -> None:
@@ -48,7 +50,9 @@ class FlaLayer(Update):
     def require_gpu(self, x: Tensor) -> None:
         """Raises ValueError where x is on the CPU, for which the package has no kernels."""
         if x.device.type == "cpu":
-            raise ValueError(f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and mamba2 run without")
+            raise ValueError(
+                f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and mamba2 run without"
+            )
 
 
 def _build(shape: FlaShape) -> nn.Module:
@@ -61,11 +65,15 @@ def _build(shape: FlaShape) -> nn.Module:
         ) from None
     made = getattr(layers, shape.name, None)
     if made is None:
-        raise ValueError(f"{where}: the installed flash-linear-attention has no layer of this name in fla.layers")
+        raise ValueError(
+            f"{where}: the installed flash-linear-attention has no layer of this name in fla.layers"
+        )
     takes = inspect.signature(made).parameters
     given = {"hidden_size": shape.hidden, "num_heads": shape.heads, "layer_idx": shape.layer}
     arguments = {key: value for key, value in given.items() if key in takes} | dict(shape.options)
     unknown = sorted(set(arguments) - set(takes))
     if unknown:
-        raise ValueError(f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes {', '.join(takes)}")
+        raise ValueError(
+            f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes {', '.join(takes)}"
+        )
     return made(**arguments)

@@ -17,7 +17,8 @@ class FlaConfig:
     """What flash-linear-attention's layers are built with; read only where ``model.mixer`` is fla.<LayerName>."""
 
     options: dict[str, Any] = setting(
-        dict, "Arguments of the layer's class besides hidden_size, num_heads and layer_idx, e.g. {expand_v: 1}."
+        dict,
+        "Arguments of the layer's class besides hidden_size, num_heads and layer_idx, e.g. {expand_v: 1}.",
     )
 
 
@@ -39,13 +40,24 @@ class FlaShape(Shape):
     def of(cls, model: ModelConfig, layer: int, *, name: str) -> FlaShape:
         """What ``model`` asks for. Raises ValueError where the name is none, the model is not causal or an option is given twice."""
         if not name.isidentifier():
-            raise ValueError(f"model.mixer=fla.{name}: write a class of fla.layers, e.g. fla.GatedLinearAttention")
+            raise ValueError(
+                f"model.mixer=fla.{name}: write a class of fla.layers, e.g. fla.GatedLinearAttention"
+            )
         if not model.causal:
-            raise ValueError("model.causal: flash-linear-attention's layers read from left to right only; take another mixer, or true")
+            raise ValueError(
+                "model.causal: flash-linear-attention's layers read from left to right only; take another mixer, or true"
+            )
         for key in ("hidden_size", "num_heads", "layer_idx"):
             if key in model.fla.options:
                 raise ValueError(f"model.fla.options.{key} is given by the model; leave it out")
-        return cls(name, model.hidden_size, model.num_attention_heads, layer, tuple(model.fla.options.items()), model.norm_eps)
+        return cls(
+            name,
+            model.hidden_size,
+            model.num_attention_heads,
+            layer,
+            tuple(model.fla.options.items()),
+            model.norm_eps,
+        )
 
     def weights(self) -> Weights:
         """norm alone; the layer's own (``layer.*``) are known when it is built."""

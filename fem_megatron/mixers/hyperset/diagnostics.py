@@ -13,11 +13,22 @@ def observe(layer: HyperSet, sample: Sample) -> Quantities:
     """
     if len(sample.tokens) < 2:
         return {}
-    before, after = (layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after))
-    largest = {"logit_max": layer.parallel.gather(before["largest_score"]).max()} if "largest_score" in before else {}
+    before, after = (
+        layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after)
+    )
+    largest = (
+        {"logit_max": layer.parallel.gather(before["largest_score"]).max()}
+        if "largest_score" in before
+        else {}
+    )
     return {
         **largest,
         **energies("attention_energy", before["attention_energy"], after["attention_energy"]),
-        **energies("feed_forward_energy", before["feed_forward_energy"], after["feed_forward_energy"]),
-        **{name: layer.parallel.gather(before[name]).mean() for name in ("effective_rank", "mean_angle")},
+        **energies(
+            "feed_forward_energy", before["feed_forward_energy"], after["feed_forward_energy"]
+        ),
+        **{
+            name: layer.parallel.gather(before[name]).mean()
+            for name in ("effective_rank", "mean_angle")
+        },
     }

@@ -22,7 +22,12 @@ from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm, rotate
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention import symmetric_attention, symmetric_linear_attention
-from kernels.symmetric_attention.reference import effective_rank, feed_forward_energy, mean_angle, pair_energy
+from kernels.symmetric_attention.reference import (
+    effective_rank,
+    feed_forward_energy,
+    mean_angle,
+    pair_energy,
+)
 
 LORA_SCALE = 4.0
 SECOND_MOMENT_EPS = 1e-6
@@ -64,15 +69,21 @@ class HyperSet(Update):
         switches = self.shape.switches
         if switches.step_size == "fixed":
             return switches.alpha, switches.gamma
-        seen = x if switches.step_condition == "current" or context.iteration == 0 else context.origin
+        seen = (
+            x if switches.step_condition == "current" or context.iteration == 0 else context.origin
+        )
         if seen is None:
-            raise ValueError("HyperSet: step_condition origin needs context.origin, the block's input, after the first iteration")
+            raise ValueError(
+                "HyperSet: step_condition origin needs context.origin, the block's input, after the first iteration"
+            )
         alpha, gamma = self.step(seen, context.iteration)
         return alpha, gamma
 
     def project_heads(self, x: Tensor, context: Context) -> Tensor:
         """The slice x -> this rank's z [s, b, local heads, p], on its sphere."""
-        z = self._project(x, "subspaces", context).unflatten(-1, (self.local_heads, self.shape.head))
+        z = self._project(x, "subspaces", context).unflatten(
+            -1, (self.local_heads, self.shape.head)
+        )
         return rms_norm(z, self.parallel.share(self.subspaces_norm()), self.shape.norm_eps)
 
     def attention_gradient(self, z: Tensor, context: Context) -> Tensor:
@@ -84,16 +95,27 @@ class HyperSet(Update):
             def read_linear(valid: Tensor | None, z: Tensor) -> Tensor:
                 now = None if valid is None else valid[:, -z.shape[2] :]
                 first = squares_before(z, context.recall("sums"), context, torch.sigmoid)
-                o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=first)
+                o, sums = symmetric_linear_attention(
+                    z, causal=context.causal, valid=now, state=first
+                )
                 context.keep("sums", sums)
                 return o
 
             o = context.apart(read_linear, z, passes=context.causal)
         else:
-            read, keys = partial(symmetric_attention, kind=kind, causal=context.causal), context.extend("z", z, dim=2)
-            one = keys is z and not (context.cut and context.cut.gathers)  # without a past they are one, which takes less
+            read, keys = (
+                partial(symmetric_attention, kind=kind, causal=context.causal),
+                context.extend("z", z, dim=2),
+            )
+            one = keys is z and not (
+                context.cut and context.cut.gathers
+            )  # without a past they are one, which takes less
             given = (z,) if one else (z, keys)
-            o = context.apart(lambda valid, z, keys=None: read(z, keys, valid=valid), *given, keys=() if one else (1,))
+            o = context.apart(
+                lambda valid, z, keys=None: read(z, keys, valid=valid),
+                *given,
+                keys=() if one else (1,),
+            )
         o = self._turn(o.permute(2, 0, 1, 3), context, forth=False)
         return self._project_back(o.flatten(2), "subspaces", context)
 
@@ -102,7 +124,9 @@ class HyperSet(Update):
         u = self._project(x, "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
-        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm().to(u.dtype)
+        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(
+            u.dtype
+        ) * self.directions_norm().to(u.dtype)
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
         """u [s, b, M / size] -> this rank's summand of -D dE/du, [s, b, D] (table 19)."""
@@ -128,7 +152,10 @@ class HyperSet(Update):
         """
         z = self.project_heads(x, context)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        turned, seen = self._turn(z, context, forth=True).permute(1, 2, 0, 3), allowed_pairs(tokens, len(z), context.causal, context.valid)
+        turned, seen = (
+            self._turn(z, context, forth=True).permute(1, 2, 0, 3),
+            allowed_pairs(tokens, len(z), context.causal, context.valid),
+        )
         kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
         energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
         if self.shape.rope is not None:
@@ -136,7 +163,9 @@ class HyperSet(Update):
         sample, largest = z[tokens].permute(1, 2, 0, 3), {}
         if kind != "linear":
             scores = turned[:, :, tokens] @ turned.mT * self.shape.head**-0.5
-            largest["largest_score"] = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).amax((0, 2, 3))
+            largest["largest_score"] = (
+                scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+            ).amax((0, 2, 3))
         u = self.parallel.gather(self.project_directions(x, context)[tokens])
         return {
             "attention_energy": self.parallel.total(energy.sum(1)).T,
@@ -197,19 +226,29 @@ class HyperSet(Update):
             return gradient
         if memory is None:
             if context.iteration:
-                raise ValueError(f"HyperSet: update {switches.update} needs context.memory, one dict for all iterations of a forward pass")
+                raise ValueError(
+                    f"HyperSet: update {switches.update} needs context.memory, one dict for all iterations of a forward pass"
+                )
             memory = {}
         g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         zero = torch.zeros_like(g)
         step = g
         if switches.update != "rmsprop":
             share = 1.0 - switches.beta1 if switches.update == "adam" else 1.0
-            step = memory[f"{name}.mean"] = switches.beta1 * memory.get(f"{name}.mean", zero) + share * g
+            step = memory[f"{name}.mean"] = (
+                switches.beta1 * memory.get(f"{name}.mean", zero) + share * g
+            )
         if switches.update != "momentum":
-            square = memory[f"{name}.square"] = switches.beta2 * memory.get(f"{name}.square", zero) + (1.0 - switches.beta2) * g.square()
+            square = memory[f"{name}.square"] = (
+                switches.beta2 * memory.get(f"{name}.square", zero)
+                + (1.0 - switches.beta2) * g.square()
+            )
             if switches.update == "adam":
                 time = context.iteration + 1
-                step, square = step / (1.0 - switches.beta1**time), square / (1.0 - switches.beta2**time)
+                step, square = (
+                    step / (1.0 - switches.beta1**time),
+                    square / (1.0 - switches.beta2**time),
+                )
             # eps^2 under the root, where the released code adds eps to it: that root has no gradient at g = 0.
             step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
         return step.to(gradient.dtype)
@@ -243,6 +282,8 @@ def sinusoidal(t: int, size: int, like: Tensor) -> Tensor:
     """[sin(t w_i), cos(t w_i)] with w_i = 10000^(-i / (size/2 - 1)): [size], even, of ``like``'s type and device."""
     half = size // 2
     wide = torch.promote_types(like.dtype, torch.float32)
-    frequencies = torch.exp(torch.arange(half, dtype=wide, device=like.device) * (-math.log(10000.0) / max(1, half - 1)))
+    frequencies = torch.exp(
+        torch.arange(half, dtype=wide, device=like.device) * (-math.log(10000.0) / max(1, half - 1))
+    )
     angles = t * frequencies
     return torch.cat((angles.sin(), angles.cos())).to(like.dtype)

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.rope import Rope
-from fem_megatron.shape import FIXED, OUTPUT, Kept, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import (
+    FIXED,
+    OUTPUT,
+    Kept,
+    Normal,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    head_width,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -27,17 +38,26 @@ class HyperSetConfig:
         "bisoftmax: softmax over rows and columns, for encoders; sigmoid; linear: linear time.",
         ("softmax", "bisoftmax", "sigmoid", "linear"),
     )
-    feed_forward: str = setting("relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated"))
+    feed_forward: str = setting(
+        "relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated")
+    )
     multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.", least=1)
     step_size: str = setting(
-        "learned", "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.", ("learned", "fixed")
+        "learned",
+        "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.",
+        ("learned", "fixed"),
     )
     alpha: float = setting(0.1, "Step size of attention where step_size is fixed.")
     gamma: float = setting(0.1, "Step size of the feed-forward where step_size is fixed.")
     step_condition: str = setting(
-        "origin", "What the step sizes see besides the iteration: the block's input x(0), or x(t).", ("origin", "current")
+        "origin",
+        "What the step sizes see besides the iteration: the block's input x(0), or x(t).",
+        ("origin", "current"),
     )
-    step_norm: bool = setting(True, "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.")
+    step_norm: bool = setting(
+        True,
+        "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.",
+    )
     time_size: int = setting(
         512,
         "Width of the sinusoidal embedding of the iteration.",
@@ -45,7 +65,8 @@ class HyperSetConfig:
         check=lambda size: "must be even: a sine and a cosine a frequency" if size % 2 else None,
     )
     time_mlp: bool = setting(
-        True, "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is."
+        True,
+        "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is.",
     )
     update: str = setting(
         "gradient",
@@ -53,8 +74,14 @@ class HyperSetConfig:
         ("gradient", "momentum", "rmsprop", "adam"),
     )
     beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
-    beta2: float = setting(0.96, "Decay of the running squared gradient (rmsprop, adam).", least=0, below=1)
-    lora_rank: int = setting(0, "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.", least=0)
+    beta2: float = setting(
+        0.96, "Decay of the running squared gradient (rmsprop, adam).", least=0, below=1
+    )
+    lora_rank: int = setting(
+        0,
+        "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +107,9 @@ class HyperSetShape(Shape):
         switches, hidden = model.hyperset, model.hidden_size
         heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
-            raise ValueError("model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax")
+            raise ValueError(
+                "model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax"
+            )
         if model.parametrization == "mup" and switches.feed_forward != "relu":
             raise ValueError(
                 f"model.hyperset.feed_forward={switches.feed_forward}: its step grows or shrinks with the width however weights start; "
@@ -115,23 +144,45 @@ class HyperSetShape(Shape):
         """subspaces (W^T), directions (D^T), their norms, each iteration's adapters (lora_rank) and ``step.*`` (learned step sizes)."""
         hidden, rank = self.hidden, self.switches.lora_rank
         weights = {}
-        for name, rows, norm in (("subspaces", hidden, Weight((self.head,), init=1.0)), ("directions", self.inner, None)):
-            weights[f"{name}.weight"] = Weight((rows, hidden), split=0, bare=True, maps=(self.head,) if norm else ())
+        for name, rows, norm in (
+            ("subspaces", hidden, Weight((self.head,), init=1.0)),
+            ("directions", self.inner, None),
+        ):
+            weights[f"{name}.weight"] = Weight(
+                (rows, hidden), split=0, bare=True, maps=(self.head,) if norm else ()
+            )
             weights[f"{name}_norm.weight"] = norm or Weight((rows,), split=0, init=1.0)
             if rank:
-                weights[f"{name}_lora.a"] = Weight((self.iterations, rows, rank), split=1, init=Normal(LORA_STD), mup=FIXED, maps=None)
-                weights[f"{name}_lora.b"] = Weight((self.iterations, rank, hidden), init=Normal(LORA_STD), mup=OUTPUT, maps=None)
+                weights[f"{name}_lora.a"] = Weight(
+                    (self.iterations, rows, rank),
+                    split=1,
+                    init=Normal(LORA_STD),
+                    mup=FIXED,
+                    maps=None,
+                )
+                weights[f"{name}_lora.b"] = Weight(
+                    (self.iterations, rank, hidden), init=Normal(LORA_STD), mup=OUTPUT, maps=None
+                )
         if self.switches.step_size == "fixed":
             return weights
         shapes: dict[str, tuple[tuple[int, ...], str | float]] = {}
         if self.switches.time_mlp:
-            shapes |= {"time_in.weight": ((hidden, self.time_size), "normal"), "time_in.bias": ((hidden,), 0.0)}
-            shapes |= {"time_out.weight": ((hidden, hidden), "normal"), "time_out.bias": ((hidden,), 0.0)}
+            shapes |= {
+                "time_in.weight": ((hidden, self.time_size), "normal"),
+                "time_in.bias": ((hidden,), 0.0),
+            }
+            shapes |= {
+                "time_out.weight": ((hidden, hidden), "normal"),
+                "time_out.bias": ((hidden,), 0.0),
+            }
         if self.switches.step_norm:
             shapes["norm.weight"] = ((hidden,), 1.0)
         shapes |= {"out.weight": ((2 * hidden, hidden), 0.0), "out.bias": ((2 * hidden,), 0.0)}
         fixed = {"time_in.weight": FIXED}  # the time's embedding does not grow with the width
-        step = {name: Weight(shape, init=init, per_token=True, mup=fixed.get(name)) for name, (shape, init) in shapes.items()}
+        step = {
+            name: Weight(shape, init=init, per_token=True, mup=fixed.get(name))
+            for name, (shape, init) in shapes.items()
+        }
         return weights | {f"step.{name}": weight for name, weight in step.items()}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
@@ -152,7 +203,9 @@ class HyperSetShape(Shape):
     def _attention_flops(self, length: int, whole_square: bool) -> float:
         whole_square = whole_square or not self.causal
         if self.switches.attention == "linear":
-            inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
+            inside = (
+                4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
+            )
             return self.hidden * (inside + 4.0 * self.head)
         products = 3 if self.switches.attention == "bisoftmax" else 2
         return 2.0 * products * self.hidden * keys_seen(length, whole_square)
@@ -170,8 +223,12 @@ class HyperSetShape(Shape):
     def reads(self) -> set[str]:
         switches = self.switches
         names = {"attention", "feed_forward", "multiplier", "step_size", "update", "lora_rank"}
-        names |= {"step_norm", "time_mlp"} if switches.step_size == "learned" else {"alpha", "gamma"}
-        names |= {"step_condition"} if switches.step_size == "learned" and self.iterations > 1 else set()
+        names |= (
+            {"step_norm", "time_mlp"} if switches.step_size == "learned" else {"alpha", "gamma"}
+        )
+        names |= (
+            {"step_condition"} if switches.step_size == "learned" and self.iterations > 1 else set()
+        )
         names |= {"time_size"} if switches.step_size == "learned" and switches.time_mlp else set()
         names |= {"beta1"} if switches.update in ("momentum", "adam") else set()
         names |= {"beta2"} if switches.update in ("rmsprop", "adam") else set()
@@ -179,7 +236,10 @@ class HyperSetShape(Shape):
 
     def split_widths(self) -> dict[str, int]:
         """Heads, and the feed-forward's width."""
-        return {"model.num_attention_heads": self.heads, "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner}
+        return {
+            "model.num_attention_heads": self.heads,
+            "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,
+        }
 
     def cut_widths(self) -> CutWidths:
         heads, kind = {"model.num_attention_heads": self.heads}, self.switches.attention
@@ -191,7 +251,9 @@ class HyperSetShape(Shape):
         """z, and what was read, or the sums of linear attention; keys change with each iteration."""
         e = training.element * self.hidden / training.tensor_parallel
         if kinds.states and self.switches.attention == "linear" and self.causal:
-            return Crossing(states=training.wide * self.hidden * self.head / training.tensor_parallel)
+            return Crossing(
+                states=training.wide * self.hidden * self.head / training.tensor_parallel
+            )
         return Crossing(keys=e) if kinds.gathers else Crossing(2 * e)
 
     def rotary_size(self) -> int:

@@ -37,8 +37,12 @@ class Mamba2(Update):
 
         (bc, raw), uz = self.parallel.project_beside(h, self.in_proj, bc_and_steps)
         u, z = uz.unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
-        u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(-1, (self.local_heads, -1))
-        bc = short_convolution(bc, share(self.bc_conv), share(self.bc_conv_bias), context, "bc_conv")
+        u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(
+            -1, (self.local_heads, -1)
+        )
+        bc = short_convolution(
+            bc, share(self.bc_conv), share(self.bc_conv_bias), context, "bc_conv"
+        )
         y = self._scan(u, bc, raw, context) + u * self.skip[:, None].to(u.dtype)
         y = y.flatten(2) * silu(z.flatten(2))
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
@@ -49,7 +53,9 @@ class Mamba2(Update):
     def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:
         """y from u [s, b, local heads, d], B and C [s, b, 2 N], the raw time steps [s, b, local heads]; padding moves no state."""
         first, valid = self.parallel.rank * self.local_heads, context.valid_now(u.shape[0])
-        delta, log_decay = time_steps(raw, self.log_rate, self.step_bias, RATES, self.shape.heads, first)
+        delta, log_decay = time_steps(
+            raw, self.log_rate, self.step_bias, RATES, self.shape.heads, first
+        )
         if valid is not None:
             delta, log_decay = delta * valid[..., None], log_decay * valid[..., None]
         narrow = product_type(u)

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import ESTIMATE, FIXED, OUTPUT, WIDE, Kept, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import (
+    ESTIMATE,
+    FIXED,
+    OUTPUT,
+    WIDE,
+    Kept,
+    Packing,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -25,8 +37,12 @@ class Mamba2Config:
         "Width of the values; null: 4 hidden_size^2 parameters in all, by 2 heads (from 12 by 4, from 32 by 8). The paper: 2 hidden_size.",
         least=1,
     )
-    head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.", least=1)
-    state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).", least=1)
+    head_size: int = setting(
+        64, "Channels of a head; the number of heads is inner_size / head_size.", least=1
+    )
+    state_size: int = setting(
+        128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).", least=1
+    )
     conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
 
 
@@ -50,16 +66,22 @@ class Mamba2Shape(Shape):
         """The sizes that ``model`` asks for, alike in all layers. Raises ValueError where they do not fit or the model is not causal."""
         mamba, hidden = model.mamba2, model.hidden_size
         if not model.causal:
-            raise ValueError("model.causal: Mamba-2 reads from left to right only; take another mixer, or true")
+            raise ValueError(
+                "model.causal: Mamba-2 reads from left to right only; take another mixer, or true"
+            )
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
             step = 8 if budget >= 32 else 4 if budget >= 12 else 2
             heads = step * max(1, round(budget / step))
         elif mamba.inner_size % mamba.head_size:
-            raise ValueError(f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}")
+            raise ValueError(
+                f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}"
+            )
         else:
             heads = mamba.inner_size // mamba.head_size
-        return cls(hidden, heads, mamba.head_size, mamba.state_size, mamba.conv_size, model.norm_eps)
+        return cls(
+            hidden, heads, mamba.head_size, mamba.state_size, mamba.conv_size, model.norm_eps
+        )
 
     @property
     def inner(self) -> int:
@@ -73,12 +95,20 @@ class Mamba2Shape(Shape):
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight((2 * self.inner, self.hidden), split=0, maps=(self.head,)),
             "steps.weight": Weight((self.heads, self.hidden), split=0, maps=None),
-            "bc_proj.weight": Weight((2 * self.state, self.hidden), bare=True, mup=OUTPUT, maps=(self.state,)),
-            "conv": Weight((self.inner, self.conv), split=0, init=conv_init(self.conv), mup=FIXED, maps=None),
+            "bc_proj.weight": Weight(
+                (2 * self.state, self.hidden), bare=True, mup=OUTPUT, maps=(self.state,)
+            ),
+            "conv": Weight(
+                (self.inner, self.conv), split=0, init=conv_init(self.conv), mup=FIXED, maps=None
+            ),
             "conv_bias": Weight((self.inner,), split=0, init=0.0),
-            "bc_conv": Weight((2 * self.state, self.conv), init=conv_init(self.conv), mup=FIXED, maps=None),
+            "bc_conv": Weight(
+                (2 * self.state, self.conv), init=conv_init(self.conv), mup=FIXED, maps=None
+            ),
             "bc_conv_bias": Weight((2 * self.state,), init=0.0),
-            **{name: Weight((self.heads,), split=0, init=start) for name, start in per_head.items()},
+            **{
+                name: Weight((self.heads,), split=0, init=start) for name, start in per_head.items()
+            },
             "out_norm.weight": Weight((self.inner,), split=0, init=1.0),
             "out_proj.weight": Weight((self.hidden, self.inner), split=1),
         }
@@ -91,7 +121,10 @@ class Mamba2Shape(Shape):
 
     def state_bytes(self, length: int, element: int) -> int:
         """Every head's matrix [N, d] (fp32) and the convolutions' last inputs."""
-        return self.inner * self.state * max(4, element) + (self.conv - 1) * (self.inner + 2 * self.state) * element
+        return (
+            self.inner * self.state * max(4, element)
+            + (self.conv - 1) * (self.inner + 2 * self.state) * element
+        )
 
     def reads(self) -> set[str]:
         return {"mamba2"}
@@ -103,16 +136,24 @@ class Mamba2Shape(Shape):
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 
     def cut_widths(self) -> CutWidths:
-        return CutWidths(scanned=self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state})
+        return CutWidths(
+            scanned=self.split_widths()
+            | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
+        )
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """The convolutions' inputs and outputs; v, the decays and what was read; B and C. Or states, and a chunk's last tokens."""
         e, p, tensor = training.element, training.product, training.tensor_parallel
         if kinds.states:
             matrices = self.heads * training.wide * self.state * (self.head + 1)
-            return Crossing(states=matrices / tensor + training.tokens_before(self.conv - 1) * e * (self.inner / tensor + 2 * self.state))
+            return Crossing(
+                states=matrices / tensor
+                + training.tokens_before(self.conv - 1) * e * (self.inner / tensor + 2 * self.state)
+            )
         scan = self.heads * training.wide + 2 * p * self.inner
-        return Crossing((2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state)
+        return Crossing(
+            (2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state
+        )
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """An estimate; in bf16 on a GPU what the convolutions, the scan and the gated norm keep of the inner channels, and of B and C."""
@@ -120,11 +161,15 @@ class Mamba2Shape(Shape):
             return super().kept_bytes(training)
         inner, state = (20, 8) if training.again else (24, 12)
         entered = training.element * self.hidden / training.sequence_split
-        return {ESTIMATE: entered + inner * self.inner / training.tensor_parallel + state * self.state}
+        return {
+            ESTIMATE: entered + inner * self.inner / training.tensor_parallel + state * self.state
+        }
 
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""
-        return {"in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})}
+        return {
+            "in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})
+        }
 
     def summary(self) -> str:
         return f"{self.heads} heads of {self.head}, state {self.state}"

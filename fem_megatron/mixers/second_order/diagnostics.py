@@ -13,9 +13,13 @@ def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
     """The free energy, the mean over heads, before and after the update; the largest of the logits (q.k - |k|^2 / 2) / T."""
     found, context = layer.diagnose(sample.x, sample.context, sample.tokens), sample.context
     q, k = layer.project(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps), context)
-    scores = log_weights(rotated(wide(q), layer.turn(q, context)), wide(k), layer.temperatures()[0], None)
+    scores = log_weights(
+        rotated(wide(q), layer.turn(q, context)), wide(k), layer.temperatures()[0], None
+    )
     seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
-    return energies("energy", found["free_energy_before"], found["free_energy_after"]) | largest_logit(scores, seen, layer.parallel)
+    return energies(
+        "energy", found["free_energy_before"], found["free_energy_after"]
+    ) | largest_logit(scores, seen, layer.parallel)
 
 
 def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:

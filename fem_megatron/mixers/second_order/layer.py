@@ -50,7 +50,11 @@ class _EnergyHeads(Update):
 
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The slice z -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
-        q, k = self.parallel.project(z, self.in_proj()).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
+        q, k = (
+            self.parallel.project(z, self.in_proj())
+            .unflatten(-1, (-1, 2, self.shape.head))
+            .unbind(3)
+        )
         if self.shape.rope is not None:
             k = rotate(k, context, self.shape.rope)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
@@ -89,12 +93,25 @@ class SecondOrderAttention(_EnergyHeads):
             )
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
-        whole = partial(second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter)
+        whole = partial(
+            second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter
+        )
 
-        def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor) -> Tensor:
+        def read(
+            valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor
+        ) -> Tensor:
             return whole(q, k, *each, causal=context.causal, valid=valid, turn=turn)
 
-        return self.back(context.apart(read, q, k, self.turn(q, context), each=(self.gram(q), temperature, newton), keys=(1,)))
+        return self.back(
+            context.apart(
+                read,
+                q,
+                k,
+                self.turn(q, context),
+                each=(self.gram(q), temperature, newton),
+                keys=(1,),
+            )
+        )
 
     def gram(self, q: Tensor) -> Tensor:
         """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least; W_Q as rounded as what made q."""
@@ -109,7 +126,11 @@ class SecondOrderAttention(_EnergyHeads):
         found = []
         for learned in (self.temperature, self.newton_temperature):
             wide = learned.to(torch.promote_types(learned.dtype, torch.float32))
-            warm = wide.exp() if self.shape.switches.temperature == "log" else torch.where(wide > 0, wide, torch.nan)
+            warm = (
+                wide.exp()
+                if self.shape.switches.temperature == "log"
+                else torch.where(wide > 0, wide, torch.nan)
+            )
             found.append(warm if self.shape.sharpness == 1.0 else warm / self.shape.sharpness)
         return found[0], found[1]
 
@@ -128,7 +149,9 @@ class SecondOrderAttention(_EnergyHeads):
         energies = []
         for z in (before, after):
             q, _ = self.project(z, context)
-            energy = free_energy(rotated(q, self.turn(q, context))[:, :, tokens], k, temperature, seen)
+            energy = free_energy(
+                rotated(q, self.turn(q, context))[:, :, tokens], k, temperature, seen
+            )
             energies.append(self.parallel.total(energy.sum(1)).T / self.shape.heads)
         return {
             "free_energy_before": energies[0],
@@ -174,15 +197,26 @@ class EnergyLinearAttention(_EnergyHeads):
         if turn is None:
             return x
         cos, sin = turn.permute(2, 0, 1, 3).chunk(2, dim=-1)
-        return rotary(x.permute(2, 0, 1, 3), None, cos, -sin if back else sin)[0].permute(1, 2, 0, 3)
+        return rotary(x.permute(2, 0, 1, 3), None, cos, -sin if back else sin)[0].permute(
+            1, 2, 0, 3
+        )
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
         """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""
         length = k.shape[2]
         if context.passing is not None and context.causal:
             assert context.positions is not None
-            return (context.positions + 1).view(2, length).repeat_interleave(k.shape[0] // 2, 0).to(k.dtype)
+            return (
+                (context.positions + 1)
+                .view(2, length)
+                .repeat_interleave(k.shape[0] // 2, 0)
+                .to(k.dtype)
+            )
         if valid is None:
             valid = torch.ones(1, context.past + length, dtype=torch.bool, device=k.device)
-        seen = valid.cumsum(1)[:, -length:] if context.causal else valid.sum(1, keepdim=True).expand(-1, length)
+        seen = (
+            valid.cumsum(1)[:, -length:]
+            if context.causal
+            else valid.sum(1, keepdim=True).expand(-1, length)
+        )
         return seen.clamp_min(1).to(k.dtype)

@@ -9,13 +9,25 @@ from typing import TYPE_CHECKING
 from fem_common.settings import setting
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.rope import Rope
-from fem_megatron.shape import WIDE, Kept, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import (
+    WIDE,
+    Kept,
+    Packing,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    head_width,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
-BLOCK = 2**26  # numbers of the systems that the exact step solves at a time on a GPU (`kernels.second_order_attention`)
+BLOCK = (
+    2**26
+)  # numbers of the systems that the exact step solves at a time on a GPU (`kernels.second_order_attention`)
 
 
 @dataclass(frozen=True)
@@ -23,10 +35,14 @@ class SecondOrderConfig:
     """Switches of second-order attention; read only where ``model.mixer`` is mha2nd1st, mha2nd or energy_linear."""
 
     exact_max_length: int = setting(
-        512, "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.", least=1
+        512,
+        "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.",
+        least=1,
     )
     jitter: float = setting(
-        1e-6, "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none.", least=0
+        1e-6,
+        "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none.",
+        least=0,
     )
     temperature: str = setting(
         "raw",
@@ -62,13 +78,19 @@ class _Heads(Shape):
         """norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((2 * self.hidden, self.hidden), split=0, bare=True, maps=(self.head,)),
+            "in_proj.weight": Weight(
+                (2 * self.hidden, self.hidden), split=0, bare=True, maps=(self.head,)
+            ),
             "out_proj.weight": Weight((self.hidden, self.hidden), split=1),
         }
 
     def packing(self) -> dict[str, Packing]:
         """Values are keys, so that out_proj reads something else than attention's."""
-        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qk", self.head), {"q": "q", "k": "k"})}
+        return {
+            "in_proj.weight": Packing(
+                self.heads, dict.fromkeys("qk", self.head), {"q": "q", "k": "k"}
+            )
+        }
 
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
@@ -79,7 +101,14 @@ class _Heads(Shape):
 
 def _sizes(model: ModelConfig) -> tuple[int, int, Rope | None, float, bool, SecondOrderConfig]:
     heads = model.hidden_size // head_width(model)
-    return model.hidden_size, heads, Rope.rotation(model), model.norm_eps, model.causal, model.second_order
+    return (
+        model.hidden_size,
+        heads,
+        Rope.rotation(model),
+        model.norm_eps,
+        model.causal,
+        model.second_order,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,9 @@ class SecondOrderShape(_Heads):
         """As `_Heads`, and each head's T (of the weights) and T' (of the Newton step), or their logarithms; both start at d_h."""
         start = math.log(self.head) if self.switches.temperature == "log" else float(self.head)
         names = ("temperature", "newton_temperature")
-        return super().weights() | {name: Weight((self.heads,), split=0, init=start) for name in names}
+        return super().weights() | {
+            name: Weight((self.heads,), split=0, init=start) for name in names
+        }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """By part. "gram": u = G r, and a sequence's G, shared out over its tokens. "solves": triangular, and d_h x d_h where exact.
@@ -115,8 +146,15 @@ class SecondOrderShape(_Heads):
         seen, d = keys_seen(length, whole_square or not self.causal), self.head
         products = 2.0 * seen * self.hidden * (2 + d if self.exact else 4)
         gram = 2.0 * self.hidden * d + 2.0 * self.hidden * self.hidden * d / length
-        solves = 2.0 * self.hidden * d + (self.hidden * (2.0 / 3.0 * d * d + 2.0 * d) if self.exact else 0.0)
-        return {"mixer projections": self.linear_flops(), "attention": products, "gram": gram, "solves": solves}
+        solves = 2.0 * self.hidden * d + (
+            self.hidden * (2.0 / 3.0 * d * d + 2.0 * d) if self.exact else 0.0
+        )
+        return {
+            "mixer projections": self.linear_flops(),
+            "attention": products,
+            "gram": gram,
+            "solves": solves,
+        }
 
     def uncapturable(self) -> str | None:
         """cuSOLVER and MAGMA, which torch chooses between by size, may allocate and wait."""
@@ -169,18 +207,27 @@ class EnergyLinearShape(_Heads):
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Projections, comparisons within a chunk, and the sums that stand for all before."""
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
-        return {"mixer projections": self.linear_flops(), "attention": self.hidden * (inside + 4.0 * self.head)}
+        return {
+            "mixer projections": self.linear_flops(),
+            "attention": self.hidden * (inside + 4.0 * self.head),
+        }
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """q, k and what was read, in fp32; or the sums of k k^T."""
         own = training.wide * self.hidden / training.tensor_parallel
-        return Crossing(states=own * self.head) if kinds.states and self.causal else Crossing(3 * own)
+        return (
+            Crossing(states=own * self.head) if kinds.states and self.causal else Crossing(3 * own)
+        )
 
     def reads(self) -> set[str]:
         return {"second_order.linear_read"}
 
     def cut_widths(self) -> CutWidths:
-        return CutWidths(scanned=self.split_widths()) if self.causal else CutWidths(always=self.split_widths())
+        return (
+            CutWidths(scanned=self.split_widths())
+            if self.causal
+            else CutWidths(always=self.split_widths())
+        )
 
     def state_bytes(self, length: int, element: int) -> int:
         """A head's d_h x d_h sum of k k^T, whatever the length."""

@@ -28,7 +28,9 @@ from fem_megatron.update import Update, layer_norm, rms_norm
 class Accelerated(Update):
     """[x | v] -> [x' | v'], of an update whose ``step`` is f after its norm. The velocity is a token's own: decoding keeps none of it."""
 
-    def __init__(self, shape: AcceleratedAttentionShape | AcceleratedSwiGluShape, parallel: Parallel) -> None:
+    def __init__(
+        self, shape: AcceleratedAttentionShape | AcceleratedSwiGluShape, parallel: Parallel
+    ) -> None:
         self.norm_eps = shape.norm_eps
         super().__init__(shape, parallel)
 

@@ -30,7 +30,9 @@ class AcceleratedShape(Shape):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """The step's own, and on every rank's slice the stream, the step, and the sum that becomes the velocity."""
-        return super().kept_bytes(training) | {"velocity": 4 * training.element * self.hidden / training.sequence_split}
+        return super().kept_bytes(training) | {
+            "velocity": 4 * training.element * self.hidden / training.sequence_split
+        }
 
 
 @dataclass(frozen=True)

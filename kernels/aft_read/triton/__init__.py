@@ -63,7 +63,9 @@ def fused_past(k, v, beta, lam, gate, query, valid, state):
         centre = first_value(v, None if valid is None else valid[:, None, :, None])[:, :, 0].float()
         if state is not None:
             centre = torch.where(state[:, :, SUM.value] == 0, centre, state[:, :, CENTRE.value])
-    beta, centre, valid, state = (None if x is None else x.contiguous() for x in (beta, centre, valid, state))
+    beta, centre, valid, state = (
+        None if x is None else x.contiguous() for x in (beta, centre, valid, state)
+    )
     lam, gate, query = (None if x is None else rows_of(x) for x in (lam, gate, query))
     return _Read.apply(rows_of(k), rows_of(v), beta, centre, lam, gate, query, valid, state)
 
@@ -71,7 +73,9 @@ def fused_past(k, v, beta, lam, gate, query, valid, state):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, k, v, beta, centre, lam, gate, query, valid, state):
-        o, after, kept = launch_forward(k, v, beta, centre, lam, gate, query, valid, state, any(ctx.needs_input_grad))
+        o, after, kept = launch_forward(
+            k, v, beta, centre, lam, gate, query, valid, state, any(ctx.needs_input_grad)
+        )
         ctx.save_for_backward(k, v, beta, centre, lam, gate, query, valid, kept)
         ctx.mark_non_differentiable(after)
         return o, after
@@ -90,13 +94,23 @@ def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     launch = Launch(*v.shape, narrow=query is not None or valid is not None)
 
     def like(x):
-        made = None if x is None else torch.empty(tokens, batch, heads, width, dtype=x.dtype, device=x.device)
+        made = (
+            None
+            if x is None
+            else torch.empty(tokens, batch, heads, width, dtype=x.dtype, device=x.device)
+        )
         return None if made is None else made.permute(1, 2, 0, 3)
 
     dk, dv, d_lam, d_gate, d_query = (like(x) for x in (k, v, lam, gate, query))
     per_program = (batch, heads, launch.segments, width)
-    d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
-    summary = torch.empty(*per_program[:3], 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    d_beta = (
+        None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
+    )
+    summary = (
+        torch.empty(*per_program[:3], 6, width, dtype=torch.float32, device=v.device)
+        if launch.segments > 1
+        else None
+    )
     shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
     options = launch.options | {"num_warps": 8}
     if summary is not None:
@@ -121,7 +135,20 @@ def _get_rows(at, width, mask):
 
 
 @triton.jit
-def sources(g, mixed, factor, offset, y, total, joint, beyond, far, beta, BETA: tl.constexpr, LAM: tl.constexpr):
+def sources(
+    g,
+    mixed,
+    factor,
+    offset,
+    y,
+    total,
+    joint,
+    beyond,
+    far,
+    beta,
+    BETA: tl.constexpr,
+    LAM: tl.constexpr,
+):
     """What each token adds to the sums R of A, B, H and C, and dF, from the gradient of what the gate multiplies; offset: mu - c."""
     d_mu, d_free, d_z, d_far = g * factor, g, g, g
     if BETA:
@@ -138,7 +165,9 @@ def sources(g, mixed, factor, offset, y, total, joint, beyond, far, beta, BETA: 
 
 
 @triton.jit
-def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr):
+def _start(
+    summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr
+):
     """R of A, B, C and H at the first token behind a segment."""
     r_a = tl.zeros((BC,), tl.float32)
     r_b, r_c, r_h = r_a, r_a, r_a
@@ -152,7 +181,11 @@ def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.conste
         r_b = tl.sum(weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0)
         r_h = tl.sum(weight * tl.load(at + EXCESS * width, mask=mask, other=0.0), 0)
         tops = tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=-NOTHING)
-        r_c = tl.sum(falling(tl.min(tops, 0)[None, :], tops) * tl.load(at + JOINT_SUM * width, mask=mask, other=0.0), 0)
+        r_c = tl.sum(
+            falling(tl.min(tops, 0)[None, :], tops)
+            * tl.load(at + JOINT_SUM * width, mask=mask, other=0.0),
+            0,
+        )
     return r_a, r_b, r_c, r_h
 
 
@@ -170,7 +203,11 @@ def _backward_kernel(
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
     r_a, r_b, r_c, r_h = _start(summary, bh, c, inside, width, segment, segments, SEGMENTS, BC)
-    inverse_temperature, middle, d_beta_sum = r_a, tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    inverse_temperature, middle, d_beta_sum = (
+        r_a,
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+    )
     first, joint_first = middle, middle
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
@@ -183,16 +220,47 @@ def _backward_kernel(
         at = dense(b, h, t, c, batch, heads, width)
         m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
         kk, vv, centred, z, low, x, read, far, top, total, values, joint_top, joint, beyond = tile(
-            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
+            k,
+            v,
+            inverse_temperature,
+            middle,
+            valid,
+            kb,
+            kh,
+            kt,
+            vb,
+            vh,
+            vt,
+            wb,
+            b,
+            h,
+            t,
+            c,
+            inside,
+            tokens,
+            m,
+            s,
+            u,
+            j,
+            i,
+            e,
+            BETA,
+            BT,
         )
         offset = values / counted(total)
         mean = offset + middle[None, :]
         y, gap, mu, of_query = mean, mean, mean, mean
-        factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
+        factor = (
+            load(query, b, h, t, c, qb, qh, qt, there)
+            if query is not None
+            else tl.full((BT, BC), 1.0, tl.float32)
+        )
         if query is not None:
             mu = mean * factor
         if BETA:
-            gap, y = free_energy(offset, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            gap, y = free_energy(
+                offset, top, total, joint_top, joint, beyond, far, inverse_temperature, middle
+            )
             own_gap = gap
             if query is not None:
                 of_query = tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
@@ -209,7 +277,18 @@ def _backward_kernel(
         if d_lam is not None:
             tl.store(d_lam + at, (g * gap).to(d_lam.dtype.element_ty), mask=there)
         x_a, x_b, x_h, x_c, d_free = sources(
-            g, mixed, factor, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
+            g,
+            mixed,
+            factor,
+            offset,
+            y,
+            total,
+            joint,
+            beyond,
+            far,
+            inverse_temperature,
+            BETA,
+            lam is not None,
         )
         if d_query is not None:
             d_factor = g * mean
@@ -222,7 +301,9 @@ def _backward_kernel(
         fade = falling(top, tl.maximum(top, next_k))
         weight = tl.where(read, tl.exp(kk - top), 0.0)
         if BETA:
-            decay, x_a, x_b, x_h = tl.associative_scan((fade, x_a, x_b, x_h), 0, join_three, reverse=True)
+            decay, x_a, x_b, x_h = tl.associative_scan(
+                (fade, x_a, x_b, x_h), 0, join_three, reverse=True
+            )
             x_h += decay * r_h[None, :]
             r_h = row(x_h, 0, BT)
         else:
@@ -237,8 +318,15 @@ def _backward_kernel(
             x_h *= weight
             dk_tile += x_h * beyond_one
             x_h *= beyond_one + x
-            next_z, _ = exponents(next_k, load(v, b, h, t + 1, c, vb, vh, vt, next_read), inverse_temperature, next_read)
-            decay, x_c = tl.associative_scan((falling(joint_top, tl.maximum(joint_top, next_z)), x_c), 0, join_one, reverse=True)
+            next_z, _ = exponents(
+                next_k,
+                load(v, b, h, t + 1, c, vb, vh, vt, next_read),
+                inverse_temperature,
+                next_read,
+            )
+            decay, x_c = tl.associative_scan(
+                (falling(joint_top, tl.maximum(joint_top, next_z)), x_c), 0, join_one, reverse=True
+            )
             x_c += decay * r_c[None, :]
             r_c = row(x_c, 0, BT)
             x_c *= tl.where(read, tl.exp(z - joint_top + low), 0.0)
@@ -253,6 +341,16 @@ def _backward_kernel(
             tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
             tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
     if dk is None:
-        put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, first, r_a, r_b, joint_first, r_c, r_h)
+        put_rows(
+            summary + (bh * segments + segment) * ROWS * width + c,
+            width,
+            inside,
+            first,
+            r_a,
+            r_b,
+            joint_first,
+            r_c,
+            r_h,
+        )
     elif BETA:
         tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum, mask=inside)

@@ -50,7 +50,11 @@ class Launch:
         self.segments = triton.cdiv(self.chunks, each)
         self.grid = (batch * heads * self.columns, self.segments)
         self.sizes = (batch, heads, tokens, width, each, self.segments, self.chunks)
-        self.constants = {"SEGMENTS": triton.next_power_of_2(self.segments), "BT": block_t, "BC": block_c}
+        self.constants = {
+            "SEGMENTS": triton.next_power_of_2(self.segments),
+            "BT": block_t,
+            "BC": block_c,
+        }
         self.options = {"num_warps": WARPS, "num_stages": STAGES}
 
 
@@ -102,7 +106,11 @@ def exponents(k, v, beta, read):
     product = beta[None, :] * v
     high = k + product
     back = high - k
-    low = (k - (high - back)) + (product - back) + tl.fma(tl.zeros_like(v) + beta[None, :], v, -product)
+    low = (
+        (k - (high - back))
+        + (product - back)
+        + tl.fma(tl.zeros_like(v) + beta[None, :], v, -product)
+    )
     return tl.where(read, high, NOTHING), tl.where(read, low, 0.0)
 
 
@@ -151,7 +159,18 @@ def exponents_from(v, beta, centre, read):
 
 
 @triton.jit
-def running(k, before, v, u, past_top, past_sum, past_values, past_beyond, BETA: tl.constexpr, BT: tl.constexpr):
+def running(
+    k,
+    before,
+    v,
+    u,
+    past_top,
+    past_sum,
+    past_values,
+    past_beyond,
+    BETA: tl.constexpr,
+    BT: tl.constexpr,
+):
     """(m, S, V, Q): running maxima of k, and sums of exp(k - m) times 1, v and u, from those before; ``before``: k one token back."""
     first = (tl.arange(0, BT) == 0)[:, None]
     top_before = tl.associative_scan(tl.where(first, past_top[None, :], before), 0, _greater)
@@ -159,10 +178,14 @@ def running(k, before, v, u, past_top, past_sum, past_values, past_beyond, BETA:
     weight = tl.where(k <= NOTHING, 0.0, tl.exp(k - top))
     beyond = weight
     if BETA:
-        decay, total, values, beyond = tl.associative_scan((falling(top_before, top), weight, weight * v, weight * u), 0, join_three)
+        decay, total, values, beyond = tl.associative_scan(
+            (falling(top_before, top), weight, weight * v, weight * u), 0, join_three
+        )
         beyond += decay * past_beyond[None, :]
     else:
-        decay, total, values = tl.associative_scan((falling(top_before, top), weight, weight * v), 0, join_two)
+        decay, total, values = tl.associative_scan(
+            (falling(top_before, top), weight, weight * v), 0, join_two
+        )
     return top, total + decay * past_sum[None, :], values + decay * past_values[None, :], beyond
 
 
@@ -196,7 +219,9 @@ def tile(
         centred, x, far = exponents_from(vv, beta, centre, read)
         far = (tl.cumsum(far.to(tl.int32), 0) > 0) | (e0 < 0.0)[None, :]
         u = excess(x)
-    top, total, values, beyond = running(kk, before, centred, u, m0, s0, v0, tl.maximum(e0, 0.0), BETA, BT)
+    top, total, values, beyond = running(
+        kk, before, centred, u, m0, s0, v0, tl.maximum(e0, 0.0), BETA, BT
+    )
     z, low, joint_top, joint = kk, vv, top, total
     if BETA:
         z, low = exponents(kk, vv, beta, read)
@@ -215,7 +240,9 @@ def counted(total):
 def free_energy(offset, top, total, joint_top, joint, beyond, far, beta, centre):
     """(F - mu, y) for the mean mu = c + offset: from the sums of exp(k) and exp(k + beta v) where ``far``, else from the excess and y."""
     gap, _, y = free_energy_gap(offset, beyond / counted(total), beta[None, :], 0.0, far == 0)
-    apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - (offset + centre[None, :])
+    apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - (
+        offset + centre[None, :]
+    )
     return tl.where(far, apart, gap), y
 
 
@@ -224,9 +251,19 @@ def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
     batch, heads, tokens, width = v.shape
     launch = Launch(*v.shape)
     o = torch.empty(tokens, batch, heads, width, dtype=v.dtype, device=v.device).permute(1, 2, 0, 3)
-    after = torch.empty(batch, heads, 3 if beta is None else 7, width, dtype=torch.float32, device=v.device)
-    kept = torch.empty(batch * heads, launch.chunks, 6, width, dtype=torch.float32, device=v.device) if keep else None
-    summary = torch.empty(batch * heads, launch.segments, 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    after = torch.empty(
+        batch, heads, 3 if beta is None else 7, width, dtype=torch.float32, device=v.device
+    )
+    kept = (
+        torch.empty(batch * heads, launch.chunks, 6, width, dtype=torch.float32, device=v.device)
+        if keep
+        else None
+    )
+    summary = (
+        torch.empty(batch * heads, launch.segments, 6, width, dtype=torch.float32, device=v.device)
+        if launch.segments > 1
+        else None
+    )
     sizes = (*strides_of(k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
     blocks = {name: launch.constants[name] for name in ("BT", "BC")}
     if summary is not None:
@@ -245,9 +282,26 @@ def valid_stride(valid):
 
 
 @triton.jit
-def _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA: tl.constexpr, SEGMENTS: tl.constexpr, BC: tl.constexpr):
+def _start(
+    state,
+    summary,
+    middle,
+    bh,
+    c,
+    inside,
+    width,
+    segment,
+    segments,
+    BETA: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BC: tl.constexpr,
+):
     """The six rows before a segment: the state given, joined with the summaries of the segments before it."""
-    top, total, values = tl.full((BC,), NOTHING, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    top, total, values = (
+        tl.full((BC,), NOTHING, tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+    )
     joint_top, joint, beyond = top, total, total
     if state is not None:
         at = state + bh * (CENTRE + 1 if BETA else 3) * width + c
@@ -256,7 +310,9 @@ def _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA
         top = tl.where(total == 0.0, NOTHING, tl.load(at + MAXIMUM * width, mask=inside, other=0.0))
         if BETA:
             joint = tl.load(at + JOINT_SUM * width, mask=inside, other=0.0)
-            joint_top = tl.where(joint == 0.0, NOTHING, tl.load(at + JOINT_MAXIMUM * width, mask=inside, other=0.0))
+            joint_top = tl.where(
+                joint == 0.0, NOTHING, tl.load(at + JOINT_MAXIMUM * width, mask=inside, other=0.0)
+            )
             beyond = tl.load(at + EXCESS * width, mask=inside, other=0.0)
             values -= middle * total
     if SEGMENTS > 1:
@@ -267,7 +323,9 @@ def _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA
         new = tl.maximum(top, tl.max(tops, 0))
         weight, faded = falling(tops, new[None, :]), falling(top, new)
         total = total * faded + tl.sum(weight * tl.load(at + SUM * width, mask=mask, other=0.0), 0)
-        values = values * faded + tl.sum(weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0)
+        values = values * faded + tl.sum(
+            weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0
+        )
         top = new
         if BETA:
             beyonds = tl.load(at + EXCESS * width, mask=mask, other=0.0)
@@ -295,35 +353,77 @@ def _forward_kernel(
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
         middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
-    m, s, u, j, i, e = _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC)
+    m, s, u, j, i, e = _start(
+        state, summary, middle, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC
+    )
     for chunk in range(segment * each, tl.minimum(segment * each + each, chunks)):
         if kept is not None:
-            put_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside, m, s, u, j, i, e)
+            put_rows(
+                kept + (bh * chunks + chunk) * ROWS * width + c, width, inside, m, s, u, j, i, e
+            )
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
         _, _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
-            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
+            k,
+            v,
+            inverse_temperature,
+            middle,
+            valid,
+            kb,
+            kh,
+            kt,
+            vb,
+            vh,
+            vt,
+            wb,
+            b,
+            h,
+            t,
+            c,
+            inside,
+            tokens,
+            m,
+            s,
+            u,
+            j,
+            i,
+            e,
+            BETA,
+            BT,
         )
         if o is not None:
             made = values / counted(total)
             if BETA:
-                gap, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+                gap, _ = free_energy(
+                    made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle
+                )
                 made += middle[None, :]
                 if query is not None:
                     factor = load(query, b, h, t, c, qb, qh, qt, there)
-                    gap += made * (1.0 - factor) + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+                    gap += (
+                        made * (1.0 - factor)
+                        + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+                    )
                     made *= factor
                 made += load(lam, b, h, t, c, lb, lh, lt, there) * gap if lam is not None else gap
             elif query is not None:
                 made *= load(query, b, h, t, c, qb, qh, qt, there)
             if gate is not None:
                 made *= load(gate, b, h, t, c, gb, gh, gt, there)
-            tl.store(o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there)
+            tl.store(
+                o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there
+            )
         m, s, u = row(top, BT - 1, BT), row(total, BT - 1, BT), row(values, BT - 1, BT)
         if BETA:
-            j, i, e = row(joint_top, BT - 1, BT), row(joint, BT - 1, BT), row(tl.where(far, -1.0, beyond), BT - 1, BT)
+            j, i, e = (
+                row(joint_top, BT - 1, BT),
+                row(joint, BT - 1, BT),
+                row(tl.where(far, -1.0, beyond), BT - 1, BT),
+            )
     if o is None:
-        put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, m, s, u, j, i, e)
+        put_rows(
+            summary + (bh * segments + segment) * ROWS * width + c, width, inside, m, s, u, j, i, e
+        )
     else:
         at = after + bh * (CENTRE + 1 if BETA else 3) * width + c
         last = inside & (segment == segments - 1)

@@ -29,7 +29,9 @@ class Read(torch.autograd.Function):
         q, k = rows_of(q), rows_of(k)
         ctx.scale, ctx.causal = scale, causal
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for sequences, rows in diagonal_parts(len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]):
+        for sequences, rows in diagonal_parts(
+            len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]
+        ):
             part = _part((q, k, u, h, d, slopes, alone, scale, causal, valid), sequences, rows)
             attend(part, out[sequences, :, rows], lse[sequences, :, rows])
         ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out, lse)
@@ -44,17 +46,29 @@ class Read(torch.autograd.Function):
         d_out = rows_of(d_out)
         (b, _, t, _), tk = q.shape, k.shape[2]
         pieces = list(diagonal_parts(b, 0 if d is None else len(d), t, tk))
-        cut = len({rows.start for _, rows in pieces}) > 1  # several parts then give to the same keys
+        cut = (
+            len({rows.start for _, rows in pieces}) > 1
+        )  # several parts then give to the same keys
         dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), torch.zeros_like(alone)
         dk = torch.zeros_like(k, dtype=torch.float32) if cut else torch.empty_like(k)
         du = dh = dd = None
         if d is not None:
             du, dd = torch.empty_like(u), torch.zeros_like(d, dtype=torch.float32)
-            dh = torch.zeros_like(h, dtype=torch.float32) if cut or len(d) > 1 else torch.empty_like(h)
+            dh = (
+                torch.zeros_like(h, dtype=torch.float32)
+                if cut or len(d) > 1
+                else torch.empty_like(h)
+            )
         for sequences, rows in pieces:
-            part = _part((q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), sequences, rows)
+            part = _part(
+                (q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), sequences, rows
+            )
             end = part.k.shape[2]
-            given = d_out[sequences, :, rows], lse[sequences, :, rows], row_terms[sequences, :, rows]
+            given = (
+                d_out[sequences, :, rows],
+                lse[sequences, :, rows],
+                row_terms[sequences, :, rows],
+            )
             d_alone += d_queries(part, out[sequences, :, rows], *given, dq[sequences, :, rows])
             d_keys(part, *given, dk[sequences, :, :end], add=cut)
             if du is not None and dh is not None and dd is not None:
@@ -76,7 +90,9 @@ def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
     if u is not None and h is not None and d is not None:
         c = diagonal_scores(u[sequences, rows], h[sequences, :end], d, first, causal)
     seen = None if valid is None else valid[sequences]
-    return Part(q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, scale, causal)
+    return Part(
+        q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, scale, causal
+    )
 
 
 # Of C's terms at once: 128 MB in bfloat16, and as much for the gradient. A sequence alone may be longer than that; then rows are cut.
@@ -89,11 +105,16 @@ def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[sl
     """Sequences and rows, in order, whose terms are at most ``TERMS``; diagonals: how many C a sequence has, 0: everything at once."""
     if diagonals * t * tk <= TERMS:
         at_once = max(1, TERMS // (diagonals * t * tk)) if diagonals else b
-        yield from ((slice(start, min(start + at_once, b)), slice(0, t)) for start in range(0, b, at_once))
+        yield from (
+            (slice(start, min(start + at_once, b)), slice(0, t)) for start in range(0, b, at_once)
+        )
         return
     at_once = max(LEAST_ROWS, TERMS // (diagonals * tk))
     for sequence in range(b):
-        yield from ((slice(sequence, sequence + 1), slice(start, min(start + at_once, t))) for start in range(0, t, at_once))
+        yield from (
+            (slice(sequence, sequence + 1), slice(start, min(start + at_once, t)))
+            for start in range(0, t, at_once)
+        )
 
 
 def weighted(u: Tensor, d: Tensor) -> Tensor:
@@ -118,7 +139,17 @@ def diagonal_scores(u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool) -
 
 
 def diagonal_gradients(
-    d_bias: Tensor, u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool, du: Tensor, dh: Tensor, dd: Tensor, *, add: bool
+    d_bias: Tensor,
+    u: Tensor,
+    h: Tensor,
+    d: Tensor,
+    first: int,
+    causal: bool,
+    du: Tensor,
+    dh: Tensor,
+    dd: Tensor,
+    *,
+    add: bool,
 ) -> None:
     """Write du [b, rows, D]; write dh [b, keys, D], or add to it (float32 then); add to dd [diagonals, D] (float32).
 

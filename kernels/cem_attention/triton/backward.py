@@ -32,7 +32,9 @@ def _weights(
     own, key, lse, row_term and the masks broadcast against it.
     """
     products = tl.dot(a, tl.trans(b), added, input_precision="ieee")
-    scores = pair_scores(products, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL)
+    scores = pair_scores(
+        products, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL
+    )
     weights = tl.exp2(scores - lse)
     return weights, weights * (tl.dot(a_grad, tl.trans(b_grad), input_precision="ieee") - row_term)
 
@@ -52,19 +54,43 @@ def _rows_kernel(
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
     there = start + local < rows
-    query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32)
+    query = head_tile(
+        q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN
+    ).to(tl.float32)
     product = tl.sum(
-        query * head_tile(k, batch, head, k_batch, k_head, k_row, first + start, keys, M, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+        query
+        * head_tile(
+            k, batch, head, k_batch, k_head, k_row, first + start, keys, M, WIDTH, PADDED, ALIGN
+        ).to(tl.float32),
+        1,
     )
-    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32)
+    grad = head_tile(
+        d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN
+    ).to(tl.float32)
     row_term = tl.sum(
-        grad * head_tile(out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+        grad
+        * head_tile(
+            out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN
+        ).to(tl.float32),
+        1,
     )
     if bias is not None:
-        at = bias + batch * bias_batch + head * bias_head + (tl.cast(start, tl.int64) + local) * bias_row + first + start + local
+        at = (
+            bias
+            + batch * bias_batch
+            + head * bias_head
+            + (tl.cast(start, tl.int64) + local) * bias_row
+            + first
+            + start
+            + local
+        )
         product += tl.load(at, mask=there, other=0.0).to(tl.float32)
     row = batch * lse_batch + head * lse_head + start + local
-    weight = tl.exp2(product * scale + tl.load(alone) * LOG2_E - tl.load(lse + row, mask=there, other=float("inf")))
+    weight = tl.exp2(
+        product * scale
+        + tl.load(alone) * LOG2_E
+        - tl.load(lse + row, mask=there, other=float("inf"))
+    )
     tl.store(row_terms + row, row_term, mask=there)
     tl.store(p_own + row, weight, mask=there)
 
@@ -90,7 +116,9 @@ def _dq_kernel(
     own = position.to(tl.float32)
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
     query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
-    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN)
+    grad = head_tile(
+        d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN
+    )
     row, there = batch * lse_batch + head * lse_head + start + local, start + local < rows
     row_lse = tl.load(lse + row, mask=there, other=float("inf"))
     row_term = tl.load(row_terms + row, mask=there, other=0.0)
@@ -125,10 +153,12 @@ def _dq_kernel(
     tl.debug_barrier()  # other threads load them than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
-    tl.store(d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0))
-    total -= missing[:, None] * head_tile(out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(
-        tl.float32
+    tl.store(
+        d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0)
     )
+    total -= missing[:, None] * head_tile(
+        out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN
+    ).to(tl.float32)
     at = of_head(dq, batch, head, dq_batch, dq_head, tl.cast(start, tl.int64), dq_row, ALIGN)
     store_tile(at, dq_row, rows - start, total * unit, M, WIDTH, PADDED, ALIGN)
 
@@ -148,7 +178,9 @@ def _dk_kernel(
     key = first_key + local
     position = key.to(tl.float32)[:, None]
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    key_tile = head_tile(k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN)
+    key_tile = head_tile(
+        k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN
+    )
     q = of_head(q, batch, head, q_batch, q_head, ALIGN=ALIGN)
     d_out = of_head(d_out, batch, head, d_out_batch, d_out_head, ALIGN=ALIGN)
     lse += batch * lse_batch + head * lse_head
@@ -175,7 +207,14 @@ def _dk_kernel(
         row_term = tl.load(row_terms + row, mask=row < rows, other=0.0)
         added = None
         if bias is not None:
-            added = bias_tile(bias + start * bias_row, bias_row, tl.arange(0, M)[None, :], rows - m, key[:, None], keys)
+            added = bias_tile(
+                bias + start * bias_row,
+                bias_row,
+                tl.arange(0, M)[None, :],
+                rows - m,
+                key[:, None],
+                keys,
+            )
         own_valid = good_at(valid, (first + row)[None, :], first + rows)
         weights, d_scores = _weights(
             key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :], position, keys, slope, own_bias, scale,
@@ -198,7 +237,10 @@ def _d_bias_kernel(
 
     Grid: tiles of keys, tiles of rows, batch x groups. d_bias lies as bias.
     """
-    batch, group = (tl.program_id(2) // groups).to(tl.int64), (tl.program_id(2) % groups).to(tl.int64)
+    batch, group = (
+        (tl.program_id(2) // groups).to(tl.int64),
+        (tl.program_id(2) % groups).to(tl.int64),
+    )
     start, first_key = tl.program_id(1) * M, tl.program_id(0) * N
     local, local_key = tl.arange(0, M), tl.arange(0, N)
     key, position = first_key + local_key, first + start + local
@@ -209,7 +251,10 @@ def _d_bias_kernel(
         seen = first_key < first + start + M
     if seen:
         there = start + local < rows
-        scaled = bias_tile(bias + offset, bias_row, local[:, None], rows - start, key[None, :], keys) * scale
+        scaled = (
+            bias_tile(bias + offset, bias_row, local[:, None], rows - start, key[None, :], keys)
+            * scale
+        )
         valid_base = of_head(valid, batch, 0, valid_batch, 0)
         own_valid = good_at(valid_base, position[:, None], first + rows)
         key_valid = good_at(valid_base, key[None, :], keys)
@@ -220,9 +265,26 @@ def _d_bias_kernel(
         for n in tl.range(0, heads, num_stages=STAGES):
             head = group * heads + n
             slope = tl.load(slopes + head) * LOG2_E
-            query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
-            grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN)
-            key_tile = head_tile(k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN)
+            query = head_tile(
+                q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN
+            )
+            grad = head_tile(
+                d_out,
+                batch,
+                head,
+                d_out_batch,
+                d_out_head,
+                d_out_row,
+                start,
+                rows,
+                M,
+                WIDTH,
+                PADDED,
+                ALIGN,
+            )
+            key_tile = head_tile(
+                k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN
+            )
             row = batch * lse_batch + head * lse_head + start + local
             row_lse = tl.load(lse + row, mask=there, other=float("inf"))
             row_term = tl.load(row_terms + row, mask=there, other=0.0)
@@ -232,10 +294,16 @@ def _d_bias_kernel(
             )  # fmt: skip
             total += d_scores
     at = d_bias + offset + local[:, None] * bias_row + key[None, :]
-    tl.store(at, (total * unit).to(d_bias.dtype.element_ty), mask=(start + local < rows)[:, None] & (key < keys)[None, :])
+    tl.store(
+        at,
+        (total * unit).to(d_bias.dtype.element_ty),
+        mask=(start + local < rows)[:, None] & (key < keys)[None, :],
+    )
 
 
-def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor) -> Tensor:
+def d_queries(
+    part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor
+) -> Tensor:
     """Write a part's dq and row terms (as lse); returns the gradient of ``alone``, []. First of the three."""
     b, heads, rows, width = part.q.shape
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
@@ -254,7 +322,9 @@ def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Te
     return d_alone.sum()
 
 
-def d_keys(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool) -> None:
+def d_keys(
+    part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool
+) -> None:
     """Write what a part's rows give to dk [b, heads, keys, r], or add it to what is there."""
     b, heads, _, width = part.q.shape
     sizes = sizes_of(_dk_kernel, part.q.dtype, width)
@@ -269,7 +339,9 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)
-    d_bias = torch.empty_strided(part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device)
+    d_bias = torch.empty_strided(
+        part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device
+    )
     _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows), b * groups)](
         *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups, heads // groups, *part.strides(d_out),
         *lse.stride()[:2], **part.constants(sizes, d_out),

@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import LOG2_E, LOG2E, Blocks, alignment, at_row, fitting, good_at, load_tile, of_head, padded, store_tile
+from kernels.tiles import (
+    LOG2_E,
+    LOG2E,
+    Blocks,
+    alignment,
+    at_row,
+    fitting,
+    good_at,
+    load_tile,
+    of_head,
+    padded,
+    store_tile,
+)
 
 
 class Part(NamedTuple):
@@ -44,14 +56,30 @@ class Part(NamedTuple):
         """Of q, k, C (a head's is 0 where one is for all), valid and, of three dimensions each, others."""
         bias = (0, 0, 0)
         if self.bias is not None:
-            bias = (self.bias.stride(0), self.bias.stride(1) if self.bias.shape[1] > 1 else 0, self.bias.stride(2))
+            bias = (
+                self.bias.stride(0),
+                self.bias.stride(1) if self.bias.shape[1] > 1 else 0,
+                self.bias.stride(2),
+            )
         valid = 0 if self.valid is None else self.valid.stride(0)
-        return (*self.q.stride()[:3], *self.k.stride()[:3], *bias, valid, *(n for other in others for n in other.stride()[:3]))
+        return (
+            *self.q.stride()[:3],
+            *self.k.stride()[:3],
+            *bias,
+            valid,
+            *(n for other in others for n in other.stride()[:3]),
+        )
 
     def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
         """The compile-time arguments that every kernel has, and how it is built."""
         width = self.q.shape[3]
-        tiles = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": self.causal}
+        tiles = {
+            "WIDTH": width,
+            "PADDED": padded(width),
+            "M": sizes.rows,
+            "N": sizes.keys,
+            "CAUSAL": self.causal,
+        }
         return tiles | {
             "STAGES": sizes.stages,
             "ALIGN": alignment(width, self.q, self.k, *others),
@@ -75,13 +103,36 @@ def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
     narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
     alone = Blocks(32, 32, 8, 1) if wide <= 64 else Blocks(16, 16, 8, 1)
-    return fitting(dtype, Blocks(32, 16, 4, 1), alone, narrow if wide <= 64 else middle if wide <= 128 else broad)
+    return fitting(
+        dtype,
+        Blocks(32, 16, 4, 1),
+        alone,
+        narrow if wide <= 64 else middle if wide <= 128 else broad,
+    )
 
 
 @triton.jit
-def row_tile(x, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
+def row_tile(
+    x,
+    x_t,
+    start,
+    count,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """`load_tile` of x's ``count`` rows, those from ``start`` on."""
-    return load_tile(at_row(x, tl.cast(start, tl.int64), x_t, ALIGN), x_t, count - start, ROWS, WIDTH, PADDED, True, ALIGN)
+    return load_tile(
+        at_row(x, tl.cast(start, tl.int64), x_t, ALIGN),
+        x_t,
+        count - start,
+        ROWS,
+        WIDTH,
+        PADDED,
+        True,
+        ALIGN,
+    )
 
 
 @triton.jit
@@ -89,11 +140,26 @@ def head_tile(
     x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
     """`row_tile` of a head of x."""
-    return row_tile(of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN)
+    return row_tile(
+        of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN
+    )
 
 
 @triton.jit
-def pair_scores(products, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL: tl.constexpr):
+def pair_scores(
+    products,
+    scaled,
+    own,
+    key,
+    keys,
+    slope,
+    alone,
+    scale,
+    own_valid,
+    key_valid,
+    edge,
+    CAUSAL: tl.constexpr,
+):
     """a_ij log2(e) of a tile; -inf where i does not see j.
 
     products: q_i.k_j + C_ij; or q_i.k_j, and ``scaled``, None else, is C_ij times scale. own, key: positions as float32 (exact to 2^24)
@@ -124,7 +190,9 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
 
     row, key: indices that broadcast against each other; ``bias`` begins at row 0.
     """
-    return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(tl.float32)
+    return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -159,7 +227,9 @@ def _forward_kernel(
     if CAUSAL:
         end = tl.minimum(keys, first + start + M)
         common = first + start
-    tl.assume(end > 0)  # in a loop that may not run at all, ptxas lets no product run on beside others
+    tl.assume(
+        end > 0
+    )  # in a loop that may not run at all, ptxas lets no product run on beside others
     for n in tl.range(0, end, N, num_stages=STAGES):  # said here, C's tiles are fetched ahead too
         key = n + tl.arange(0, N)
         key_tile = row_tile(k, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
@@ -178,13 +248,19 @@ def _forward_kernel(
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(best - shift)
         total = total * shrink + tl.sum(weights, 1)
-        read = tl.dot(weights.to(key_tile.dtype), key_tile, read * shrink[:, None], input_precision="ieee")
+        read = tl.dot(
+            weights.to(key_tile.dtype), key_tile, read * shrink[:, None], input_precision="ieee"
+        )
         best = highest
     if valid is not None:
         total = tl.where(start + local < rows, total, 1.0)  # beyond the rows nothing is seen
     at = of_head(out, batch, head, out_batch, out_head, row, out_row, ALIGN)
     store_tile(at, out_row, rows - start, read / total[:, None], M, WIDTH, PADDED, ALIGN)
-    tl.store(lse + batch * lse_batch + head * lse_head + start + local, best + tl.log2(total), mask=start + local < rows)
+    tl.store(
+        lse + batch * lse_batch + head * lse_head + start + local,
+        best + tl.log2(total),
+        mask=start + local < rows,
+    )
 
 
 def attend(part: Part, out: Tensor, lse: Tensor) -> None:
@@ -192,7 +268,13 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     b, heads, rows, width = part.q.shape
     sizes = sizes_of(_forward_kernel, part.q.dtype, width)
     _forward_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
-        *part.pointers(), out, lse, *part.numbers(), *part.strides(out), *lse.stride()[:2], **part.constants(sizes, out)
+        *part.pointers(),
+        out,
+        lse,
+        *part.numbers(),
+        *part.strides(out),
+        *lse.stride()[:2],
+        **part.constants(sizes, out),
     )
 
 

@@ -23,7 +23,19 @@ from kernels.fem_attention.triton.attention_backward import (
     readable,
 )  # fmt: skip
 from kernels.fem_attention.triton.epilogue import row_term
-from kernels.tiles import LOG2E, alignment, at_row, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import (
+    LOG2E,
+    alignment,
+    at_row,
+    empty_as,
+    load_tile,
+    of_head,
+    padded,
+    place,
+    rows_of,
+    store_tile,
+    strides_of,
+)
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
@@ -42,9 +54,13 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, values, keys_valid, bounds, causal, scale):
         (b, h, tq, dk), (hk, tk, n) = q.shape, values.shape[1:]
         if dk > WIDEST or n > 2 * WIDEST or scale < 0:
-            raise ValueError(f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and {2 * WIDEST}, and scale >= 0")
+            raise ValueError(
+                f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and {2 * WIDEST}, and scale >= 0"
+            )
         q, k, values = rows_of(q), rows_of(k), rows_of(values)
-        masks = tuple(None if t is None else t.contiguous() for t in (keys_valid, *(bounds or (None, None))))
+        masks = tuple(
+            None if t is None else t.contiguous() for t in (keys_valid, *(bounds or (None, None)))
+        )
         out, lse = empty_as(q, width=n), torch.empty(b, h, tq, dtype=torch.float32, device=q.device)
         blocks = forward_blocks(q.dtype, dk, n)
         _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
@@ -67,10 +83,22 @@ class _Attend(torch.autograd.Function):
         halves = 1 if n % 2 or (n % 16 and n <= 128) else 2
         given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
         numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
-        widths = {"CAUSAL": ctx.causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": n // halves, "BDV": padded(n // halves)}
-        widths |= {"ALIGN": alignment(n // halves, q, k, values, d_out, d_q, d_k, d_values), "GROUP": h // hk}
+        widths = {
+            "CAUSAL": ctx.causal,
+            "HALVES": halves,
+            "DK": dk,
+            "BDK": padded(dk),
+            "DV": n // halves,
+            "BDV": padded(n // halves),
+        }
+        widths |= {
+            "ALIGN": alignment(n // halves, q, k, values, d_out, d_q, d_k, d_values),
+            "GROUP": h // hk,
+        }
         blocks = queries_blocks(q.dtype, dk, n // halves, halves)
-        _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](*given, d_q, *numbers, *strides_of(d_q), **widths, **blocks.given())
+        _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
+            *given, d_q, *numbers, *strides_of(d_q), **widths, **blocks.given()
+        )
         blocks = keys_blocks(q.dtype, dk, n // halves, halves)
         _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
             *given, d_k, d_values, *numbers, *strides_of(d_k, d_values), **widths, **blocks.given()
@@ -103,7 +131,9 @@ def _span(
             kept = tl.exp2(top - new)
         weights = weights.to(values.dtype.element_ty)
         total = total * kept + tl.sum(weights.to(tl.float32), 1)
-        tile = load_tile(at_row(values, here, values_t, ALIGN), values_t, tk - n, KEYS, DV, BDV, MASKED, ALIGN)
+        tile = load_tile(
+            at_row(values, here, values_t, ALIGN), values_t, tk - n, KEYS, DV, BDV, MASKED, ALIGN
+        )
         read = tl.dot(weights, tile, read * kept[:, None], input_precision="ieee")
         top = new
     return top, total, read
@@ -122,19 +152,26 @@ def _forward_kernel(
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
     position = tk - tq + top_row + row
-    k, values = of_head(k, b, kv, k_b, k_h, ALIGN=ALIGN), of_head(values, b, kv, values_b, values_h, ALIGN=ALIGN)
+    k, values = (
+        of_head(k, b, kv, k_b, k_h, ALIGN=ALIGN),
+        of_head(values, b, kv, values_b, values_h, ALIGN=ALIGN),
+    )
     valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
     highest = last_key(position, row < left, tk, last, CAUSAL)
 
-    queries = load_tile(of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN)
+    queries = load_tile(
+        of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN
+    )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     read = tl.zeros([ROWS, BDV], tl.float32)
     bottom = tl.minimum(top_row + ROWS, tq) - 1
-    begin, inner, end = key_spans(tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS)
+    begin, inner, end = key_spans(
+        tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS
+    )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         top, total, read = _span(
             top, total, read, queries, k, values, valid, position, lowest, highest, inner if MASKED else begin, end if MASKED else inner,
@@ -144,7 +181,16 @@ def _forward_kernel(
     # Only rows past the last query have read nothing.
     total = tl.where(total > 0, total, 1.0)
     tl.store(lse + head_of_all * tq + start + row, top + tl.log2(total), mask=row < left)
-    store_tile(of_head(out, b, h, out_b, out_h, start, out_t, ALIGN), out_t, left, read / total[:, None], ROWS, DV, BDV, ALIGN)
+    store_tile(
+        of_head(out, b, h, out_b, out_h, start, out_t, ALIGN),
+        out_t,
+        left,
+        read / total[:, None],
+        ROWS,
+        DV,
+        BDV,
+        ALIGN,
+    )
 
 
 MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

@@ -18,7 +18,9 @@ from kernels.implementations import interpreted
 from kernels.tiles import Blocks, at_row, load_tile, of_head, padded, place, store_tile
 
 WIDEST = 256  # of a head's queries and keys, and of v
-FLOAT32 = Blocks(16, 16, 8, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
+FLOAT32 = Blocks(
+    16, 16, 8, 1
+)  # without tensor cores a product's operands lie in registers, and larger blocks spill
 
 
 @triton.jit
@@ -122,14 +124,19 @@ def _queries_kernel(
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
     position = tk - tq + top_row + row
-    k, values = of_head(k, b, h // GROUP, k_b, k_h, ALIGN=ALIGN), of_head(values, b, h // GROUP, values_b, values_h, ALIGN=ALIGN)
+    k, values = (
+        of_head(k, b, h // GROUP, k_b, k_h, ALIGN=ALIGN),
+        of_head(values, b, h // GROUP, values_b, values_h, ALIGN=ALIGN),
+    )
     valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
     highest = last_key(position, row < left, tk, last, CAUSAL)
 
-    queries = load_tile(of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN)
+    queries = load_tile(
+        of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN
+    )
     d_reads = of_head(d_reads, b, h, d_reads_b, d_reads_h, start, d_reads_t, ALIGN)
     d_read = load_tile(d_reads, d_reads_t, left, ROWS, DV, BDV, True, ALIGN)
     d_more = d_read
@@ -139,13 +146,24 @@ def _queries_kernel(
     term = tl.load(row_term + head_of_all * tq + start + row, mask=row < left, other=0.0)
     grad = tl.zeros([ROWS, BDK], tl.float32)
     bottom = tl.minimum(top_row + ROWS, tq) - 1
-    begin, inner, end = key_spans(tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS)
+    begin, inner, end = key_spans(
+        tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS
+    )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         grad = _queries_span(
             grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner if MASKED else begin,
             end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
-    store_tile(of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN), d_q_t, left, grad * scale, ROWS, DK, BDK, ALIGN)
+    store_tile(
+        of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN),
+        d_q_t,
+        left,
+        grad * scale,
+        ROWS,
+        DK,
+        BDK,
+        ALIGN,
+    )
 
 
 @triton.jit
@@ -170,7 +188,16 @@ def _keys_kernel(
     good = None
     if valid is not None:
         good = tl.load(valid + b * tk + key, mask=key < tk, other=0).to(tl.int1)[:, None]
-    begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, ROWS)
+    begin, end = query_span(
+        block * KEYS,
+        tl.minimum(block * KEYS + KEYS, tk) - 1,
+        tk - tq,
+        tq,
+        first,
+        last,
+        CAUSAL,
+        ROWS,
+    )
     # The positions that read a key: from its own on, or from its document's first, to its document's last.
     opened = key[:, None]
     closed = None
@@ -179,7 +206,9 @@ def _keys_kernel(
         if not CAUSAL:
             opened = tl.load(first + key, mask=key < tk, other=0)[:, None]
 
-    keys = load_tile(of_head(k, b, kv, k_b, k_h, start, k_t, ALIGN), k_t, left, KEYS, DK, BDK, True, ALIGN)
+    keys = load_tile(
+        of_head(k, b, kv, k_b, k_h, start, k_t, ALIGN), k_t, left, KEYS, DK, BDK, True, ALIGN
+    )
     values = of_head(values, b, kv, values_b, values_h, start, values_t, ALIGN)
     value = load_tile(values, values_t, left, KEYS, DV, BDV, True, ALIGN)
     more = value
@@ -204,7 +233,16 @@ def _keys_kernel(
             m -= n // count * count * ROWS
         here = tl.cast(m, tl.int64)
         row = m + tl.arange(0, ROWS)
-        queries = load_tile(at_row(at_row(q, g, q_h, ALIGN), here, q_t, ALIGN), q_t, tq - m, ROWS, DK, BDK, True, ALIGN)
+        queries = load_tile(
+            at_row(at_row(q, g, q_h, ALIGN), here, q_t, ALIGN),
+            q_t,
+            tq - m,
+            ROWS,
+            DK,
+            BDK,
+            True,
+            ALIGN,
+        )
         # Queries past the last weigh exp2(-inf).
         level = tl.load(lse + g * tq + row, mask=row < tq, other=float("inf"))
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * factor - level[None, :]

@@ -42,7 +42,9 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
     q, k, v, lam, gate = (None if t is None else rows_of(t) for t in (q, k, v, lam, gate))
     beta, keys_valid = (None if t is None else t.contiguous() for t in (beta, keys_valid))
     scores = torch.empty(2, b * h * tq, splits, dtype=torch.float32, device=q.device)
-    reads = torch.empty(1 if beta is None else 4, b * h * tq, splits, channels, dtype=torch.float32, device=q.device)
+    reads = torch.empty(
+        1 if beta is None else 4, b * h * tq, splits, channels, dtype=torch.float32, device=q.device
+    )
     shared = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "HAS_BETA": beta is not None}
     _part_kernel[(b * hk, splits, blocks)](
         q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], h, hk, tq, tk, each, scale * LOG2E,
@@ -66,7 +68,12 @@ class _Sizes:
         self.keys = 16 if interpreted() else min(64, max(16, 2048 // (self.rows * wide)))
         self.warps = 4 if self.rows * self.keys * wide <= 2048 else 8
         self.joined_channels = min(wide, 64)
-        self.constants = {"ROWS": self.rows, "KEYS": self.keys, "BLOCK_W": padded(width), "BLOCK_C": wide}
+        self.constants = {
+            "ROWS": self.rows,
+            "KEYS": self.keys,
+            "BLOCK_W": padded(width),
+            "BLOCK_C": wide,
+        }
 
 
 def _keys_each(tk, heads, keys, splits):
@@ -86,14 +93,23 @@ def _part_kernel(
 
     Long, because one pass over the keys makes them all.
     """
-    batch, kv = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
+    batch, kv = (
+        (tl.program_id(0) // kv_heads).to(tl.int64),
+        (tl.program_id(0) % kv_heads).to(tl.int64),
+    )
     group = heads // kv_heads
     columns, channels = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_C)
     # A product has 16 rows at least: those beyond ROWS are zero, and left out of what follows.
     slot = tl.arange(0, SLOTS)
     row = tl.program_id(2) * ROWS + slot
     there = (row < group * tq) & (slot < ROWS)
-    at = q + batch * q_b + (kv * group + row // tq)[:, None] * q_h + (row % tq).to(tl.int64)[:, None] * q_t + columns[None, :]
+    at = (
+        q
+        + batch * q_b
+        + (kv * group + row // tq)[:, None] * q_h
+        + (row % tq).to(tl.int64)[:, None] * q_t
+        + columns[None, :]
+    )
     queries = tl.load(at, mask=there[:, None] & (columns < WIDTH)[None, :], other=0.0)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     position = tk - tq + rows % tq
@@ -101,7 +117,12 @@ def _part_kernel(
     v += batch * v_b + kv * v_h
     beta_2 = tl.full((BLOCK_C,), 1.0, tl.float32)
     if HAS_BETA:
-        beta_2 = tl.load(beta + kv * CHANNELS + channels, mask=channels < CHANNELS, other=1.0).to(tl.float32) * LOG2_E
+        beta_2 = (
+            tl.load(beta + kv * CHANNELS + channels, mask=channels < CHANNELS, other=1.0).to(
+                tl.float32
+            )
+            * LOG2_E
+        )
 
     top = tl.full((ROWS,), -INFINITY, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -114,11 +135,19 @@ def _part_kernel(
         keys = start + tl.arange(0, KEYS)
         inside = (keys < tk)[:, None]
         wide = keys.to(tl.int64)[:, None]
-        values = tl.load(v + wide * v_t + channels[None, :], mask=inside & (channels < CHANNELS)[None, :], other=0.0).to(tl.float32)
-        tile = tl.load(k + wide * k_t + columns[None, :], mask=inside & (columns < WIDTH)[None, :], other=0.0)
+        values = tl.load(
+            v + wide * v_t + channels[None, :],
+            mask=inside & (channels < CHANNELS)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        tile = tl.load(
+            k + wide * k_t + columns[None, :], mask=inside & (columns < WIDTH)[None, :], other=0.0
+        )
         product = tl.dot(tile, tl.trans(queries), input_precision="ieee")
         if ROWS < SLOTS:
-            product = tl.gather(product, tl.zeros((KEYS, 1), tl.int32) + tl.arange(0, ROWS)[None, :], 1)
+            product = tl.gather(
+                product, tl.zeros((KEYS, 1), tl.int32) + tl.arange(0, ROWS)[None, :], 1
+            )
         allowed = _allowed(keys, position, of_head(valid, batch, 0, tk, 0), None, None, tk, CAUSAL)
         score = tl.where(allowed, product * scale, -INFINITY)
         higher = tl.maximum(top, tl.max(score, 0))
@@ -127,9 +156,15 @@ def _part_kernel(
         p = tl.exp2(log_p)
         fading = tl.exp2(top - base)
         total = total * fading + tl.sum(p, 0)
-        mean = mean * fading[:, None] + tl.sum(tl.where(allowed[:, :, None], p[:, :, None] * values[:, None, :], 0.0), 0)
+        mean = mean * fading[:, None] + tl.sum(
+            tl.where(allowed[:, :, None], p[:, :, None] * values[:, None, :], 0.0), 0
+        )
         if HAS_BETA:
-            joint = tl.where(allowed[:, :, None], log_p[:, :, None] + (values * beta_2[None, :])[:, None, :], -INFINITY)
+            joint = tl.where(
+                allowed[:, :, None],
+                log_p[:, :, None] + (values * beta_2[None, :])[:, None, :],
+                -INFINITY,
+            )
             before = peak + (top - base)[:, None]
             peak = tl.maximum(before, tl.max(joint, 0))
             level = _finite_or_zero(peak)
@@ -137,11 +172,15 @@ def _part_kernel(
             small = values * (beta_2 / LOG2_E)[None, :]
             # Beyond 1/2 a sum with such a term is not finite, and is not used.
             small = tl.where(tl.abs(small) <= 0.5, excess_of(small) + small, INFINITY)
-            excess = excess * fading[:, None] + tl.sum(tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0)
+            excess = excess * fading[:, None] + tl.sum(
+                tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0
+            )
         top = higher
 
     all_rows = (tl.num_programs(0) * group * tq).to(tl.int64)
-    part = (tl.program_id(0).to(tl.int64) * group * tq + rows) * tl.num_programs(1) + tl.program_id(1)
+    part = (tl.program_id(0).to(tl.int64) * group * tq + rows) * tl.num_programs(1) + tl.program_id(
+        1
+    )
     tl.store(scores + part, top, mask=rows < group * tq)
     tl.store(scores + all_rows * tl.num_programs(1) + part, total, mask=rows < group * tq)
     mask = (rows < group * tq)[:, None] & (channels < CHANNELS)[None, :]
@@ -186,29 +225,45 @@ def _join_kernel(
         total = total * fading + tl.sum(p * weight, 0)
         mean = mean * fading + tl.sum(p[:, None] * tl.load(from_here, mask=mask, other=0.0), 0)
         if HAS_BETA:
-            peaks = tl.load(from_here + all_parts * CHANNELS, mask=mask, other=-INFINITY) + down[:, None]
+            peaks = (
+                tl.load(from_here + all_parts * CHANNELS, mask=mask, other=-INFINITY)
+                + down[:, None]
+            )
             masses = tl.load(from_here + 2 * all_parts * CHANNELS, mask=mask, other=0.0)
             before = peak + (top - base)
             peak = tl.maximum(before, tl.max(peaks, 0))
             level = _finite_or_zero(peak)
-            mass = mass * tl.exp2(before - level) + tl.sum(masses * tl.exp2(peaks - level[None, :]), 0)
+            mass = mass * tl.exp2(before - level) + tl.sum(
+                masses * tl.exp2(peaks - level[None, :]), 0
+            )
             small = tl.load(from_here + 3 * all_parts * CHANNELS, mask=mask, other=0.0)
             excess = excess * fading + tl.sum(p[:, None] * small, 0)
         top = higher
     out = mean / total
     if HAS_BETA:
-        beta_2 = tl.load(beta + head // (heads // kv_heads) * CHANNELS + channels, mask=there, other=1.0).to(tl.float32) * LOG2_E
+        beta_2 = (
+            tl.load(
+                beta + head // (heads // kv_heads) * CHANNELS + channels, mask=there, other=1.0
+            ).to(tl.float32)
+            * LOG2_E
+        )
         excess /= total
         near = tl.abs(excess) < INFINITY
         far = (_finite_or_zero(peak) + tl.log2(mass / total)) / beta_2
         excess = tl.where(near, excess, 0.0)
-        free = tl.where(near, (excess + log_beyond(excess, tl.log(1.0 + excess))) * LOG2_E / beta_2, far)
+        free = tl.where(
+            near, (excess + log_beyond(excess, tl.log(1.0 + excess))) * LOG2_E / beta_2, far
+        )
         free = tl.where(free < out, out, free)
         if lam is None:
             out = free
         else:
-            share = tl.load(lam + batch * lam_b + head * lam_h + query * lam_t + channels, mask=there, other=0.0).to(tl.float32)
+            share = tl.load(
+                lam + batch * lam_b + head * lam_h + query * lam_t + channels, mask=there, other=0.0
+            ).to(tl.float32)
             out += share * (free - out)
     if gate is not None:
-        out *= tl.load(gate + batch * gate_b + head * gate_h + query * gate_t + channels, mask=there, other=0.0).to(tl.float32)
+        out *= tl.load(
+            gate + batch * gate_b + head * gate_h + query * gate_t + channels, mask=there, other=0.0
+        ).to(tl.float32)
     tl.store(o + flat * CHANNELS + channels, out.to(o.dtype.element_ty), mask=there)

@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.fem_attention.triton.prep import BLOCK, Constants, row_blocks, rows_and_channels, tile_of
+from kernels.fem_attention.triton.prep import (
+    BLOCK,
+    Constants,
+    row_blocks,
+    rows_and_channels,
+    tile_of,
+)
 from kernels.free_energy import FAINT as LEAST
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
@@ -33,8 +39,20 @@ class GatedRead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, reads: Tensor, beta: Tensor, constants: Constants, lam: Tensor | None, gate: Tensor | None) -> Tensor:
-        reads, beta, centre, shifted = rows_of(reads), beta.contiguous(), constants.centre, constants.shifted
+    def forward(
+        ctx: Any,
+        reads: Tensor,
+        beta: Tensor,
+        constants: Constants,
+        lam: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        reads, beta, centre, shifted = (
+            rows_of(reads),
+            beta.contiguous(),
+            constants.centre,
+            constants.shifted,
+        )
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
         o = empty_as(reads, width=dv)
@@ -110,11 +128,17 @@ def _epilogue_kernel(
     z = tl.load(read + DV, mask=inside, other=1.0).to(tl.float32)
     gap, _, _ = free_energy_gap(mu, z, temperature, middle, shift)
     if lam is not None:
-        gap *= tl.load(tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+        gap *= tl.load(
+            tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0
+        ).to(tl.float32)
     out = mu + gap
     if gate is not None:
-        out *= tl.load(tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
-    tl.store(tile_of(o, head, heads, ob, oh, ot, at, column), out.to(o.dtype.element_ty), mask=inside)
+        out *= tl.load(
+            tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0
+        ).to(tl.float32)
+    tl.store(
+        tile_of(o, head, heads, ob, oh, ot, at, column), out.to(o.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -142,18 +166,32 @@ def _epilogue_backward_kernel(
     level = 1.0 / tl.where(known, mass, 1.0)
     tilt = tl.where(shift, y * level, 1.0)
     mixed = gap
-    d_mixed = tl.load(tile_of(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(tl.float32)
+    d_mixed = tl.load(tile_of(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(
+        tl.float32
+    )
     if lam is not None:
-        share = tl.load(tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+        share = tl.load(
+            tile_of(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0
+        ).to(tl.float32)
         mixed = share * gap
     if gate is not None:
-        opening = tl.load(tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
+        opening = tl.load(
+            tile_of(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0
+        ).to(tl.float32)
         d_opening = d_mixed * (mu + mixed)
-        tl.store(tile_of(d_gate, head, heads, dgb, dgh, dgt, at, column), d_opening.to(d_gate.dtype.element_ty), mask=inside)
+        tl.store(
+            tile_of(d_gate, head, heads, dgb, dgh, dgt, at, column),
+            d_opening.to(d_gate.dtype.element_ty),
+            mask=inside,
+        )
         d_mixed *= opening
     d_gap = d_mixed
     if lam is not None:
-        tl.store(tile_of(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
+        tl.store(
+            tile_of(d_lam, head, heads, dlb, dlh, dlt, at, column),
+            (d_mixed * gap).to(d_lam.dtype.element_ty),
+            mask=inside,
+        )
         d_gap = d_mixed * share
     d_gap = tl.where(known, d_gap, 0.0)
     out = tile_of(d_reads, head, heads, drb, drh, drt, at, column)
@@ -170,8 +208,16 @@ def _row_term_kernel(
 ):  # fmt: skip
     b, h, head_of_all, start = place(heads, tokens, ROWS)
     left, row = tokens - start, tl.arange(0, ROWS)
-    d_o = load_tile(of_head(d_out, b, h, d_out_b, d_out_h, start, d_out_t), d_out_t, left, ROWS, N, BN).to(tl.float32)
-    term = tl.sum(d_o * load_tile(of_head(out, b, h, out_b, out_h, start, out_t), out_t, left, ROWS, N, BN).to(tl.float32), 1)
+    d_o = load_tile(
+        of_head(d_out, b, h, d_out_b, d_out_h, start, d_out_t), d_out_t, left, ROWS, N, BN
+    ).to(tl.float32)
+    term = tl.sum(
+        d_o
+        * load_tile(of_head(out, b, h, out_b, out_h, start, out_t), out_t, left, ROWS, N, BN).to(
+            tl.float32
+        ),
+        1,
+    )
     at = head_of_all * tokens + start + row
     if share is not None:
         term = tl.where(tl.load(share + at, mask=row < left, other=0.0) != 0, -term, 0.0)

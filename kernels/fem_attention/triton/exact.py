@@ -47,7 +47,9 @@ def _score_gradients(
     term = tl.zeros_like(there).to(tl.float32)
     for block in range(0, CHANNELS, BLOCK_C):
         marked = tl.load(marks + block // BLOCK_C) != 0
-        term += tl.load(row_term + (block // BLOCK_C) * tq + there, mask=(rows < tq) & marked, other=0.0)
+        term += tl.load(
+            row_term + (block // BLOCK_C) * tq + there, mask=(rows < tq) & marked, other=0.0
+        )
     log_p = tl.trans(log_p)
     allowed = tl.trans(allowed)
     p = tl.exp2(log_p)
@@ -56,13 +58,25 @@ def _score_gradients(
         if tl.load(marks + block // BLOCK_C) != 0:
             channels = block + tl.arange(0, BLOCK_C)
             beta_1 = _temperature(beta, kv, channels, CHANNELS)
-            d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-            x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
+            d_mean, d_free = _gradients_of_reads(
+                d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS
+            )
+            x, free = (
+                _tile(greatest, CHANNELS, there, channels, CHANNELS),
+                _tile(free_energy, CHANNELS, there, channels, CHANNELS),
+            )
             values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-            below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
-            w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
+            below = tl.where(
+                allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0
+            )
+            w = tl.exp2(
+                log_p[None, :, :]
+                + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None])
+            )
             slope = tl.trans(d_free / beta_1[None, :])
-            found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
+            found += tl.sum(
+                w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0
+            )
     return found
 
 
@@ -105,7 +119,20 @@ def _dq_kernel(
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
         mask = (rows < tq)[:, None] & (columns < WIDTH)[None, :]
-        _put(d_q, batch, head, d_q_b, d_q_h, d_q_t, rows, columns, found * (scale / LOG2_E), mask, marks, MARKS)
+        _put(
+            d_q,
+            batch,
+            head,
+            d_q_b,
+            d_q_h,
+            d_q_t,
+            rows,
+            columns,
+            found * (scale / LOG2_E),
+            mask,
+            marks,
+            MARKS,
+        )
 
 
 @triton.jit
@@ -124,8 +151,20 @@ def _keys_kernel(
     for item in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
         batch, _, kv, block, of_channels = _place(upto, item, blocks, heads, group, blocks, ALONE)
         marks = wild + (batch * (heads // group) + kv) * MARKS
-        begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, 1)
-        keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        begin, end = query_span(
+            block * KEYS,
+            tl.minimum(block * KEYS + KEYS, tk) - 1,
+            tk - tq,
+            tq,
+            first,
+            last,
+            CAUSAL,
+            1,
+        )
+        keys, channels = (
+            block * KEYS + tl.arange(0, KEYS),
+            of_channels * BLOCK_C + tl.arange(0, BLOCK_C),
+        )
         tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
         v_here = v + batch * v_b + kv * v_h
         valid_here = of_head(valid, batch, 0, tk, 0)
@@ -143,24 +182,58 @@ def _keys_kernel(
                 there = tl.minimum(rows, tq - 1)
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                log_p = (
+                    _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                )
                 if d_v is None:
                     d_scores = _score_gradients(
                         log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
                         row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
                     )  # fmt: skip
-                    found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
+                    found += tl.dot(
+                        tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee"
+                    )
                 else:
                     log_p = tl.trans(log_p)
-                    d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+                    d_mean, d_free = _gradients_of_reads(
+                        d_o_here,
+                        lam_here,
+                        gate_here,
+                        d_o_t,
+                        lam_t,
+                        gate_t,
+                        rows,
+                        tq,
+                        channels,
+                        CHANNELS,
+                    )
                     x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
                     free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                    below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
-                    w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
-                    found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
+                    below = tl.where(
+                        tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0
+                    )
+                    w = tl.exp2(
+                        log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :])
+                    )
+                    found += tl.sum(
+                        w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0
+                    )
         if d_v is None:
             mask = (keys < tk)[:, None] & (columns < WIDTH)[None, :]
-            _put(d_k, batch, kv, d_k_b, d_k_h, d_k_t, keys, columns, found * (scale / LOG2_E), mask, marks, MARKS)
+            _put(
+                d_k,
+                batch,
+                kv,
+                d_k_b,
+                d_k_h,
+                d_k_t,
+                keys,
+                columns,
+                found * (scale / LOG2_E),
+                mask,
+                marks,
+                MARKS,
+            )
         else:
             mask = (keys < tk)[:, None] & (channels < CHANNELS)[None, :]
             _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
@@ -182,7 +255,9 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1)  # with more it spills in float32
+    launch(
+        _rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1
+    )  # with more it spills in float32
     return (lse,)
 
 
@@ -200,9 +275,25 @@ def exact_backward_(
     (b, h, tq, channels), d_o = d_o.shape, rows_of(d_o)
     rows, blocks = launch.rows, wild.shape[2]
     greatest = torch.empty(b, h, tq, channels, dtype=v.dtype, device=q.device)
-    free_energy, row_term = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (greatest.shape, (b, h, blocks, tq)))
-    of_beta = torch.zeros(b, wild.shape[1], h // wild.shape[1] * triton.cdiv(tq, rows), channels, dtype=torch.float32, device=q.device)
-    launch(_rows_kernel, (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta), (None, d_o, dlam, dgate), rows, KEYS)
+    free_energy, row_term = (
+        torch.empty(shape, dtype=torch.float32, device=q.device)
+        for shape in (greatest.shape, (b, h, blocks, tq))
+    )
+    of_beta = torch.zeros(
+        b,
+        wild.shape[1],
+        h // wild.shape[1] * triton.cdiv(tq, rows),
+        channels,
+        dtype=torch.float32,
+        device=q.device,
+    )
+    launch(
+        _rows_kernel,
+        (lse, None, d_o, dlam, dgate, greatest, free_energy, row_term, of_beta),
+        (None, d_o, dlam, dgate),
+        rows,
+        KEYS,
+    )
     shared = (d_o, lse, greatest, free_energy, row_term)
     launch(_dq_kernel, (*shared, dq), (d_o, dq), KEYS, KEYS)  # with more rows it spills
     launch(_keys_kernel, (*shared, dk, None), (d_o, dk, None), KEYS, rows)
@@ -216,23 +307,46 @@ class _Launch:
     def __init__(self, q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds):
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         self.strided = (rows_of(q), rows_of(k), rows_of(v), lam, gate)
-        masks = (None if t is None else t.contiguous() for t in (wild, keys_valid, *(bounds or (None, None))))
+        masks = (
+            None if t is None else t.contiguous()
+            for t in (wild, keys_valid, *(bounds or (None, None)))
+        )
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
         # Over 128 channels, or at odd addresses, 32 would spill.
-        self.rows = 16 if max(width, channels) > 128 or any(n > 64 and n % 16 for n in (width, channels)) else 32
+        self.rows = (
+            16
+            if max(width, channels) > 128 or any(n > 64 and n % 16 for n in (width, channels))
+            else 32
+        )
         self.sizes = (len(wild) * kv_heads, heads, heads // kv_heads, tq, tk, scale * LOG2E)
-        self.constants = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK.value}
+        self.constants = {
+            "WIDTH": width,
+            "CHANNELS": channels,
+            "CAUSAL": causal,
+            "BLOCK_W": padded(width),
+            "BLOCK_C": BLOCK.value,
+        }
         self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
-            raise ValueError("exact read: a result's last dimension is not contiguous; it is written in place, so make it so")
+            raise ValueError(
+                "exact read: a result's last dimension is not contiguous; it is written in place, so make it so"
+            )
         strides = strides_of(*self.strided, *strided)
         kernel[(3 if interpreted() else PROGRAMS,)](
-            *self.pointers, *more, *strides, *self.sizes, **self.constants, ROWS=rows, KEYS=keys, num_warps=WARPS, num_stages=stages
+            *self.pointers,
+            *more,
+            *strides,
+            *self.sizes,
+            **self.constants,
+            ROWS=rows,
+            KEYS=keys,
+            num_warps=WARPS,
+            num_stages=stages,
         )
 
 

@@ -21,14 +21,20 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def _tile(at, stride, rows, columns, WIDTH: tl.constexpr):
     """[rows, columns] in float32, zero beyond WIDTH; every row exists."""
-    return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0).to(tl.float32)
+    return tl.load(
+        at + rows.to(tl.int64)[:, None] * stride + columns[None, :],
+        mask=(columns < WIDTH)[None, :],
+        other=0.0,
+    ).to(tl.float32)
 
 
 @triton.jit
 def _operand(at, stride, rows, count, columns, WIDTH: tl.constexpr):
     """[rows, columns] in the tensor's type, zero beyond ``count`` rows and WIDTH."""
     mask = (columns < WIDTH)[None, :] & (rows < count)[:, None]
-    return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    return tl.load(
+        at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0
+    )
 
 
 @triton.jit
@@ -38,7 +44,9 @@ def _finite_or_zero(x):
 
 @triton.jit
 def _temperature(beta, kv, channels, CHANNELS: tl.constexpr):
-    return tl.load(beta + kv * CHANNELS + channels, mask=channels < CHANNELS, other=1.0).to(tl.float32)
+    return tl.load(beta + kv * CHANNELS + channels, mask=channels < CHANNELS, other=1.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -102,7 +110,9 @@ def _read(
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         allowed = _allowed(keys, position, valid, first, last, tk, CAUSAL)
-        log_p = _scores(q, _operand(k, k_t, keys, tk, columns, WIDTH), allowed, scale) - lse[None, :]
+        log_p = (
+            _scores(q, _operand(k, k_t, keys, tk, columns, WIDTH), allowed, scale) - lse[None, :]
+        )
         values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
         below = tl.where(allowed[:, :, None], values[:, None, :] - x[None, :, :], 0.0)
         mean += tl.sum(tl.exp2(log_p)[:, :, None] * below, 0)
@@ -140,7 +150,9 @@ def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
 
 
 @triton.jit
-def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr):
+def _gradients_of_reads(
+    d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr
+):
     """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
     d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
     there = tl.minimum(rows, tq - 1)
@@ -155,7 +167,20 @@ def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels
 
 
 @triton.jit
-def _put(out, batch, head, out_b, out_h, out_t, rows, columns, made, mask, marks=None, MARKS: tl.constexpr = 1):
+def _put(
+    out,
+    batch,
+    head,
+    out_b,
+    out_h,
+    out_t,
+    rows,
+    columns,
+    made,
+    mask,
+    marks=None,
+    MARKS: tl.constexpr = 1,
+):
     """Store a tile [rows, columns] of a head, in the type of ``out``; with ``marks``, the head's, onto what the unmarked blocks gave."""
     at = out + batch * out_b + head * out_h + rows.to(tl.int64)[:, None] * out_t + columns[None, :]
     if marks is not None:
@@ -186,7 +211,10 @@ def _rows_kernel(
         batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, MARKS)
         bottom = tl.minimum(block * ROWS + ROWS, tq) - 1 + tk - tq
         begin, _, end = key_spans(block * ROWS + tk - tq, bottom, tk, valid, first, last, CAUSAL, 1)
-        rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        rows, channels = (
+            block * ROWS + tl.arange(0, ROWS),
+            of_channels * BLOCK_C + tl.arange(0, BLOCK_C),
+        )
         mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
         there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
         position = there + (tk - tq)
@@ -215,11 +243,17 @@ def _rows_kernel(
             if gate is not None:
                 out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
             _put(o, batch, head, o_b, o_h, o_t, rows, channels, out, mask)
-            earlier = tl.max(tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0)
-            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier))  # by the pair's first mark alone
+            earlier = tl.max(
+                tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0
+            )
+            tl.store(
+                lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier)
+            )  # by the pair's first mark alone
         else:
             d_o_here = d_o + batch * d_o_b + head * d_o_h
-            d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+            d_mean, d_free = _gradients_of_reads(
+                d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS
+            )
             at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
             tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
             tl.store(free_energy + at, free, mask=mask)
@@ -230,7 +264,20 @@ def _rows_kernel(
             tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
             d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
             if gate is not None:
-                _put(d_gate, batch, head, d_gate_b, d_gate_h, d_gate_t, rows, channels, d_out * out, mask)
+                _put(
+                    d_gate,
+                    batch,
+                    head,
+                    d_gate_b,
+                    d_gate_h,
+                    d_gate_t,
+                    rows,
+                    channels,
+                    d_out * out,
+                    mask,
+                )
                 d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
             if lam is not None:
-                _put(d_lam, batch, head, d_lam_b, d_lam_h, d_lam_t, rows, channels, d_out * gap, mask)
+                _put(
+                    d_lam, batch, head, d_lam_b, d_lam_h, d_lam_t, rows, channels, d_out * gap, mask
+                )

@@ -29,7 +29,9 @@ LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
 CLAMP = tl.constexpr(MOST)
 LOWEST = tl.constexpr(-120.0)  # its exponential is 0 in float32
-LN2_HIGH = tl.constexpr(0.693359375)  # ten bits of log 2: times a whole number under 2^14 it is exact
+LN2_HIGH = tl.constexpr(
+    0.693359375
+)  # ten bits of log 2: times a whole number under 2^14 it is exact
 LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 
 
@@ -56,11 +58,30 @@ def value_constants(v: Tensor, beta: Tensor) -> Constants:
     rows, columns, span = range_blocks(dv)
     splits = triton.cdiv(tokens, span)
     low, high = v.new_empty(2, b * hk, splits, dv, dtype=torch.float32)
-    _range_kernel[b * hk * splits,](v, low, high, *v.stride()[:3], hk, tokens, splits, dv, span, rows, columns, num_warps=WARPS)
+    _range_kernel[b * hk * splits,](
+        v, low, high, *v.stride()[:3], hk, tokens, splits, dv, span, rows, columns, num_warps=WARPS
+    )
     centre = v.new_empty(b, hk, 1, dv, dtype=torch.float32)
     shifted = torch.empty_like(centre, dtype=torch.bool)
-    wild, largest = v.new_empty(b, hk, triton.cdiv(dv, BLOCK.value), dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
-    _constants_kernel[b * hk,](low, high, beta, centre, shifted, wild, largest, hk, splits, dv, rows, columns, num_warps=WARPS)
+    wild, largest = (
+        v.new_empty(b, hk, triton.cdiv(dv, BLOCK.value), dtype=torch.bool),
+        v.new_empty(b, hk, dtype=torch.float32),
+    )
+    _constants_kernel[b * hk,](
+        low,
+        high,
+        beta,
+        centre,
+        shifted,
+        wild,
+        largest,
+        hk,
+        splits,
+        dv,
+        rows,
+        columns,
+        num_warps=WARPS,
+    )
     return Constants(centre, shifted, wild, largest)
 
 
@@ -72,13 +93,30 @@ class ValueStreams(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, beta: Tensor, constants: Constants) -> Tensor:
-        v, beta, centre, shifted = rows_of(v), beta.contiguous(), constants.centre, constants.shifted
+        v, beta, centre, shifted = (
+            rows_of(v),
+            beta.contiguous(),
+            constants.centre,
+            constants.shifted,
+        )
         b, hk, tokens, dv = v.shape
         values = v.new_empty(b, hk, tokens, 2 * dv)
         rows, columns = row_blocks(dv)
         grid = (b * hk * triton.cdiv(tokens, rows),)
         _stream_kernel[grid](
-            v, beta, centre, shifted, values, *v.stride()[:3], *values.stride()[:3], hk, tokens, dv, rows, columns, num_warps=WARPS
+            v,
+            beta,
+            centre,
+            shifted,
+            values,
+            *v.stride()[:3],
+            *values.stride()[:3],
+            hk,
+            tokens,
+            dv,
+            rows,
+            columns,
+            num_warps=WARPS,
         )
         ctx.save_for_backward(v, beta, centre, shifted)
         return values
@@ -95,7 +133,20 @@ class ValueStreams(torch.autograd.Function):
         d_beta = v.new_empty(b, hk, blocks, dv, dtype=torch.float32)
         strides = (*v.stride()[:3], *d_values.stride()[:3], *d_v.stride()[:3])
         _stream_backward_kernel[b * hk * blocks,](
-            v, beta, centre, shifted, d_values, d_v, d_beta, *strides, hk, tokens, dv, rows, columns, num_warps=WARPS
+            v,
+            beta,
+            centre,
+            shifted,
+            d_values,
+            d_v,
+            d_beta,
+            *strides,
+            hk,
+            tokens,
+            dv,
+            rows,
+            columns,
+            num_warps=WARPS,
         )
         return d_v, d_beta.sum((0, 2)), None
 
@@ -145,7 +196,19 @@ def exponent(v, beta, centre):
 
 @triton.jit
 def _range_kernel(
-    v, low, high, sb, sh, st, heads, tokens, splits, DV: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    v,
+    low,
+    high,
+    sb,
+    sh,
+    st,
+    heads,
+    tokens,
+    splits,
+    DV: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Least and greatest value of each channel in SPAN tokens; where a value is not a number the greatest is infinite."""
     head = (tl.program_id(0) // splits).to(tl.int64)
@@ -158,9 +221,13 @@ def _range_kernel(
     for start in range(0, SPAN, ROWS):
         at = split * SPAN + start + row
         inside = (at < tokens)[:, None] & (column < DV)[None, :]
-        value = tl.load(base + at.to(tl.int64)[:, None] * st + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(
+            base + at.to(tl.int64)[:, None] * st + column[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         least = tl.minimum(least, tl.where(inside, value, float("inf")))
-        greatest = tl.maximum(greatest, tl.where(inside, tl.where(value == value, value, float("inf")), float("-inf")))
+        greatest = tl.maximum(
+            greatest, tl.where(inside, tl.where(value == value, value, float("inf")), float("-inf"))
+        )
     out = (head * splits + split) * DV + column
     tl.store(low + out, tl.min(least, 0), mask=column < DV)
     tl.store(high + out, tl.max(greatest, 0), mask=column < DV)
@@ -168,7 +235,18 @@ def _range_kernel(
 
 @triton.jit
 def _constants_kernel(
-    low, high, beta, centre, shifted, wild, largest, heads, splits, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    low,
+    high,
+    beta,
+    centre,
+    shifted,
+    wild,
+    largest,
+    heads,
+    splits,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """The constants of one head, from the least and the greatest values of its spans."""
     head = tl.program_id(0).to(tl.int64)
@@ -194,8 +272,14 @@ def _constants_kernel(
     reach = tl.max(spread, 0)
     tl.store(largest + head, reach)
     block = tl.arange(0, COLUMNS // BLOCK)
-    of_block = tl.where(reach < float("inf"), tl.max(tl.reshape(spread, (COLUMNS // BLOCK, BLOCK)), 1), reach)
-    tl.store(wild + head * tl.cdiv(DV, BLOCK) + block, of_block > LARGEST, mask=block < tl.cdiv(DV, BLOCK))
+    of_block = tl.where(
+        reach < float("inf"), tl.max(tl.reshape(spread, (COLUMNS // BLOCK, BLOCK)), 1), reach
+    )
+    tl.store(
+        wild + head * tl.cdiv(DV, BLOCK) + block,
+        of_block > LARGEST,
+        mask=block < tl.cdiv(DV, BLOCK),
+    )
 
 
 @triton.jit
@@ -205,7 +289,17 @@ def tile_of(base, head, heads, sb, sh, st, at, column):
 
 
 @triton.jit
-def rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def rows_and_channels(
+    beta,
+    centre,
+    shifted,
+    heads,
+    group,
+    tokens,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """(head, kv head, rows, channels, which of them exist, beta, c, kappa = 1) of a program."""
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -213,7 +307,9 @@ def rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.conste
     at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kv = head // group
     there = (column < DV)[None, :]
-    temperature = tl.load(beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0)
+    temperature = tl.load(
+        beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0
+    )
     middle = tl.load(centre + kv * DV + column[None, :], mask=there, other=0.0)
     shift = tl.load(shifted + kv * DV + column[None, :], mask=there, other=1).to(tl.int1)
     return head, kv, at, column, (at < tokens)[:, None] & there, temperature, middle, shift
@@ -226,7 +322,9 @@ def _stream_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """values = [v | U] of ROWS tokens of a head."""
-    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS)
+    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(
+        beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS
+    )
     value = tl.load(tile_of(v, head, heads, sb, sh, st, at, column), mask=inside, other=0.0)
     x = exponent(value.to(tl.float32), temperature, middle)
     u = tl.where(kappa, excess(x), accurate_exp(x))
@@ -242,13 +340,19 @@ def _stream_backward_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
-    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS)
+    head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(
+        beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS
+    )
     value = tl.load(tile_of(v, head, heads, sb, sh, st, at, column), mask=inside, other=0.0)
     x = exponent(value.to(tl.float32), temperature, middle)
     slope = tl.where(kappa, excess(x) + x, accurate_exp(x))
     given = tile_of(d_values, head, heads, ub, uh, ut, at, column)
     dx = tl.load(given + DV, mask=inside, other=0.0).to(tl.float32) * slope
     gradient = tl.load(given, mask=inside, other=0.0).to(tl.float32) + dx * temperature
-    tl.store(tile_of(d_v, head, heads, db, dh, dt, at, column), gradient.to(d_v.dtype.element_ty), mask=inside)
+    tl.store(
+        tile_of(d_v, head, heads, db, dh, dt, at, column),
+        gradient.to(d_v.dtype.element_ty),
+        mask=inside,
+    )
     part = tl.sum(tl.where(inside, dx * (value.to(tl.float32) - middle), 0.0), 0)
     tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)

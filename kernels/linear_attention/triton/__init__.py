@@ -40,11 +40,19 @@ class TritonLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, normalise: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        initial: Tensor | None,
+        normalise: bool,
     ) -> tuple[Tensor, Tensor]:
         """As `linear_attention`, causal; y in q's type, the state float32."""
         q, k, v = (rows_of(x) for x in (q, k, v))
-        log_decay = None if log_decay is None else rows_of(log_decay) if log_decay.dim() == 4 else log_decay
+        log_decay = (
+            None if log_decay is None else rows_of(log_decay) if log_decay.dim() == 4 else log_decay
+        )
         initial = None if initial is None else initial.contiguous()
         call = _Call(q, v, log_decay, normalise)
         states, masses, last = call.states(k, v, initial)
@@ -71,7 +79,14 @@ class TritonLinearAttention(torch.autograd.Function):
         d_states, d_masses, d_initial = call.states(q, dy, d_last, share, terms, reverse=True)
         dv = call.read(k, q, dy, call.pairs(q, k), d_states, d_masses, share, reverse=True)
         dq, dk, da = call.gradients(q, k, v, dy, share, terms, states, masses, d_states, d_masses)
-        return dq, dk, dv, None if da is None else da.to(log_decay.dtype), d_initial if initial is not None else None, None
+        return (
+            dq,
+            dk,
+            dv,
+            None if da is None else da.to(log_decay.dtype),
+            d_initial if initial is not None else None,
+            None,
+        )
 
 
 class _Call:
@@ -80,7 +95,13 @@ class _Call:
     def __init__(self, q: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> None:
         self.heads, self.tokens, dk = q.shape[1:]
         self.rows = q.shape[0] * self.heads
-        decay = plans.NONE if log_decay is None else plans.HEAD if log_decay.dim() == 3 else plans.CHANNEL
+        decay = (
+            plans.NONE
+            if log_decay is None
+            else plans.HEAD
+            if log_decay.dim() == 3
+            else plans.CHANNEL
+        )
         self.plan = plans.Plan(dk, v.shape[3], decay, normalise, q.dtype == torch.float32)
         self.chunks = cdiv(self.tokens, self.plan.chunk)
         self.per_chunk = self.rows * self.chunks
@@ -88,14 +109,33 @@ class _Call:
         if log_decay is not None:
             width, block = self.plan.decay_widths
             shape = (self.rows, self.chunks * self.plan.chunk, width)
-            self.high, self.low = (q.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float16))
-            self.launch(cumulate_kernel, (self.per_chunk, cdiv(width, block)), (log_decay, self.high, self.low), (log_decay,))
+            self.high, self.low = (
+                q.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float16)
+            )
+            self.launch(
+                cumulate_kernel,
+                (self.per_chunk, cdiv(width, block)),
+                (log_decay, self.high, self.low),
+                (log_decay,),
+            )
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], strided: tuple[Tensor, ...], **more: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        strided: tuple[Tensor, ...],
+        **more: Any,
     ) -> None:
         """A kernel on its tensors, the sizes T, N and H, and the strides of some."""
-        kernel[grid](*tensors, self.tokens, self.chunks, self.heads, *strides_of(*strided), **self.plan.given(kernel, **more))
+        kernel[grid](
+            *tensors,
+            self.tokens,
+            self.chunks,
+            self.heads,
+            *strides_of(*strided),
+            **self.plan.given(kernel, **more),
+        )
 
     def states(
         self,
@@ -110,7 +150,11 @@ class _Call:
         """The states at the chunks' edges, their sums over ones, and the last state [b, h, dk, dv + normalise]."""
         keys, values = self.plan.key_width, self.plan.value_width
         states = v.new_empty(self.rows, self.chunks, keys, values)
-        masses = v.new_empty(self.rows, self.chunks, keys, dtype=torch.float32) if self.plan.normalise else None
+        masses = (
+            v.new_empty(self.rows, self.chunks, keys, dtype=torch.float32)
+            if self.plan.normalise
+            else None
+        )
         last = v.new_empty(*v.shape[:2], keys, values + self.plan.normalise, dtype=torch.float32)
         grid = (self.rows, cdiv(keys, self.plan.keys) * cdiv(values, self.plan.values))
         tensors = (x, v, self.high, self.low, share, weight, first, states, masses, last)
@@ -125,23 +169,36 @@ class _Call:
         self.launch(pairs_kernel, (self.per_chunk,), (q, k, self.high, self.low, pairs), (q, k))
         return pairs
 
-    def read(self, x: Tensor, y: Tensor, v: Tensor, *others: Tensor | None, reverse: bool) -> Tensor:
+    def read(
+        self, x: Tensor, y: Tensor, v: Tensor, *others: Tensor | None, reverse: bool
+    ) -> Tensor:
         """What the rows x read of the columns y, whose values are v, and of the states: [b, h, t, dv] in v's type.
 
         others: pairs, states, masses and share.
         """
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         grid = (self.per_chunk, cdiv(self.plan.value_width, self.plan.values))
-        self.launch(read_kernel, grid, (x, y, v, self.high, self.low, *others, out), (x, y, v), REVERSE=reverse)
+        self.launch(
+            read_kernel,
+            grid,
+            (x, y, v, self.high, self.low, *others, out),
+            (x, y, v),
+            REVERSE=reverse,
+        )
         return out
 
-    def gradients(self, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dq, dk and the decay's, in float32: [b, h, t] or [b, h, t, dk]; others: share, terms, states, masses and their gradients."""
         plan, da = self.plan, None
         blocks = cdiv(plan.key_width, plan.gradient_keys)
         dq, dk = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
         if plan.decay:
-            da = q.new_empty(q.shape if plan.decay == plans.CHANNEL else (blocks, *q.shape[:3]), dtype=torch.float32)
+            da = q.new_empty(
+                q.shape if plan.decay == plans.CHANNEL else (blocks, *q.shape[:3]),
+                dtype=torch.float32,
+            )
         tensors = (q, k, v, dy, self.high, self.low, *others, dq, dk, da)
         self.launch(gradients_kernel, (self.per_chunk, blocks), tensors, (q, k, v, dy))
         return dq, dk, da.sum(0) if da is not None and plan.decay == plans.HEAD else da
@@ -156,8 +213,14 @@ def from_past(high, low, row, d, C: tl.constexpr, DK: tl.constexpr, DECAY: tl.co
     else:
         known = (d < DK)[None, :]
         at_row, at_end = row[:, None] * DK + d[None, :], ((C - 1) * DK + d)[None, :]
-        high_row, low_row = tl.load(high + at_row, mask=known, other=0.0), tl.load(low + at_row, mask=known, other=0.0)
-        high_end, low_end = tl.load(high + at_end, mask=known, other=0.0), tl.load(low + at_end, mask=known, other=0.0)
+        high_row, low_row = (
+            tl.load(high + at_row, mask=known, other=0.0),
+            tl.load(low + at_row, mask=known, other=0.0),
+        )
+        high_end, low_end = (
+            tl.load(high + at_end, mask=known, other=0.0),
+            tl.load(low + at_end, mask=known, other=0.0),
+        )
     return tl.exp(high_row), tl.exp(window(high_end, low_end, high_row, low_row))
 
 
@@ -166,24 +229,52 @@ def head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row):
     """(d_pairs times what is kept between the tokens, 0 where i > t; the gradient of the head's decays [C], these channels' part of it)."""
     kind = keys.dtype
     high_row, low_row = tl.load(high + row), tl.load(low + row)
-    between = tl.abs(window(high_row[:, None], low_row[:, None], high_row[None, :], low_row[None, :]))
+    between = tl.abs(
+        window(high_row[:, None], low_row[:, None], high_row[None, :], low_row[None, :])
+    )
     d_pairs = tl.where(row[:, None] >= row[None, :], damp(d_pairs, tl.exp(-between)), 0.0)
-    read, written = tl.sum(queries.to(tl.float32) * gq, axis=1), tl.sum(keys.to(tl.float32) * gk, axis=1)
+    read, written = (
+        tl.sum(queries.to(tl.float32) * gq, axis=1),
+        tl.sum(keys.to(tl.float32) * gk, axis=1),
+    )
     flows = d_pairs * tl.dot(queries, tl.trans(keys), input_precision="ieee")
     later = row[:, None] <= row[None, :]
-    flows = tl.dot(tl.where(later, 1.0, 0.0).to(kind), flows.to(kind), input_precision="ieee")  # [s, i]: of all rows t >= s
+    flows = tl.dot(
+        tl.where(later, 1.0, 0.0).to(kind), flows.to(kind), input_precision="ieee"
+    )  # [s, i]: of all rows t >= s
     flows = tl.where(later, read[None, :], flows + written[None, :])
     return d_pairs, tl.sum(flows, axis=1) + tl.sum(through, axis=0)
 
 
 @triton.jit
-def channel_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK: tl.constexpr, LEVELS: tl.constexpr):
+def channel_pairs(
+    queries,
+    keys,
+    gq,
+    gk,
+    d_pairs,
+    through,
+    high,
+    low,
+    row,
+    d,
+    DK: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """(gq, gk with what the chunk's pairs add, the gradient of the channels' decays [C, dk]), level by level of `level_terms`."""
     kind = keys.dtype
     later = row[:, None] <= row[None, :]
     ga = tl.zeros_like(gq) + through[None, :]
-    ga += tl.dot(tl.where(later, 1.0, 0.0).to(kind), (queries.to(tl.float32) * gq).to(kind), input_precision="ieee")
-    ga += tl.dot(tl.where(later, 0.0, 1.0).to(kind), (keys.to(tl.float32) * gk).to(kind), input_precision="ieee")
+    ga += tl.dot(
+        tl.where(later, 1.0, 0.0).to(kind),
+        (queries.to(tl.float32) * gq).to(kind),
+        input_precision="ieee",
+    )
+    ga += tl.dot(
+        tl.where(later, 0.0, 1.0).to(kind),
+        (keys.to(tl.float32) * gk).to(kind),
+        input_precision="ieee",
+    )
     own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), axis=1)[:, None]
     gq += own * keys.to(tl.float32)
     gk += own * queries.to(tl.float32)
@@ -199,7 +290,9 @@ def channel_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK
         # A pair i < t of this level flows through s: i < s in i's block, s <= t in t's block.
         ahead, behind = tl.where(upper, row, 1 - row), tl.where(upper, row, -row)
         crossed = (block[:, None] == block[None, :]) & (ahead[:, None] <= behind[None, :])
-        ga += tl.dot(tl.where(crossed, 1.0, 0.0).to(kind), (both * grad).to(kind), input_precision="ieee")
+        ga += tl.dot(
+            tl.where(crossed, 1.0, 0.0).to(kind), (both * grad).to(kind), input_precision="ieee"
+        )
     return gq, gk, ga
 
 
@@ -251,7 +344,9 @@ def gradients_kernel(
         if DECAY == HEAD:
             through += tl.sum(damp(d_state.to(tl.float32), past) * state.to(tl.float32), axis=0)
         if DECAY == CHANNEL:
-            through += tl.sum(damp(d_state.to(tl.float32), past[None, :]) * state.to(tl.float32), axis=0)
+            through += tl.sum(
+                damp(d_state.to(tl.float32), past[None, :]) * state.to(tl.float32), axis=0
+            )
     if NORMALISE:
         shares = tl.load(share + bh * T + n * C + row, mask=here, other=0.0)
         term = tl.load(weight + bh * T + n * C + row, mask=here, other=0.0)
@@ -273,12 +368,16 @@ def gradients_kernel(
         before, after = from_past(high, low, row, d, C, DK, DECAY)
         gq, gk = damp(gq, before), damp(gk, after)
     if DECAY == CHANNEL:
-        gq, gk, ga = channel_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK, LEVELS)
+        gq, gk, ga = channel_pairs(
+            queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK, LEVELS
+        )
         tl.store(da + (bh * T + n * C) * DK + (row[:, None] * DK + d[None, :]), ga, mask=held)
     else:
         if DECAY == HEAD:
             d_pairs, ga = head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row)
-            tl.store(da + (block_k * (tl.num_programs(0) // N) + bh) * T + n * C + row, ga, mask=here)
+            tl.store(
+                da + (block_k * (tl.num_programs(0) // N) + bh) * T + n * C + row, ga, mask=here
+            )
         else:
             d_pairs = tl.where(row[:, None] >= row[None, :], d_pairs, 0.0)
         gq += tl.dot(d_pairs.to(kind), keys, input_precision="ieee")

@@ -16,11 +16,17 @@ import triton.language as tl
 from kernels.linear_attention.triton import plan as plans
 
 FLOOR = tl.constexpr(-128.0)
-NONE, HEAD, CHANNEL = tl.constexpr(plans.NONE), tl.constexpr(plans.HEAD), tl.constexpr(plans.CHANNEL)  # what DECAY is
+NONE, HEAD, CHANNEL = (
+    tl.constexpr(plans.NONE),
+    tl.constexpr(plans.HEAD),
+    tl.constexpr(plans.CHANNEL),
+)  # what DECAY is
 
 
 @triton.jit
-def cumulate_kernel(a, high, low, T, N, H, a_b, a_h, a_t, W: tl.constexpr, BW: tl.constexpr, C: tl.constexpr):
+def cumulate_kernel(
+    a, high, low, T, N, H, a_b, a_h, a_t, W: tl.constexpr, BW: tl.constexpr, C: tl.constexpr
+):
     """a [b, h, t, W], any type -> high float32, low float16 [b h, N C, W]: its sums from each chunk's start; none past the last token."""
     bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
     row, column = tl.arange(0, C), tl.program_id(1) * BW + tl.arange(0, BW)
@@ -76,12 +82,24 @@ def states_kernel(
             mass += tl.load(first + (bh * DK + d) * W + DV, mask=d < DK, other=0.0)
     for step in range(N):
         n = tl.cast(N - 1 - step if REVERSE else step, tl.int64)
-        tl.store(states + ((bh * N + n) * DK + d[:, None]) * DV + j[None, :], state.to(states.dtype.element_ty), mask=inside)
+        tl.store(
+            states + ((bh * N + n) * DK + d[:, None]) * DV + j[None, :],
+            state.to(states.dtype.element_ty),
+            mask=inside,
+        )
         if NORMALISE and block_v == 0:
             tl.store(masses + (bh * N + n) * DK + d, mass, mask=d < DK)
         here = n * C + row < T
-        keys = tl.load(x + n * C * x_t + row[None, :] * x_t + d[:, None], mask=here[None, :] & (d < DK)[:, None], other=0.0)
-        values = tl.load(v + n * C * v_t + row[:, None] * v_t + j[None, :], mask=here[:, None] & (j < DV)[None, :], other=0.0)
+        keys = tl.load(
+            x + n * C * x_t + row[None, :] * x_t + d[:, None],
+            mask=here[None, :] & (d < DK)[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            v + n * C * v_t + row[:, None] * v_t + j[None, :],
+            mask=here[:, None] & (j < DV)[None, :],
+            other=0.0,
+        )
         keys = keys.to(tl.float32)
         if NORMALISE and REVERSE:
             keys *= tl.load(share + bh * T + n * C + row, mask=here, other=0.0)[None, :]
@@ -97,19 +115,26 @@ def states_kernel(
                 keys *= tl.exp(window(high_end, low_end, high_here, low_here))[None, :]
         if DECAY == CHANNEL:
             at = (bh * N + n) * C * DK + d
-            high_here = tl.load(high + at[:, None] + row[None, :] * DK, mask=(d < DK)[:, None], other=0.0)
+            high_here = tl.load(
+                high + at[:, None] + row[None, :] * DK, mask=(d < DK)[:, None], other=0.0
+            )
             high_end = tl.load(high + at + (C - 1) * DK, mask=d < DK, other=0.0)
             state = damp(state, tl.exp(high_end)[:, None])
             mass = damp(mass, tl.exp(high_end))
             if REVERSE:
                 keys *= tl.exp(high_here)
             else:
-                low_here = tl.load(low + at[:, None] + row[None, :] * DK, mask=(d < DK)[:, None], other=0.0)
+                low_here = tl.load(
+                    low + at[:, None] + row[None, :] * DK, mask=(d < DK)[:, None], other=0.0
+                )
                 low_end = tl.load(low + at + (C - 1) * DK, mask=d < DK, other=0.0)
                 keys *= tl.exp(window(high_end[:, None], low_end[:, None], high_here, low_here))
         if NORMALISE:
             if REVERSE:
-                mass += tl.sum(keys * tl.load(weight + bh * T + n * C + row, mask=here, other=0.0)[None, :], axis=1)
+                mass += tl.sum(
+                    keys * tl.load(weight + bh * T + n * C + row, mask=here, other=0.0)[None, :],
+                    axis=1,
+                )
             else:
                 mass += tl.sum(keys, axis=1)
         state += tl.dot(keys.to(values.dtype), values, input_precision="ieee")
@@ -134,8 +159,14 @@ def level_terms(high, low, row, d, shift, DK: tl.constexpr):
     edge = tl.where(upper, block << shift, (block + 1) << shift) - 1
     known = (d < DK)[None, :]
     at_row, at_edge = row[:, None] * DK + d[None, :], edge[:, None] * DK + d[None, :]
-    high_row, high_edge = tl.load(high + at_row, mask=known, other=0.0), tl.load(high + at_edge, mask=known, other=0.0)
-    low_row, low_edge = tl.load(low + at_row, mask=known, other=0.0), tl.load(low + at_edge, mask=known, other=0.0)
+    high_row, high_edge = (
+        tl.load(high + at_row, mask=known, other=0.0),
+        tl.load(high + at_edge, mask=known, other=0.0),
+    )
+    low_row, low_edge = (
+        tl.load(low + at_row, mask=known, other=0.0),
+        tl.load(low + at_edge, mask=known, other=0.0),
+    )
     return upper, tl.exp(-tl.abs(window(high_row, low_row, high_edge, low_edge)))
 
 
@@ -165,10 +196,14 @@ def pairs_kernel(
         weights += tl.where(row[:, None] == row[None, :], own[:, None], 0.0)
         for shift in range(LEVELS):
             upper, factor = level_terms(high, low, row, d, shift, DK)
-            both = (tl.where(upper[:, None], queries, keys).to(tl.float32) * factor).to(queries.dtype)
+            both = (tl.where(upper[:, None], queries, keys).to(tl.float32) * factor).to(
+                queries.dtype
+            )
             products = tl.dot(both, tl.trans(both), input_precision="ieee")
             block = row >> shift
-            weights += tl.where(upper[:, None] & (block[:, None] == (block + 1)[None, :]), products, 0.0)
+            weights += tl.where(
+                upper[:, None] & (block[:, None] == (block + 1)[None, :]), products, 0.0
+            )
     to = pairs + (bh * N + n) * C * C + (row[:, None] * C + row[None, :])
     tl.store(to, weights.to(pairs.dtype.element_ty))
 
@@ -203,9 +238,15 @@ def read_kernel(
     mass = tl.zeros((C,), tl.float32)
     for kb in range(0, DK, BK):
         d = kb + tl.arange(0, BK)
-        rows = tl.load(x + row[:, None] * x_t + d[None, :], mask=here[:, None] & (d < DK)[None, :], other=0.0)
+        rows = tl.load(
+            x + row[:, None] * x_t + d[None, :], mask=here[:, None] & (d < DK)[None, :], other=0.0
+        )
         if DECAY != CHANNEL:
-            columns = tl.load(y + row[None, :] * y_t + d[:, None], mask=here[None, :] & (d < DK)[:, None], other=0.0)
+            columns = tl.load(
+                y + row[None, :] * y_t + d[:, None],
+                mask=here[None, :] & (d < DK)[:, None],
+                other=0.0,
+            )
             weights += tl.dot(rows, columns, input_precision="ieee")
         else:
             at = row[:, None] * DK + d[None, :]
@@ -216,7 +257,11 @@ def read_kernel(
                 low_row = tl.load(low + at, mask=(d < DK)[None, :], other=0.0)
                 since = window(high_end[None, :], low_end[None, :], since, low_row)
             rows = (rows.to(tl.float32) * tl.exp(since)).to(rows.dtype)
-        state = tl.load(states + (d[:, None] * DV + j[None, :]), mask=(d < DK)[:, None] & (j < DV)[None, :], other=0.0)
+        state = tl.load(
+            states + (d[:, None] * DV + j[None, :]),
+            mask=(d < DK)[:, None] & (j < DV)[None, :],
+            other=0.0,
+        )
         read += tl.dot(rows, state, input_precision="ieee")
         if NORMALISE and not REVERSE:
             sums = tl.load(masses + (bh * N + n) * DK + d, mask=d < DK, other=0.0)
@@ -233,7 +278,9 @@ def read_kernel(
         seen = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
         if DECAY == HEAD:
             high_row, low_row = tl.load(high + row), tl.load(low + row)
-            between = tl.abs(window(high_row[:, None], low_row[:, None], high_row[None, :], low_row[None, :]))
+            between = tl.abs(
+                window(high_row[:, None], low_row[:, None], high_row[None, :], low_row[None, :])
+            )
             weights *= tl.exp(-between)
             since = high_row
             if REVERSE:
@@ -243,7 +290,9 @@ def read_kernel(
         weights = tl.where(seen, weights, 0.0)
     if NORMALISE and REVERSE:
         weights *= shares[None, :]
-    values = tl.load(v + row[:, None] * v_t + j[None, :], mask=here[:, None] & (j < DV)[None, :], other=0.0)
+    values = tl.load(
+        v + row[:, None] * v_t + j[None, :], mask=here[:, None] & (j < DV)[None, :], other=0.0
+    )
     read += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     if NORMALISE:
         if REVERSE:
@@ -254,7 +303,11 @@ def read_kernel(
             mass = tl.where(empty, 1.0, mass)
             read = tl.where(empty[:, None], values.to(tl.float32), read / mass[:, None])
             if block_v == 0:
-                tl.store(share + bh * T + n * C + row, tl.where(empty, 0.0, tl.minimum(1.0 / mass, LARGEST)), mask=here)
+                tl.store(
+                    share + bh * T + n * C + row,
+                    tl.where(empty, 0.0, tl.minimum(1.0 / mass, LARGEST)),
+                    mask=here,
+                )
     to = out + (bh * T + n * C) * DV + (row[:, None] * DV + j[None, :])
     tl.store(to, read.to(out.dtype.element_ty), mask=here[:, None] & (j < DV)[None, :])
 

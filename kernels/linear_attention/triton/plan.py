@@ -74,4 +74,6 @@ class Plan(NamedTuple):
 
 def _block(width: int, wide: bool) -> int:
     most = 16 if interpreted() else 32 if wide else 64
-    return max(16, min(most, 1 << (width - 1).bit_length()))  # a product's operands are 16 wide at least
+    return max(
+        16, min(most, 1 << (width - 1).bit_length())
+    )  # a product's operands are 16 wide at least

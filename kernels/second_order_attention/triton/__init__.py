@@ -55,7 +55,9 @@ def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, ji
         factors = math.log2(math.e) / temperature
     mean, levels = _Means.apply(turned, k, temperature, half, factors, valid, causal)
     r, u = residual(own, mean, gram, turn)
-    product = _Second.apply(turned, k, u, temperature, half, factors, mean.detach(), levels, valid, causal)
+    product = _Second.apply(
+        turned, k, u, temperature, half, factors, mean.detach(), levels, valid, causal
+    )
     return (r + solve_gram(gram, in_own_frame(product, newton, turn), jitter)).to(q.dtype)
 
 
@@ -75,7 +77,9 @@ class _Means(torch.autograd.Function):
     def backward(ctx, d_mean, _):
         q, k, half, factors, mean, levels, valid = ctx.saved_tensors
         g = d_mean.to(q.dtype).contiguous()
-        d_q, d_k, _, d_temperature = gradients(q, k, None, g, half, factors, mean, levels, None, None, valid, ctx.causal)
+        d_q, d_k, _, d_temperature = gradients(
+            q, k, None, g, half, factors, mean, levels, None, None, valid, ctx.causal
+        )
         return d_q, d_k, d_temperature, None, None, None, None
 
 
@@ -98,7 +102,9 @@ class _Second(torch.autograd.Function):
     def backward(ctx, d_read):
         q, k, u, half, factors, mean, levels, read, centre, valid = ctx.saved_tensors
         g = d_read.to(q.dtype).contiguous()
-        d_q, d_k, d_u, d_temperature = gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, ctx.causal)
+        d_q, d_k, d_u, d_temperature = gradients(
+            q, k, u, g, half, factors, mean, levels, read, centre, valid, ctx.causal
+        )
         return d_q, d_k, d_u, d_temperature, None, None, None, None, None, None
 
 
@@ -146,7 +152,9 @@ def _queries_kernel(
     factor = tl.load(factors + h)
     level = tl.load(lse + first + local, mask=local < left, other=0.0)[:, None]
     average_score = tl.load(average + first + local, mask=local < left, other=0.0)[:, None]
-    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, left, OWN, WIDTH, PADDED)
+    queries = load_tile(
+        q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, left, OWN, WIDTH, PADDED
+    )
     gradient = load_tile(g + at, WIDTH, left, OWN, WIDTH, PADDED)
     offset = tl.load(g_centre + first + local, mask=local < left, other=0.0)
     if u is not None:
@@ -166,7 +174,11 @@ def _queries_kernel(
         key = n + tl.arange(0, OTHER)[None, :]
         norm = tl.load(half + key, mask=key < tk, other=0.0)
         scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
-        weights = tl.where(seen(position, key, tk, good, good_at(valid, key, tk), CAUSAL), probabilities(scores, level), 0.0)
+        weights = tl.where(
+            seen(position, key, tk, good, good_at(valid, key, tk), CAUSAL),
+            probabilities(scores, level),
+            0.0,
+        )
         slope = tl.dot(gradient, tl.trans(keys), input_precision="ieee") - offset[:, None]
         if u is None:
             d_scores = tl.where(weights > 0, weights * slope, 0.0)
@@ -185,7 +197,15 @@ def _queries_kernel(
     tl.store(heats + first + local, heat * (-LN_2 * inverse), mask=local < left)
     middle = load_tile(mean + at, WIDTH, left, OWN, WIDTH, PADDED)
     made = (q_found - q_sum[:, None] * middle) * inverse
-    store_tile(d_q + b * d_q_b + h * d_q_h + start.to(tl.int64) * d_q_t, d_q_t, left, made, OWN, WIDTH, PADDED)
+    store_tile(
+        d_q + b * d_q_b + h * d_q_h + start.to(tl.int64) * d_q_t,
+        d_q_t,
+        left,
+        made,
+        OWN,
+        WIDTH,
+        PADDED,
+    )
     if u is not None:
         store_tile(d_u + at, WIDTH, left, u_found - u_sum[:, None] * middle, OWN, WIDTH, PADDED)
 
@@ -209,7 +229,9 @@ def _keys_kernel(
     good = good_at(valid, key, tk)
     factor = tl.load(factors + h)
     norm = tl.load(half + head_of_all * tk + key, mask=key < tk, other=0.0)
-    keys = load_tile(k + b * k_b + h * k_h + start.to(tl.int64) * k_t, k_t, left, OWN, WIDTH, PADDED)
+    keys = load_tile(
+        k + b * k_b + h * k_h + start.to(tl.int64) * k_t, k_t, left, OWN, WIDTH, PADDED
+    )
     total = tl.zeros([OWN], tl.float32)
     found = tl.zeros([OWN, PADDED], tl.float32)
     begin = 0
@@ -224,15 +246,23 @@ def _keys_kernel(
         level = tl.load(lse + first + row, mask=row < t, other=float("inf"))
         scores = (tl.dot(keys, tl.trans(queries), input_precision="ieee") - norm) * factor
         position = tk - t + row
-        weights = tl.where(seen(position, key, tk, good_at(valid, position, tk), good, CAUSAL), probabilities(scores, level), 0.0)
-        slope = tl.dot(keys, tl.trans(gradient), input_precision="ieee") - tl.load(g_centre + first + row, mask=row < t, other=0.0)
+        weights = tl.where(
+            seen(position, key, tk, good_at(valid, position, tk), good, CAUSAL),
+            probabilities(scores, level),
+            0.0,
+        )
+        slope = tl.dot(keys, tl.trans(gradient), input_precision="ieee") - tl.load(
+            g_centre + first + row, mask=row < t, other=0.0
+        )
         if u is None:
             d_scores = tl.where(weights > 0, weights * slope, 0.0)
         else:
             along = load_tile(u + (first + here) * WIDTH, WIDTH, t - m, OTHER, WIDTH, PADDED)
             rounded = tl.where(weights > 0, weights * slope, 0.0).to(keys.dtype)
             found = tl.dot(rounded, along, found, input_precision="ieee")
-            step = tl.dot(keys, tl.trans(along), input_precision="ieee") - tl.load(centre + first + row, mask=row < t, other=0.0)
+            step = tl.dot(keys, tl.trans(along), input_precision="ieee") - tl.load(
+                centre + first + row, mask=row < t, other=0.0
+            )
             slope = slope * step - tl.load(g_read + first + row, mask=row < t, other=0.0)
             d_scores = tl.where(weights > 0, weights * slope, 0.0)
             weights = tl.where(weights > 0, weights * step, 0.0)
@@ -241,14 +271,27 @@ def _keys_kernel(
         total += tl.sum(rounded.to(tl.float32), 1)
         found = tl.dot(rounded, queries, found, input_precision="ieee")
     found -= total[:, None] * keys.to(tl.float32)
-    store_tile(d_k + b * d_k_b + h * d_k_h + start.to(tl.int64) * d_k_t, d_k_t, left, found, OWN, WIDTH, PADDED)
+    store_tile(
+        d_k + b * d_k_b + h * d_k_h + start.to(tl.int64) * d_k_t,
+        d_k_t,
+        left,
+        found,
+        OWN,
+        WIDTH,
+        PADDED,
+    )
 
 
 def queries_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
     # With a second stage C u's two sums would not fit the registers.
-    return fitting(dtype, SMALL, FLOAT32, narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 3))
+    return fitting(
+        dtype,
+        SMALL,
+        FLOAT32,
+        narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 3),
+    )
 
 
 def keys_blocks(dtype, width, is_second, padding):

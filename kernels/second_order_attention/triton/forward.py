@@ -11,9 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.tiles import Blocks, fitting, good_at, load_tile, of_head, padded, place, probabilities, seen, store_tile
+from kernels.tiles import (
+    Blocks,
+    fitting,
+    good_at,
+    load_tile,
+    of_head,
+    padded,
+    place,
+    probabilities,
+    seen,
+    store_tile,
+)
 
-SMALL, FLOAT32 = Blocks(32, 32, 4, 1), Blocks(16, 32, 8, 1)  # in the interpreter; without tensor cores, where larger ones spill
+SMALL, FLOAT32 = (
+    Blocks(32, 32, 4, 1),
+    Blocks(16, 32, 8, 1),
+)  # in the interpreter; without tensor cores, where larger ones spill
 
 
 def means(q, k, half, factors, valid, causal):
@@ -34,7 +48,9 @@ def second(q, k, u, half, factors, mean, lse, valid, causal):
     """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
     read, centre = torch.empty_like(mean), torch.empty_like(lse)
     given = (q, k, u, half, factors, valid, mean, lse, None, read, centre)
-    launch(_read_kernel, read_blocks(q.dtype, is_second=True), q.shape[2], q, k, valid, causal, *given)
+    launch(
+        _read_kernel, read_blocks(q.dtype, is_second=True), q.shape[2], q, k, valid, causal, *given
+    )
     return read, centre
 
 
@@ -63,7 +79,9 @@ def _read_kernel(
     position = tk - t + row[:, None]
     good = good_at(valid, position, tk)
     factor = tl.load(factors + h)
-    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED)
+    queries = load_tile(
+        q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED
+    )
     if u is None:
         top = tl.full([OWN], float("-inf"), tl.float32)
         total = tl.zeros([OWN], tl.float32)
@@ -85,7 +103,9 @@ def _read_kernel(
         norm = tl.load(half + key, mask=key < tk, other=0.0)[None, :]
         scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
         if u is None:
-            allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+            allowed = seen(
+                position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL
+            )
             scores = tl.where(allowed, scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
             # Rows that have seen nothing yet: -inf - -inf is no number.
@@ -94,7 +114,9 @@ def _read_kernel(
             weights = tl.exp2(under)
             kept = tl.exp2(top - level)
             # Weights times their scores, which are under the new top now; nothing where nothing was seen.
-            score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(tl.where(allowed, weights * under, 0.0), 1)
+            score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(
+                tl.where(allowed, weights * under, 0.0), 1
+            )
             total = total * kept + tl.sum(weights, 1)
             rounded = weights.to(keys.dtype)
             weighed *= kept
@@ -103,7 +125,9 @@ def _read_kernel(
         else:
             weights = probabilities(scores, level[:, None])
             weights *= tl.dot(along, tl.trans(keys), input_precision="ieee") - offset[:, None]
-            allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+            allowed = seen(
+                position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL
+            )
             rounded = tl.where(allowed, weights, 0.0).to(keys.dtype)
         weighed += tl.sum(rounded.to(tl.float32), 1)
         found = tl.dot(rounded, keys, found, input_precision="ieee")
@@ -114,7 +138,9 @@ def _read_kernel(
     else:
         # The mean is read again: kept through the loop it would take too many registers.
         middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
-        store_tile(read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED)
+        store_tile(
+            read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED
+        )
 
 
 def read_blocks(dtype, is_second):

@@ -50,12 +50,17 @@ def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
     if beta is not None:
         centre = first_value(v, None if valid is None else valid[:, None, :, None])[:, :, 0].float()
         if state is not None:
-            centre = torch.where((state[..., number : 2 * number] == 0).all(-1), centre, state[..., -2])
+            centre = torch.where(
+                (state[..., number : 2 * number] == 0).all(-1), centre, state[..., -2]
+            )
     if valid is not None:
         delta, v = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (delta, v))
     delta, v, lam, gate = (None if x is None else rows_of(x) for x in (delta, v, lam, gate))
     # States after channels, tokens after states: what a program reads lies together.
-    by_channel, by_token = rate.transpose(1, 2).contiguous(), [x.transpose(2, 3).contiguous() for x in (b_in, c_out)]
+    by_channel, by_token = (
+        rate.transpose(1, 2).contiguous(),
+        [x.transpose(2, 3).contiguous() for x in (b_in, c_out)],
+    )
     beta, centre = (None if x is None else x.contiguous() for x in (beta, centre))
     return _Read.apply(delta, by_channel, *by_token, v, beta, centre, lam, gate, state)
 
@@ -116,10 +121,14 @@ class _Call:
         tops, lost, given_top = None, None, None
         if beta is not None:
             tops, lost = self.per_chunk(), self.per_chunk()
-            self.starts, self.left = (self.empty(self.rows, launch.chunks + 1, self.width) for _ in range(2))
+            self.starts, self.left = (
+                self.empty(self.rows, launch.chunks + 1, self.width) for _ in range(2)
+            )
             if self.state is not None:
                 sums = self.state[..., 2 * self.number : 3 * self.number]
-                given_top = self.state[..., -1].masked_fill((sums == 0).all(-1), NOTHING.value).contiguous()
+                given_top = (
+                    self.state[..., -1].masked_fill((sums == 0).all(-1), NOTHING.value).contiguous()
+                )
         _states_kernel[launch.grid](
             self.delta, self.v, self.b_in, self.rate, self.slow, beta, self.centre, made, tops, lost, spans,
             *self.tokens, *launch.sizes, **launch.blocks, **launch.options,
@@ -150,7 +159,9 @@ class _Call:
         launch, beta = self.launch, self.beta
         batch, heads, tokens, width = self.shape
         states, _ = self.states()
-        d_lam, d_gate = (None if x is None else self.time_first(x.dtype) for x in (self.lam, self.gate))
+        d_lam, d_gate = (
+            None if x is None else self.time_first(x.dtype) for x in (self.lam, self.gate)
+        )
         d_sums = self.empty(2 if beta is None else 5, self.rows, tokens, width)
         of_free, of_values = (None if beta is None else self.per_chunk() for _ in range(2))
         self.read(states, None, d_o, d_lam, d_gate, d_sums, of_free)
@@ -164,7 +175,9 @@ class _Call:
             BETA=beta is not None, BC=launch.blocks["BC"], BN=launch.block_n, **launch.options,
         )  # fmt: skip
         d_delta, dv = self.time_first(self.delta.dtype), self.time_first(self.v.dtype)
-        d_b_in, d_c_out = (self.empty(launch.gradient_columns, batch, heads, self.number, tokens) for _ in range(2))
+        d_b_in, d_c_out = (
+            self.empty(launch.gradient_columns, batch, heads, self.number, tokens) for _ in range(2)
+        )
         d_rate = self.per_chunk(self.number)
         _gradients_kernel[launch.gradient_grid](
             self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, beta, self.centre, states, gradients, self.starts, d_sums,
@@ -172,7 +185,11 @@ class _Call:
             **launch.gradient_blocks, **launch.wide_options,
         )  # fmt: skip
         d_rate = d_rate.view(batch, heads, launch.chunks, self.number, width).sum((0, 2))
-        d_beta = None if beta is None else (of_free + of_values).view(batch, heads, launch.chunks, width).sum((0, 2))
+        d_beta = (
+            None
+            if beta is None
+            else (of_free + of_values).view(batch, heads, launch.chunks, width).sum((0, 2))
+        )
         return d_delta, d_rate, d_b_in.sum(0), d_c_out.sum(0), dv, d_beta, d_lam, d_gate
 
 
@@ -201,9 +218,15 @@ def _read_kernel(
         start = tl.load(starts + before_chunk, mask=inside, other=0.0)
         top, weight, fade = maxima(step, value, inverse_temperature, slowest, start, BT, BC)
         centred, x, far = exponents_from(value, inverse_temperature, middle, step > 0.0)
-        far = (tl.cumsum(far.to(tl.int32), 0) > 0) | (tl.load(left + before_chunk, mask=inside, other=0.0) > 0.0)[None, :]
+        far = (tl.cumsum(far.to(tl.int32), 0) > 0) | (
+            tl.load(left + before_chunk, mask=inside, other=0.0) > 0.0
+        )[None, :]
         u = excess(x)
-    values, total, joint = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
+    values, total, joint = (
+        tl.zeros((BT, BC), tl.float32),
+        tl.zeros((BT, BC), tl.float32),
+        tl.zeros((BT, BC), tl.float32),
+    )
     beyond = joint
     for n in range(states):
         relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
@@ -216,20 +239,40 @@ def _read_kernel(
             through, s_weights, s_values, s_beyond = tl.associative_scan(
                 (decay * slow_decay, intake, intake * centred, intake * u), 0, join_three
             )
-            beyond += given * (s_beyond + through * tl.load(before + 3 * states * width, mask=inside, other=0.0)[None, :])
+            beyond += given * (
+                s_beyond
+                + through * tl.load(before + 3 * states * width, mask=inside, other=0.0)[None, :]
+            )
         else:
-            through, s_weights, s_values = tl.associative_scan((decay * slow_decay, intake, intake * centred), 0, join_two)
+            through, s_weights, s_values = tl.associative_scan(
+                (decay * slow_decay, intake, intake * centred), 0, join_two
+            )
         values += given * (s_values + through * tl.load(before, mask=inside, other=0.0)[None, :])
-        total += given * (s_weights + through * tl.load(before + states * width, mask=inside, other=0.0)[None, :])
+        total += given * (
+            s_weights + through * tl.load(before + states * width, mask=inside, other=0.0)[None, :]
+        )
         if BETA:
             through, s_joint = tl.associative_scan((decay * fade, weight * taken), 0, join_one)
-            joint += given * (s_joint + through * tl.load(before + 2 * states * width, mask=inside, other=0.0)[None, :])
+            joint += given * (
+                s_joint
+                + through * tl.load(before + 2 * states * width, mask=inside, other=0.0)[None, :]
+            )
     offset = values / counted(total)
     mu = offset + middle[None, :]
     made, mixed, gap, y = mu, mu, mu, mu
     if BETA:
         own_top = tl.where(joint == 0.0, 0.0, top)
-        gap, y = free_energy(offset, tl.zeros_like(mu), total, own_top, joint, beyond, far, inverse_temperature, middle)
+        gap, y = free_energy(
+            offset,
+            tl.zeros_like(mu),
+            total,
+            own_top,
+            joint,
+            beyond,
+            far,
+            inverse_temperature,
+            middle,
+        )
         made = mu + gap
     if lam is not None:
         mixed = load(lam, b, h, t, c, lb, lh, lt, mask)
@@ -247,15 +290,34 @@ def _read_kernel(
         if lam is not None:
             tl.store(d_lam + at, (g * gap).to(d_lam.dtype.element_ty), mask=mask)
         x_v, x_w, x_u, x_e, d_free = sources(
-            g, mixed, 1.0, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
+            g,
+            mixed,
+            1.0,
+            offset,
+            y,
+            total,
+            joint,
+            beyond,
+            far,
+            inverse_temperature,
+            BETA,
+            lam is not None,
         )
         at = (bh * tokens + t)[:, None] * width + c[None, :]
         plane = batch * heads * tl.cast(tokens, tl.int64) * width
         tl.store(d_sums + at, x_v, mask=mask)
         tl.store(d_sums + plane + at, tl.where(total == 0.0, 0.0, -x_w), mask=mask)
         if BETA:
-            tl.store(d_sums + 2 * plane + at, tl.where(joint == 0.0, 0.0, x_e / inverse_temperature[None, :]), mask=mask)
+            tl.store(
+                d_sums + 2 * plane + at,
+                tl.where(joint == 0.0, 0.0, x_e / inverse_temperature[None, :]),
+                mask=mask,
+            )
             tl.store(d_sums + 3 * plane + at, top, mask=mask)
             tl.store(d_sums + 4 * plane + at, x_u, mask=mask)
             of_beta = d_free * (gap + tl.where(far, mu, offset * (y / (1.0 + y))))
-            tl.store(d_beta + (bh * chunks + chunk) * width + c, -tl.sum(of_beta, 0) / inverse_temperature, mask=inside)
+            tl.store(
+                d_beta + (bh * chunks + chunk) * width + c,
+                -tl.sum(of_beta, 0) / inverse_temperature,
+                mask=inside,
+            )

@@ -10,7 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import dense, exponents_from, join_one, join_two, load, place, row
+from kernels.aft_read.triton.forward import (
+    dense,
+    exponents_from,
+    join_one,
+    join_two,
+    load,
+    place,
+    row,
+)
 from kernels.fem_attention.triton.prep import excess
 from kernels.ssm_read.triton.states import channel, column, exponent
 
@@ -35,7 +43,10 @@ def _pair(at, width, mask, ahead):
 @triton.jit
 def _stream(d, next_d, before, onward, own, state_at, gradient_at, factor, first, last, inside):
     """(D, G) of a stream, as the head of this module has them: ``before``: x one token back, own: C dy, onward: d C dy one token on."""
-    s, g = tl.load(state_at, mask=inside, other=0.0), tl.load(gradient_at, mask=inside, other=0.0) * factor
+    s, g = (
+        tl.load(state_at, mask=inside, other=0.0),
+        tl.load(gradient_at, mask=inside, other=0.0) * factor,
+    )
     _, kept = tl.associative_scan((d, d * _row_or(first, s, before)), 0, join_one)
     _, later = tl.associative_scan((next_d, _row_or(last, g, onward)), 0, join_one, reverse=True)
     return kept, later + own
@@ -82,7 +93,9 @@ def _gradients_kernel(
         d_weight = tl.zeros((BT, BC), tl.float32)
         middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
         value, x, _far = exponents_from(value, inverse_temperature, middle, mask)
-        value_before, x_before, _far = exponents_from(value_before, inverse_temperature, middle, mask)
+        value_before, x_before, _far = exponents_from(
+            value_before, inverse_temperature, middle, mask
+        )
         u, u_before = excess(x), excess(x_before)
         d_beyond = tl.zeros((BT, BC), tl.float32)
     d_step, d_value = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
@@ -96,19 +109,40 @@ def _gradients_kernel(
         taken = column(b_in, bh, n, t, states, tokens, t < tokens)[:, None]
         taken_before = column(b_in, bh, n, t - 1, states, tokens, (t < tokens) & (at > 0))[:, None]
         given = column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
-        next_given = column(c_out, bh, n, t + 1, states, tokens, (t + 1 < tokens) & (at < BT - 1))[:, None]
+        next_given = column(c_out, bh, n, t + 1, states, tokens, (t + 1 < tokens) & (at < BT - 1))[
+            :, None
+        ]
         of_state = (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
         below = of_state + states * width
-        s_v, s_w = tl.load(states_of + of_state, mask=inside, other=0.0), tl.load(states_of + below, mask=inside, other=0.0)
-        g_v, g_w = tl.load(gradients + of_state, mask=inside, other=0.0), tl.load(gradients + below, mask=inside, other=0.0)
+        s_v, s_w = (
+            tl.load(states_of + of_state, mask=inside, other=0.0),
+            tl.load(states_of + below, mask=inside, other=0.0),
+        )
+        g_v, g_w = (
+            tl.load(gradients + of_state, mask=inside, other=0.0),
+            tl.load(gradients + below, mask=inside, other=0.0),
+        )
         d, next_d = tl.exp(-r[None, :] * step), tl.exp(-r[None, :] * next_step)
         intake_before = step_before * taken_before
         onward = next_d * next_given
         _, d_w, d_v = tl.associative_scan(
-            (d, d * _row_or(first, s_w, intake_before), d * _row_or(first, s_v, intake_before * value_before)), 0, join_two
+            (
+                d,
+                d * _row_or(first, s_w, intake_before),
+                d * _row_or(first, s_v, intake_before * value_before),
+            ),
+            0,
+            join_two,
         )
         _, k_w, k_v = tl.associative_scan(
-            (next_d, _row_or(last, g_w, onward * next_dy_w), _row_or(last, g_v, onward * next_dy_v)), 0, join_two, reverse=True
+            (
+                next_d,
+                _row_or(last, g_w, onward * next_dy_w),
+                _row_or(last, g_v, onward * next_dy_v),
+            ),
+            0,
+            join_two,
+            reverse=True,
         )
         k_w, k_v = k_w + given * dy_w, k_v + given * dy_v
         of_log_decay = k_w * d_w + k_v * d_v
@@ -142,11 +176,19 @@ def _gradients_kernel(
         of_token = ((block * batch * heads + bh) * states + n) * tokens + t
         tl.store(d_c_out + of_token, tl.sum(tl.where(mask, of_given, 0.0), 1), mask=t < tokens)
         tl.store(d_b_in + of_token, tl.sum(tl.where(mask, of_taken, 0.0), 1), mask=t < tokens)
-        tl.store(d_rate + ((bh * chunks + chunk) * states + n) * width + c, -tl.sum(step * of_log_decay, 0), mask=inside)
+        tl.store(
+            d_rate + ((bh * chunks + chunk) * states + n) * width + c,
+            -tl.sum(step * of_log_decay, 0),
+            mask=inside,
+        )
     if BETA:
         d_exponent = weight * d_weight
         d_step += tl.where(step > 0.0, d_exponent / tl.where(step > 0.0, step, 1.0), 0.0)
-        d_excess = step * d_beyond * (u + exponents_from(value + middle[None, :], inverse_temperature, middle, mask)[1])
+        d_excess = (
+            step
+            * d_beyond
+            * (u + exponents_from(value + middle[None, :], inverse_temperature, middle, mask)[1])
+        )
         d_value += inverse_temperature[None, :] * (d_exponent + d_excess)
         of_beta = d_exponent * (value + middle[None, :]) + d_excess * value
         tl.store(d_beta + (bh * chunks + chunk) * width + c, tl.sum(of_beta, 0), mask=inside)

@@ -15,7 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import NOTHING, _greater, exponents, exponents_from, load, place
+from kernels.aft_read.triton.forward import (
+    NOTHING,
+    _greater,
+    exponents,
+    exponents_from,
+    load,
+    place,
+)
 from kernels.fem_attention.triton.prep import excess
 from kernels.implementations import interpreted
 
@@ -96,7 +103,21 @@ def _states_kernel(
     step, value = load(delta, b, h, t, c, db, dh, dt, mask), load(v, b, h, t, c, vb, vh, vt, mask)
     slowest = channel(slow, h, width, c, inside)
     # Summed from the end, so that what decays little is not the difference of two large sums.
-    later = tl.cumsum(load(delta, b, h, t + 1, c, db, dh, dt, mask & (t + 1 < tokens)[:, None] & (at < BT - 1)[:, None]), 0, reverse=True)
+    later = tl.cumsum(
+        load(
+            delta,
+            b,
+            h,
+            t + 1,
+            c,
+            db,
+            dh,
+            dt,
+            mask & (t + 1 < tokens)[:, None] & (at < BT - 1)[:, None],
+        ),
+        0,
+        reverse=True,
+    )
     faded = tl.exp(-slowest[None, :] * later)
     per_chunk = (bh * chunks + chunk) * width + c
     tl.store(spans + per_chunk, tl.sum(step, 0), mask=inside)
@@ -104,23 +125,33 @@ def _states_kernel(
         z, low = exponent(step, value, channel(beta, h, width, c, inside))
         top = tl.max(tl.where(z <= NOTHING, NOTHING, z - slowest[None, :] * later), 0)
         # The two large numbers first: their difference is exact.
-        weight = tl.where(z <= NOTHING, 0.0, tl.exp(z - top[None, :] - slowest[None, :] * later + low))
+        weight = tl.where(
+            z <= NOTHING, 0.0, tl.exp(z - top[None, :] - slowest[None, :] * later + low)
+        )
         tl.store(tops + per_chunk, top, mask=inside)
         value, x, far = exponents_from(
-            value, channel(beta, h, width, c, inside), tl.load(centre + bh * width + c, mask=inside, other=0.0), step > 0.0
+            value,
+            channel(beta, h, width, c, inside),
+            tl.load(centre + bh * width + c, mask=inside, other=0.0),
+            step > 0.0,
         )
         beyond = excess(x)
         tl.store(lost + per_chunk, tl.sum(far.to(tl.float32), 0), mask=inside)
     STREAMS: tl.constexpr = 4 if BETA else 2
     for n in range(states):
         relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
-        taken = tl.exp(-relative[None, :] * later) * column(b_in, bh, n, t, states, tokens, t < tokens)[:, None]
+        taken = (
+            tl.exp(-relative[None, :] * later)
+            * column(b_in, bh, n, t, states, tokens, t < tokens)[:, None]
+        )
         into = states_out + (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
         tl.store(into, tl.sum(taken * faded * step * value, 0), mask=inside)
         tl.store(into + states * width, tl.sum(taken * faded * step, 0), mask=inside)
         if BETA:
             tl.store(into + 2 * states * width, tl.sum(taken * weight, 0), mask=inside)
-            tl.store(into + 3 * states * width, tl.sum(taken * faded * step * beyond, 0), mask=inside)
+            tl.store(
+                into + 3 * states * width, tl.sum(taken * faded * step * beyond, 0), mask=inside
+            )
 
 
 @triton.jit
@@ -140,7 +171,10 @@ def _gradient_states_kernel(
     faded = tl.exp(-slowest[None, :] * through)
     at = (bh * tokens + t)[:, None] * width + c[None, :]
     plane = batch * heads * tl.cast(tokens, tl.int64) * width
-    d_values, d_weights = tl.load(d_sums + at, mask=mask, other=0.0), tl.load(d_sums + plane + at, mask=mask, other=0.0)
+    d_values, d_weights = (
+        tl.load(d_sums + at, mask=mask, other=0.0),
+        tl.load(d_sums + plane + at, mask=mask, other=0.0),
+    )
     if BETA:
         start = tl.load(starts + (bh * (chunks + 1) + chunk) * width + c, mask=inside, other=0.0)
         top = tl.load(d_sums + 3 * plane + at, mask=mask, other=0.0)
@@ -150,7 +184,10 @@ def _gradient_states_kernel(
     STREAMS: tl.constexpr = 4 if BETA else 2
     for n in range(states):
         relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
-        given = tl.exp(-relative[None, :] * through) * column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
+        given = (
+            tl.exp(-relative[None, :] * through)
+            * column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
+        )
         into = gradients + (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
         tl.store(into, tl.sum(given * faded * d_values, 0), mask=inside)
         tl.store(into + states * width, tl.sum(given * faded * d_weights, 0), mask=inside)
@@ -184,7 +221,11 @@ def _carry_kernel(
     rates = tl.load(rate + (h * states + n)[:, None] * width + c[None, :], mask=mask, other=0.0)
     relative = tl.maximum(rates - slowest[None, :], 0.0)
     of_state = (bh * width + c)[None, :] * columns + n[:, None]
-    values, weights, joint = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    values, weights, joint = (
+        tl.zeros((BN, BC), tl.float32),
+        tl.zeros((BN, BC), tl.float32),
+        tl.zeros((BN, BC), tl.float32),
+    )
     beyond, gone = tl.zeros((BN, BC), tl.float32), tl.zeros((BC,), tl.float32)
     top = tl.full((BC,), NOTHING, tl.float32)
     first, middle = inside & (tl.program_id(1) == 0), tl.zeros((BC,), tl.float32)
@@ -202,7 +243,9 @@ def _carry_kernel(
             top = tl.load(given_top + bh * width + c, mask=inside, other=0.0)
     for chunk in range(chunks):
         per_chunk = (bh * chunks + chunk) * width + c
-        at = states_of + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        at = (
+            states_of + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        )
         span = tl.load(spans + per_chunk, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
         values = _carried(at, mask, decay, values)
@@ -217,14 +260,20 @@ def _carry_kernel(
             top = tl.maximum(tl.where(before <= NOTHING, NOTHING, before - slowest * span), own)
             new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
             tl.store(at + 2 * states * width, joint, mask=mask)
-            joint = joint * tl.exp(-relative * span[None, :]) * tl.exp(before - top - slowest * span)[None, :]
+            joint = (
+                joint
+                * tl.exp(-relative * span[None, :])
+                * tl.exp(before - top - slowest * span)[None, :]
+            )
             joint += new * tl.exp(own - top)[None, :]
             beyond = _carried(at + 3 * states * width, mask, decay, beyond)
     tl.store(after + of_state, values + middle[None, :] * weights, mask=mask)
     tl.store(after + of_state + states, weights, mask=mask)
     if BETA:
         tl.store(after + of_state + 2 * states, joint, mask=mask)
-        tl.store(after + of_state + 3 * states, tl.where((gone > 0.0)[None, :], -1.0, beyond), mask=mask)
+        tl.store(
+            after + of_state + 3 * states, tl.where((gone > 0.0)[None, :], -1.0, beyond), mask=mask
+        )
         behind = (bh * (chunks + 1) + chunks) * width + c
         tl.store(starts + behind, top, mask=first)
         tl.store(left + behind, gone, mask=first)
@@ -250,14 +299,21 @@ def _carry_back_kernel(
     joint, beyond = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
     for back in range(chunks):
         chunk = chunks - 1 - back
-        at = gradients + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        at = (
+            gradients + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        )
         span = tl.load(spans + (bh * chunks + chunk) * width + c, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
         values = _carried(at, mask, decay, values)
         weights = _carried(at + states * width, mask, decay, weights)
         if BETA:
             top = starts + (bh * (chunks + 1) + chunk) * width + c
-            before, after = tl.load(top, mask=inside, other=0.0), tl.load(top + width, mask=inside, other=0.0)
-            joint_decay = tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
+            before, after = (
+                tl.load(top, mask=inside, other=0.0),
+                tl.load(top + width, mask=inside, other=0.0),
+            )
+            joint_decay = (
+                tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
+            )
             joint = _carried(at + 2 * states * width, mask, joint_decay, joint)
             beyond = _carried(at + 3 * states * width, mask, decay, beyond)

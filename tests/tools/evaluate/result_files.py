@@ -34,7 +34,9 @@ def write(folder: Path, model: str, name: str, value: float, **changes: Any) -> 
     return file
 
 
-def write_heldout(folder: Path, model: str, losses: dict[int, float], tokens: int = 1000, **changes: Any) -> Path:
+def write_heldout(
+    folder: Path, model: str, losses: dict[int, float], tokens: int = 1000, **changes: Any
+) -> Path:
     """FOLDER/MODEL/valid.json: nats a token by context length; bits a byte are a third of them."""
     contexts = {
         str(length): {
@@ -49,7 +51,10 @@ def write_heldout(folder: Path, model: str, losses: dict[int, float], tokens: in
         for length, loss in losses.items()
     }
     longest = str(max(losses))
-    parts = {f"@{length}": {"value": loss, "stderr": 0.02, "n": 7, "chance": None} for length, loss in losses.items()}
+    parts = {
+        f"@{length}": {"value": loss, "stderr": 0.02, "n": 7, "chance": None}
+        for length, loss in losses.items()
+    }
     heldout = {
         "metric": "nats_per_token",
         "higher_is_better": False,
@@ -65,4 +70,12 @@ def write_heldout(folder: Path, model: str, losses: dict[int, float], tokens: in
 
 def suite(*names: str, **changes: Any) -> Suite:
     """A suite of tasks of those names, each with the changes."""
-    return Suite("small", "", (), tuple(SuiteTask(**{"task": name, "name": name, "label": name.upper(), **changes}) for name in names))
+    return Suite(
+        "small",
+        "",
+        (),
+        tuple(
+            SuiteTask(**{"task": name, "name": name, "label": name.upper(), **changes})
+            for name in names
+        ),
+    )

@@ -43,15 +43,30 @@ def settings_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Run:
     """The command on the model and the suite s.yaml beside tasks/, in its folder; (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     task_folder(tmp_path / "tasks")
     suite_file(tmp_path / "s.yaml", WORDS)
 
-    def call(*arguments: str, model: str | None = None, suite: str = "s.yaml") -> tuple[int, str, str]:
+    def call(
+        *arguments: str, model: str | None = None, suite: str = "s.yaml"
+    ) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([model or f"llama={llama}", "--suite", suite, "--out", "out", "--device", "cpu", *arguments])
+        code = main(
+            [
+                model or f"llama={llama}",
+                "--suite",
+                suite,
+                "--out",
+                "out",
+                "--device",
+                "cpu",
+                *arguments,
+            ]
+        )
         told = capsys.readouterr()
         return code, told.out, told.err
 
@@ -64,7 +79,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     ask = Adaptor._model_call
 
-    def counted(self: Adaptor, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
+    def counted(
+        self: Adaptor, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None
+    ) -> torch.Tensor:
         seen.append(len(inps))
         return ask(self, inps, attn_mask, labels)
 
@@ -83,13 +100,29 @@ def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
     assert code == 0, err
     assert "Choices" in out and "llama" in out and "[1/4] llama Choices: acc_norm" in err
     first = result("tiny_choices")
-    expected = {"format": 1, "model": "llama", "task": "tiny_choices", "label": "Choices", "metric": "acc_norm", "n": 5, "fewshot": 0}
+    expected = {
+        "format": 1,
+        "model": "llama",
+        "task": "tiny_choices",
+        "label": "Choices",
+        "metric": "acc_norm",
+        "n": 5,
+        "fewshot": 0,
+    }
     assert {key: first[key] for key in expected} == expected
-    assert first["raw"]["acc_norm,none"] == first["value"] and first["raw"]["acc_norm_stderr,none"] == first["stderr"]
+    assert (
+        first["raw"]["acc_norm,none"] == first["value"]
+        and first["raw"]["acc_norm_stderr,none"] == first["stderr"]
+    )
     assert set(result("tiny_group")["subtasks"]) == {"tiny_choices", "tiny_fewer"}
     both = result("tiny_words"), result("tiny_words_ppl")
     assert both[0]["raw"] == both[1]["raw"] and both[0]["value"] <= 1 < both[1]["value"]
-    assert sorted(path.name for path in Path("out").iterdir()) == ["llama", "results.json", "table.md", "table.png"]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "llama",
+        "results.json",
+        "table.md",
+        "table.png",
+    ]
     assert not list(Path("out").rglob("*.jsonl"))
 
     del calls[:]
@@ -97,18 +130,33 @@ def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
     assert (code, again, calls) == (0, out, [])
     assert err.splitlines()[0] == "s: 4 of 4 tasks have their results in out"
     code, out, err = run("--dry-run", "--limit", "2", "--retry")
-    assert (code, out.split()[1::2]) == (0, ["tiny_choices", "tiny_group", "tiny_written", "tiny_words"])
+    assert (code, out.split()[1::2]) == (
+        0,
+        ["tiny_choices", "tiny_group", "tiny_written", "tiny_words"],
+    )
 
 
-def test_results_of_other_settings_weights_or_tasks_are_not_mixed(run: Run, tmp_path: Path, wording: Wording) -> None:
+def test_results_of_other_settings_weights_or_tasks_are_not_mixed(
+    run: Run, tmp_path: Path, wording: Wording
+) -> None:
     model = llama_folder(tmp_path / "changing")
 
     def another(*arguments: str) -> None:
         before = Path("out/x/tiny_words.json").read_bytes()
         code, out, err = run(*arguments, model=f"x={model}")
-        assert (code, out) == (2, "") and err.count("\n") == 1 and Path("out/x/tiny_words.json").read_bytes() == before
-        wording(re.sub("task_digest [0-9a-f]+, now it is [0-9a-f]+", "task_digest A, now it is B", err))
-        assert run(*arguments, "--retry", model=f"x={model}")[0] == run(*arguments, model=f"x={model}")[0] == 0
+        assert (
+            (code, out) == (2, "")
+            and err.count("\n") == 1
+            and Path("out/x/tiny_words.json").read_bytes() == before
+        )
+        wording(
+            re.sub("task_digest [0-9a-f]+, now it is [0-9a-f]+", "task_digest A, now it is B", err)
+        )
+        assert (
+            run(*arguments, "--retry", model=f"x={model}")[0]
+            == run(*arguments, model=f"x={model}")[0]
+            == 0
+        )
 
     assert run(model=f"x={model}")[0] == 0
     for arguments in (["--limit", "3"], ["--dtype", "bfloat16"], ["--seed", "1"]):
@@ -131,15 +179,24 @@ def test_a_task_that_fails_is_named_and_the_others_go_on(run: Run) -> None:
     suite_file(Path("s.yaml"), "task: tiny_broken", WORDS)
     code, out, err = run()
     assert code == 1 and result("tiny_words")["n"] == 3 and "tiny_broken" in out
-    assert "failed: llama tiny_broken: RuntimeError: this task's code is broken (out/llama/.tiny_broken.failed.txt)" in err
+    assert (
+        "failed: llama tiny_broken: RuntimeError: this task's code is broken (out/llama/.tiny_broken.failed.txt)"
+        in err
+    )
     assert "this task's code is broken" in Path("out/llama/.tiny_broken.failed.txt").read_text()
     data = Path("tasks/data.py")
-    data.write_text(data.read_text().replace('raise RuntimeError("this task\'s code is broken")', 'return rows("choices", "shown")'))
+    data.write_text(
+        data.read_text().replace(
+            'raise RuntimeError("this task\'s code is broken")', 'return rows("choices", "shown")'
+        )
+    )
     assert run("--retry")[0] == 0
     assert not Path("out/llama/.tiny_broken.failed.txt").exists()
 
 
-def test_a_model_that_cannot_be_opened_does_not_stop_the_others(run: Run, llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_opened_does_not_stop_the_others(
+    run: Run, llama: Path, tmp_path: Path
+) -> None:
     broken = llama_folder(tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
@@ -150,10 +207,16 @@ def test_a_model_that_cannot_be_opened_does_not_stop_the_others(run: Run, llama:
 
 
 @pytest.mark.parametrize("seed", ["-1", str(2**32)])
-def test_a_seed_that_numpy_refuses_is_refused_at_once(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_that_numpy_refuses_is_refused_at_once(
+    seed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["model", "--seed", seed])
-    assert ended.value.code == 2 and f"argument --seed: '{seed}': expected a whole number from 0 to" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and f"argument --seed: '{seed}': expected a whole number from 0 to"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_quick_suite(run: Run) -> None:
@@ -168,14 +231,19 @@ def test_the_quick_suite(run: Run) -> None:
     ("words", "names"),
     [
         ("runs/a/fem runs/b/gla", "fem gla"),
-        ("runs/a/fem runs/b/fem runs/gla/checkpoints/step_00000007", "a-fem b-fem gla-step_00000007"),
+        (
+            "runs/a/fem runs/b/fem runs/gla/checkpoints/step_00000007",
+            "a-fem b-fem gla-step_00000007",
+        ),
         ("FEM-SM=runs/a", "FEM-SM"),
         (".", "HERE"),
         ("a/b=c", "b=c"),
     ],
 )
 def test_models_have_names(words: str, names: str) -> None:
-    assert [name for name, _ in named(words.split())] == names.replace("HERE", Path.cwd().name).split()
+    assert [name for name, _ in named(words.split())] == names.replace(
+        "HERE", Path.cwd().name
+    ).split()
 
 
 @pytest.mark.parametrize("words", ["", "a a", "x=a x=b", "=a", ".x=a"])
@@ -184,7 +252,9 @@ def test_models_without_names_of_their_own(words: str) -> None:
         named(words.split())
 
 
-def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     monkeypatch.chdir(tmp_path)
     suite_file(tmp_path / "s.yaml", WORDS)
     task_folder(tmp_path / "tasks")
@@ -226,10 +296,22 @@ def killed_amid(kept: Path, arguments: list[str]) -> int:
 def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list[int]) -> None:
     """Tasks that are done stay; of the one that was asked the rest alone is asked, to the same numbers; Ctrl-C is told."""
     asked = 60
-    many = [{"text": f"{i} plus one is", "choices": [" two words", " a number"], "answer": i % 2} for i in range(asked)]
+    many = [
+        {"text": f"{i} plus one is", "choices": [" two words", " a number"], "answer": i % 2}
+        for i in range(asked)
+    ]
     task_folder(tmp_path / "tasks", choices=many)
     suite = suite_file(tmp_path / "s.yaml", WORDS, "task: tiny_choices, fewshot: 2")
-    arguments = [f"llama={llama}", "--suite", str(suite), "--batch-size", "1", "--device", "cpu", "--out"]
+    arguments = [
+        f"llama={llama}",
+        "--suite",
+        str(suite),
+        "--batch-size",
+        "1",
+        "--device",
+        "cpu",
+        "--out",
+    ]
     kept = tmp_path / "out/llama/.answers/tiny_choices.jsonl"
     assert killed_amid(kept, [*arguments, str(tmp_path / "out")]) == -signal.SIGKILL
     whole = tmp_path / "out/llama/tiny_words.json"
@@ -243,7 +325,10 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     assert sum(calls) == 2 * asked - len(known)
     assert whole.stat().st_mtime_ns == before and not kept.exists()
     assert main([*arguments, str(tmp_path / "other")]) == 0
-    results = [json.loads((tmp_path / folder / "llama/tiny_choices.json").read_text()) for folder in ("out", "other")]
+    results = [
+        json.loads((tmp_path / folder / "llama/tiny_choices.json").read_text())
+        for folder in ("out", "other")
+    ]
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
 
 
@@ -287,4 +372,7 @@ def test_a_file_cut_anywhere_gives_whole_answers_or_none(tmp_path: Path, cut: in
         assert answers.known.items() <= known.items() and len(answers.known) in (1, 2)
         answers.add_partial("loglikelihood", ("2", "y"), (-2.0, False))
     with Answers(path, identity) as answers:
-        assert answers.known.items() <= known.items() and request_key("loglikelihood", ("2", "y")) in answers.known
+        assert (
+            answers.known.items() <= known.items()
+            and request_key("loglikelihood", ("2", "y")) in answers.known
+        )

@@ -15,7 +15,17 @@ import torch
 from lm_eval.api.instance import Instance
 
 from fem_megatron import catalogue
-from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, byte_tokenizer, opened, suite_file, task_folder
+from tests.tools.evaluate.tiny import (
+    CHOICES,
+    CONTEXT,
+    END,
+    SHOWN,
+    WORDS,
+    byte_tokenizer,
+    opened,
+    suite_file,
+    task_folder,
+)
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
@@ -43,7 +53,9 @@ def encode(text: str) -> list[int]:
 def log_probabilities(model: OpenModel, ids: list[int]) -> torch.Tensor:
     """Of the token after these, from a call with nothing but them."""
     with torch.no_grad():
-        return torch.log_softmax(model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double(), -1)
+        return torch.log_softmax(
+            model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double(), -1
+        )
 
 
 def by_hand(model: OpenModel, context: str, continuation: str) -> tuple[float, bool]:
@@ -81,7 +93,9 @@ def written_by_hand(model: OpenModel, context: str, most: int) -> str:
 def adaptor(tmp_path: Path) -> Callable[..., Adaptor]:
     def make(model: OpenModel, batch_size: int | str = 4, **options: Any) -> Adaptor:
         made = Adaptor(model, batch_size, **options)
-        answers = Answers(tmp_path / ".answers" / f"{len(list(tmp_path.rglob('*.jsonl')))}.jsonl", {})
+        answers = Answers(
+            tmp_path / ".answers" / f"{len(list(tmp_path.rglob('*.jsonl')))}.jsonl", {}
+        )
         made.keep_in(answers.__enter__())
         return made
 
@@ -97,36 +111,52 @@ def likelihoods(adaptor: Adaptor, *texts: tuple[str, str]) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_log_likelihoods_are_those_of_the_definition_at_any_batch_size(mixer: str, adaptor: Callable[..., Adaptor]) -> None:
+def test_log_likelihoods_are_those_of_the_definition_at_any_batch_size(
+    mixer: str, adaptor: Callable[..., Adaptor]
+) -> None:
     model = opened(mixer)
     expected = [by_hand(model, *texts) for texts in TEXTS]
     assert len({round(value, 3) for value, _ in expected}) == len(TEXTS)
     for batch_size in (1, 4, "auto") if mixer == "fem_softmax" else (1, 4):
         found = likelihoods(adaptor(model, batch_size), *TEXTS)
-        assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+        assert [value for value, _ in found] == pytest.approx(
+            [value for value, _ in expected], rel=1e-5
+        )
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
 def test_greedy_continuations_are_known_as_such(adaptor: Callable[..., Adaptor]) -> None:
     model = opened()
-    written = ((letter, written_by_hand(model, letter, 1)) for letter in "abcdefghijklmnopqrstuvwxyz")
-    context, text = next((context, text) for context, text in written if text.isascii() and text.strip() == text != "")
+    written = (
+        (letter, written_by_hand(model, letter, 1)) for letter in "abcdefghijklmnopqrstuvwxyz"
+    )
+    context, text = next(
+        (context, text)
+        for context, text in written
+        if text.isascii() and text.strip() == text != ""
+    )
     found = likelihoods(adaptor(model), (context, text), (context, "~~"), (context, f"{text}~"))
     assert [greedy for _, greedy in found] == [True, False, False]
 
 
-def test_a_prompt_too_long_loses_its_beginning_and_is_counted(adaptor: Callable[..., Adaptor]) -> None:
+def test_a_prompt_too_long_loses_its_beginning_and_is_counted(
+    adaptor: Callable[..., Adaptor],
+) -> None:
     """The harness asserts that prompt and answer fit; a task that asks for 1,280 tokens must still run on a short model."""
     model = opened("transformer")
     ours = adaptor(model)
     found = likelihoods(ours, (LETTERS, "yes"), ("short", "yes"))
     ids = [*encode(LETTERS), *encode("yes")][-(CONTEXT + 1) :]
-    expected = sum(float(log_probabilities(model, ids[: i - 3 + len(ids)])[ids[i - 3]]) for i in range(3))
+    expected = sum(
+        float(log_probabilities(model, ids[: i - 3 + len(ids)])[ids[i - 3]]) for i in range(3)
+    )
     assert found[0][0] == pytest.approx(expected, rel=1e-5) and len(ours.answers.truncated) == 1
     longer = adaptor(model, max_length=3 * CONTEXT)
     assert likelihoods(longer, (LETTERS, "yes")) and not longer.answers.truncated
     settings = {"until": [], "do_sample": False, "max_gen_toks": 10 * CONTEXT}
-    long, short = ours.generate_until(requests("generate_until", ("y" * CONTEXT, settings), ("x", settings)))
+    long, short = ours.generate_until(
+        requests("generate_until", ("y" * CONTEXT, settings), ("x", settings))
+    )
     assert long and short and len(ours.answers.truncated) == 2
 
 
@@ -138,12 +168,17 @@ def test_a_text_is_scored_in_windows(adaptor: Callable[..., Adaptor]) -> None:
     window = [encode(END)[0], *ids[: CONTEXT - 1]]
     total = sum(float(log_probabilities(model, window[: i + 1])[ids[i]]) for i in range(CONTEXT))
     last = ids[-(CONTEXT + 1) :]
-    total += sum(float(log_probabilities(model, last[:i])[last[i]]) for i in range(CONTEXT + 1 - 20, CONTEXT + 1))
+    total += sum(
+        float(log_probabilities(model, last[:i])[last[i]])
+        for i in range(CONTEXT + 1 - 20, CONTEXT + 1)
+    )
     assert found == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("mixer", ["transformer", "fem_softmax", "fem_gla"])
-def test_generation_is_greedy_decoding_at_any_batch_size(mixer: str, adaptor: Callable[..., Adaptor]) -> None:
+def test_generation_is_greedy_decoding_at_any_batch_size(
+    mixer: str, adaptor: Callable[..., Adaptor]
+) -> None:
     model = opened(mixer)
     contexts = ["The sky is", "a", "for i in range("]
     expected = [written_by_hand(model, context, 8) for context in contexts]
@@ -174,7 +209,9 @@ def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Re
 # --- whole tasks -----------------------------------------------------------------------------------------------------------------
 
 
-def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None, **rows: Any) -> tuple[SuiteTask, Asked]:
+def asked(
+    tmp_path: Path, model: OpenModel, task: str, limit: int | None = None, **rows: Any
+) -> tuple[SuiteTask, Asked]:
     task_folder(tmp_path / "tasks", **rows)
     suite = load_suite(str(suite_file(tmp_path / "s.yaml", task)))
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
@@ -183,11 +220,16 @@ def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None,
         return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, None, answers)
 
 
-def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False) -> list[float]:
+def right(
+    model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False
+) -> list[float]:
     """1 where the right choice has the highest log-probability (a letter, if normalised), else 0."""
     scores = []
     for row in rows:
-        found = [by_hand(model, before + row["text"], choice)[0] / (len(choice) if normalised else 1) for choice in row["choices"]]
+        found = [
+            by_hand(model, before + row["text"], choice)[0] / (len(choice) if normalised else 1)
+            for choice in row["choices"]
+        ]
         scores.append(float(max(range(len(found)), key=found.__getitem__) == row["answer"]))
     return scores
 
@@ -205,7 +247,12 @@ def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
     result = results.harness_result(column, found)
     assert result["value"] == pytest.approx(sum(normalised) / 5)
     assert result["chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 3 + 1 / 3 + 1 / 2) / 5)
-    assert (result["n"], result["fewshot"], result["requests"], result["subtasks"]) == (5, 0, 13, {})
+    assert (result["n"], result["fewshot"], result["requests"], result["subtasks"]) == (
+        5,
+        0,
+        13,
+        {},
+    )
     assert result["version"].endswith("task version 2.0")
 
 
@@ -214,25 +261,37 @@ def test_examples_in_the_prompt(tmp_path: Path) -> None:
     _, found = asked(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
     before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)
     assert len(before) + len("abcabcab") + 5 < CONTEXT
-    assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(sum(right(model, CHOICES[:3], before)) / 3)
+    assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(
+        sum(right(model, CHOICES[:3], before)) / 3
+    )
     assert (found.fewshot, found.counts) == (2, {"tiny_choices": 3})
 
 
 def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:
     model = opened("transformer")
-    column, found = asked(tmp_path, model, "task: tiny_group, fewshot: 0, subtask_chance: {tiny_fewer: 0.25}")
+    column, found = asked(
+        tmp_path, model, "task: tiny_group, fewshot: 0, subtask_chance: {tiny_fewer: 0.25}"
+    )
     result, scores = results.harness_result(column, found), right(model, CHOICES)
     assert result["value"] == pytest.approx((sum(scores) + sum(scores[:2])) / 7)
     assert result["subtasks"]["tiny_fewer"]["value"] == pytest.approx(sum(scores[:2]) / 2)
-    assert (result["subtasks"]["tiny_fewer"]["chance"], result["subtasks"]["tiny_choices"]["n"], result["n"]) == (0.25, 5, 7)
+    assert (
+        result["subtasks"]["tiny_fewer"]["chance"],
+        result["subtasks"]["tiny_choices"]["n"],
+        result["n"],
+    ) == (0.25, 5, 7)
     assert result["chance"] == pytest.approx((0.4 * 5 + 0.25 * 2) / 7)
 
 
 def test_log_likelihood_tasks(tmp_path: Path) -> None:
     model = opened("fem_gla")
-    column, found = asked(tmp_path, model, "task: tiny_words, metric: perplexity, higher_is_better: false")
+    column, found = asked(
+        tmp_path, model, "task: tiny_words, metric: perplexity, higher_is_better: false"
+    )
     values = [by_hand(model, row["text"], row["target"]) for row in WORDS]
-    assert found.scores["tiny_words"]["perplexity,none"] == pytest.approx(math.exp(-sum(value for value, _ in values) / 3), rel=1e-5)
+    assert found.scores["tiny_words"]["perplexity,none"] == pytest.approx(
+        math.exp(-sum(value for value, _ in values) / 3), rel=1e-5
+    )
     assert found.scores["tiny_words"]["acc,none"] == sum(greedy for _, greedy in values) / 3
     assert results.harness_result(column, found)["chance"] is None
 
@@ -240,8 +299,13 @@ def test_log_likelihood_tasks(tmp_path: Path) -> None:
 def test_written_answers(tmp_path: Path) -> None:
     """One of the expected answers is what the model writes; the two others are not."""
     model = opened("fem_softmax")
-    rows = [{"text": text, "answer": answer} for text, answer in (("Say it: abab", "ab"), ("one, two,", " three"))]
+    rows = [
+        {"text": text, "answer": answer}
+        for text, answer in (("Say it: abab", "ab"), ("one, two,", " three"))
+    ]
     expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in rows]
     rows.insert(1, {"text": "q", "answer": written_by_hand(model, "q", 6)})
     _, found = asked(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
-    assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx((1 + sum(expected)) / 3)
+    assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx(
+        (1 + sum(expected)) / 3
+    )

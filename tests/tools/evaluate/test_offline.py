@@ -40,7 +40,13 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE", "DISABLE_MULTIPROC", "TOKENIZERS_PARALLELISM"):
+    for name in (
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+        "TQDM_DISABLE",
+        "DISABLE_MULTIPROC",
+        "TOKENIZERS_PARALLELISM",
+    ):
         monkeypatch.setenv(name, "1")
     return tmp_path / "cache"
 
@@ -54,10 +60,22 @@ def fill(folder: Path, config: str) -> Path:
         for row in CHOICES:
             writer.write(row)
         writer.finalize()
-    split = {"name": "test", "num_bytes": 1, "num_examples": len(CHOICES), "dataset_name": "tiny_set"}
+    split = {
+        "name": "test",
+        "num_bytes": 1,
+        "num_examples": len(CHOICES),
+        "dataset_name": "tiny_set",
+    }
     version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
-    named = {"builder_name": "parquet", "dataset_name": "tiny_set", "config_name": config, "version": version}
-    (place / "dataset_info.json").write_text(json.dumps({**named, "features": features.to_dict(), "splits": {"test": split}}))
+    named = {
+        "builder_name": "parquet",
+        "dataset_name": "tiny_set",
+        "config_name": config,
+        "version": version,
+    }
+    (place / "dataset_info.json").write_text(
+        json.dumps({**named, "features": features.to_dict(), "splits": {"test": split}})
+    )
     return place / "dataset_info.json"
 
 
@@ -71,13 +89,18 @@ def missing(suite: str | Path) -> str:
     return stream.getvalue()
 
 
-def test_a_data_set_is_in_the_cache_or_told(tmp_path: Path, offline: Path, wording: Wording) -> None:
+def test_a_data_set_is_in_the_cache_or_told(
+    tmp_path: Path, offline: Path, wording: Wording
+) -> None:
     """Not at all, of another configuration, damaged; a file that is not there."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/hub.yaml").write_text(HUB_YAML)
     suite = suite_file(tmp_path / "s.yaml", "task: tiny_hub")
     wording(missing(suite))
-    assert main([str(tmp_path), "--suite", str(suite), "--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert (
+        main([str(tmp_path), "--suite", str(suite), "--out", str(tmp_path / "out")]) == 2
+        and not (tmp_path / "out").exists()
+    )
     fill(offline, "other")
     assert "missing  someone/tiny_set (plain)" in missing(suite)
     described = fill(offline, "plain")
@@ -85,7 +108,9 @@ def test_a_data_set_is_in_the_cache_or_told(tmp_path: Path, offline: Path, wordi
     described.write_text("{")
     assert "missing  someone/tiny_set (plain)  for tiny_hub: " in missing(suite)
     text = HUB_YAML.replace("plain", "null").replace("someone/tiny_set", "json")
-    (tmp_path / "tasks/hub.yaml").write_text(f"{text}dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n")
+    (tmp_path / "tasks/hub.yaml").write_text(
+        f"{text}dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+    )
     wording(missing(suite))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert missing(suite) == ""
@@ -99,10 +124,28 @@ def test_all_that_the_papers_suite_needs(offline: Path, wording: Wording) -> Non
 def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Path) -> None:
     """The command itself: all that is missing, one error line, no traceback, nothing written."""
     model = llama_folder(tmp_path / "model")
-    command = [sys.executable, "-m", "tools.evaluate", str(model), "--suite", "paper", "--cache", str(tmp_path / "cache")]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.evaluate",
+        str(model),
+        "--suite",
+        "paper",
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run([*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert (found.returncode, found.stdout) == (2, ""), found.stderr
     lines = found.stderr.splitlines()
     assert lines[:-1] == missing("paper").splitlines()[:-1]
-    assert lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs") and not (tmp_path / "out").exists()
+    assert (
+        lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs")
+        and not (tmp_path / "out").exists()
+    )

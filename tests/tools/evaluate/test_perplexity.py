@@ -34,7 +34,9 @@ LENGTHS = (9, 1, 15, 2, 8, 4)
 
 def opened(mixer: str = "fem_softmax", vocab_size: int = VOCAB, **changes: Any) -> OpenModel:
     """A model of so many ids that no run and no tokenizer are known of."""
-    return replace(tiny_opened(mixer, vocab_size=vocab_size, **changes), tokenizer=None, manifest={})
+    return replace(
+        tiny_opened(mixer, vocab_size=vocab_size, **changes), tokenizer=None, manifest={}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,9 @@ def fem() -> OpenModel:
     return opened()
 
 
-def write_text(prefix: Path, lengths: Sequence[int] = LENGTHS, eod: int | None = EOD, seed: int = 0) -> Path:
+def write_text(
+    prefix: Path, lengths: Sequence[int] = LENGTHS, eod: int | None = EOD, seed: int = 0
+) -> Path:
     """Documents of random ids from 8 on, each ended by ``eod``."""
     ids = np.random.default_rng(seed).integers(8, VOCAB, sum(lengths)).astype(np.uint16)
     if eod is not None:
@@ -59,7 +63,9 @@ def prefix(tmp_path: Path) -> Path:
     return write_text(tmp_path / "valid")
 
 
-def loop(model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context: int, stride: int) -> dict[int, float]:
+def loop(
+    model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context: int, stride: int
+) -> dict[int, float]:
     """Token -> nats, one call of the model a token, by the definition: the window that scores it is the first that reaches it."""
     found = {}
     for start, stop in spans:
@@ -67,7 +73,11 @@ def loop(model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context:
             window = max(0, math.ceil((place - start - context) / stride))
             read = torch.from_numpy(ids[start + window * stride : place].astype(np.int64))[None]
             with torch.no_grad():
-                found[place] = -float(torch.log_softmax(model(input_ids=read, use_cache=False).logits[0, -1], -1)[int(ids[place])])
+                found[place] = -float(
+                    torch.log_softmax(model(input_ids=read, use_cache=False).logits[0, -1], -1)[
+                        int(ids[place])
+                    ]
+                )
     return found
 
 
@@ -82,7 +92,13 @@ def expected(losses: dict[int, float], lengths: Sequence[int]) -> tuple[float, f
 
 
 def one(prefix: Path, *context: int, **changes: Any) -> SuiteTask:
-    fields = {"task": "valid", "name": "valid", "kind": "heldout", "data": str(prefix), "context_lengths": context}
+    fields = {
+        "task": "valid",
+        "name": "valid",
+        "kind": "heldout",
+        "data": str(prefix),
+        "context_lengths": context,
+    }
     return SuiteTask(**{**fields, "metric": "nats_per_token", "higher_is_better": False, **changes})
 
 
@@ -104,23 +120,42 @@ class Ends:
     [
         # float64 on both sides; a call over many tokens rounds otherwise than one over few, and chunked scans more than attention.
         *(("fem_softmax", context, stride, 1e-12) for context, stride in ((16, 5), (100, 100))),
-        *(pytest.param("fem_softmax", 16, stride, 1e-12, marks=pytest.mark.slow) for stride in (16, 1)),
+        *(
+            pytest.param("fem_softmax", 16, stride, 1e-12, marks=pytest.mark.slow)
+            for stride in (16, 1)
+        ),
         ("fem_gla", 24, 10, 1e-9),  # a state: filling up on the right does not touch it
         pytest.param("mamba2", 24, 10, 1e-9, marks=pytest.mark.slow),  # nor a convolution
     ],
 )
-def test_the_mean_is_that_of_a_loop_over_tokens(prefix: Path, mixer: str, context: int, stride: int, rel: float) -> None:
+def test_the_mean_is_that_of_a_loop_over_tokens(
+    prefix: Path, mixer: str, context: int, stride: int, rel: float
+) -> None:
     """Over the stream and a document at a time; the batch size changes no number."""
-    ids, ends, model = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16), np.cumsum(LENGTHS), opened(mixer)
-    alone = [(int(end) - length - (end > length), int(end)) for length, end in zip(LENGTHS, ends, strict=True)]  # and the EOD before it
+    ids, ends, model = (
+        np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16),
+        np.cumsum(LENGTHS),
+        opened(mixer),
+    )
+    alone = [
+        (int(end) - length - (end > length), int(end))
+        for length, end in zip(LENGTHS, ends, strict=True)
+    ]  # and the EOD before it
     for spans in ([(0, len(ids))], alone):
         losses = loop(model.model, ids, spans, context, stride)
         assert sorted(losses) == list(range(1, len(ids))), "every token but the first, once"
         mean, stderr = expected(losses, LENGTHS)
         for size in (1, 3, 64):
-            asked = replace(model, tokenizer=Ends()), one(prefix, context, stride=stride), None, "key"
+            asked = (
+                replace(model, tokenizer=Ends()),
+                one(prefix, context, stride=stride),
+                None,
+                "key",
+            )
             result = heldout_result(*asked, per_document=len(spans) > 1, batch_size=size)
-            assert result["value"] == pytest.approx(mean, rel=rel) and result["stderr"] == pytest.approx(stderr, rel=1e-9)
+            assert result["value"] == pytest.approx(mean, rel=rel) and result[
+                "stderr"
+            ] == pytest.approx(stderr, rel=1e-9)
             assert (result["raw"]["tokens"], result["n"]) == (len(ids) - 1, len(LENGTHS))
 
 
@@ -130,40 +165,71 @@ def test_windows_score_every_token_once_and_from_enough() -> None:
         for context in range(1, 13):
             for stride in range(1, context + 1):
                 found = list(windows([(3, 3 + length)], context, stride))
-                scored = [place for window in found for place in range(window.first, window.end + 1)]
+                scored = [
+                    place for window in found for place in range(window.first, window.end + 1)
+                ]
                 assert scored == list(range(4, 3 + length))
                 for number, window in enumerate(found):
                     assert 3 <= window.begin < window.first and len(window) <= context
                     assert not number or window.first - window.begin == context - stride + 1
 
 
-def test_several_contexts_are_sub_tasks_and_the_longest_is_the_value(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
+def test_several_contexts_are_sub_tasks_and_the_longest_is_the_value(
+    fem: OpenModel, prefix: Path, tmp_path: Path
+) -> None:
     result = heldout_result(fem, one(prefix, 32, 8), tmp_path, "key")
-    assert list(result["subtasks"]) == ["@8", "@32"] == [f"@{length}" for length in result["raw"]["contexts"]]
+    assert (
+        list(result["subtasks"])
+        == ["@8", "@32"]
+        == [f"@{length}" for length in result["raw"]["contexts"]]
+    )
     assert result["value"] == result["subtasks"]["@32"]["value"] == result["raw"]["nats_per_token"]
-    assert result["subtasks"]["@8"]["value"] == heldout_result(fem, one(prefix, 8), None, "key")["value"]
+    assert (
+        result["subtasks"]["@8"]["value"]
+        == heldout_result(fem, one(prefix, 8), None, "key")["value"]
+    )
     assert not list(tmp_path.glob(".*.json")), "nothing partial stays behind"
 
 
-def test_documents_whose_first_tokens_are_not_scored_are_documents(tmp_path: Path, fem: OpenModel) -> None:
+def test_documents_whose_first_tokens_are_not_scored_are_documents(
+    tmp_path: Path, fem: OpenModel
+) -> None:
     """Without end-of-document tokens: counted by hand; whose bytes nothing tells."""
-    sums, starts = Sums(), np.array([0, 4, 8, 9, 9, 12])  # 3, 3, 0, 0 and 2 tokens of 1, 2 and 3 nats each
+    sums, starts = (
+        Sums(),
+        np.array([0, 4, 8, 9, 9, 12]),
+    )  # 3, 3, 0, 0 and 2 tokens of 1, 2 and 3 nats each
     for first, count, nats in ((1, 3, 1.0), (5, 3, 2.0), (10, 2, 3.0)):
         sums.add(first, np.full(count, nats), starts)
     found = sums.done()
-    assert (found.documents, found.tokens, found.nats, found.nats_squared) == (3, 8, 15.0, 3.0**2 + 6.0**2 + 6.0**2)
+    assert (found.documents, found.tokens, found.nats, found.nats_squared) == (
+        3,
+        8,
+        15.0,
+        3.0**2 + 6.0**2 + 6.0**2,
+    )
     for end, tokens in ((None, 9), (EOD, 11)):
-        text, model = write_text(tmp_path / f"end {end}", (4, 4, 4), end), replace(fem, tokenizer=Ends())
+        text, model = (
+            write_text(tmp_path / f"end {end}", (4, 4, 4), end),
+            replace(fem, tokenizer=Ends()),
+        )
         raw = heldout_result(model, one(text, 8), None, "key", per_document=True)["raw"]
         assert (raw["documents"], raw["tokens"], raw["unscored"]) == (3, tokens, 11 - tokens)
         assert (raw["bytes"] is None, raw["bits_per_byte"] is None) == (end is None, end is None)
         stream = heldout_result(model, one(text, 8), None, "key")["raw"]
-        assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0) and stream["bytes"]
+        assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0) and stream[
+            "bytes"
+        ]
 
 
-def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel, prefix: Path) -> None:
+def test_bits_a_byte_count_the_bytes_of_the_text(
+    tmp_path: Path, fem: OpenModel, prefix: Path
+) -> None:
     """Letters of one to four bytes, EOD apart, of whole characters; without a tokenizer what data_prep counted, or nothing."""
-    texts, tokenizer = ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"], byte_tokenizer()
+    texts, tokenizer = (
+        ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"],
+        byte_tokenizer(),
+    )
     documents = [[*tokenizer.encode(text), *tokenizer.encode(END)] for text in texts]
     writer = IndexedWriter(tmp_path / "text", "uint16")
     writer.add(np.concatenate(documents), np.array([len(ids) for ids in documents]))
@@ -173,11 +239,19 @@ def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel,
     assert raw["bytes"] == (size := sum(len(text.encode()) for text in texts))
     assert raw["bits_per_byte"] == pytest.approx(raw["nats"] / math.log(2) / size, rel=1e-15)
     assert raw["nats"] == pytest.approx(raw["nats_per_token"] * raw["tokens"], rel=1e-12)
-    cut = heldout_result(model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2), None, "key")
-    assert cut["raw"]["bytes"] == len((texts[0] + texts[2][:2]).encode()), "the first document, and of the last two letters"
+    cut = heldout_result(
+        model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2), None, "key"
+    )
+    assert cut["raw"]["bytes"] == len((texts[0] + texts[2][:2]).encode()), (
+        "the first document, and of the last two letters"
+    )
     assert heldout_result(fem, one(prefix, 16), None, "key")["raw"]["bits_per_byte"] is None
-    folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 10, 49], [11, 12, 49]])
-    assert heldout_result(fem, one(folder / "valid", 16), None, "key")["raw"]["bytes"] == 4 * 7, "what the manifest records"
+    folder = write_folder(
+        tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 10, 49], [11, 12, 49]]
+    )
+    assert heldout_result(fem, one(folder / "valid", 16), None, "key")["raw"]["bytes"] == 4 * 7, (
+        "what the manifest records"
+    )
 
 
 def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> None:
@@ -190,7 +264,10 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
     for documents, gap in ((3, 21), (5, 13), (10, 5), (20, 3), (39, 2)):
         found = text.sample(10 * documents + 5)
         numbers = sorted(set(found.ids[: 10 * documents].tolist()))
-        assert found.starts.tolist() == [*range(0, 10 * documents + 1, 10), 10 * documents + 5] and len(found.ids) == found.starts[-1]
+        assert (
+            found.starts.tolist() == [*range(0, 10 * documents + 1, 10), 10 * documents + 5]
+            and len(found.ids) == found.starts[-1]
+        )
         assert len(numbers) == documents and max(np.diff([*numbers, numbers[0] + 40])) <= gap
     raw = heldout_result(fem, one(tmp_path / "text", 16, max_tokens=105), None, "key")["raw"]
     assert (raw["documents"], raw["tokens"]) == (11, 104)
@@ -200,7 +277,11 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
 # --- training's own validation, and the command ----------------------------------------------------------------------------------
 
 
-WHOLE = ["train.steps=4", "train.global_batch_size=8", "train.precision=fp32"]  # a validation batch is the whole document
+WHOLE = [
+    "train.steps=4",
+    "train.global_batch_size=8",
+    "train.precision=fp32",
+]  # a validation batch is the whole document
 
 
 @pytest.fixture(scope="module")
@@ -209,33 +290,76 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     ids = np.random.default_rng(1).integers(0, 63, 8 * 32).tolist()
     data = write_folder(folder / "data", vocab_size=64, documents=[[*ids, 63]])
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(63)} | {"</s>": 63}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(data / "tokenizer")
+    words = Tokenizer(
+        models.WordLevel(
+            {f"w{number}": number for number in range(63)} | {"</s>": 63}, unk_token="w0"
+        )
+    )
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(
+        data / "tokenizer"
+    )
     from pretrain.__main__ import main as pretrain
 
     settings = [f"data.{split}.0.prefix={data / split}" for split in ("train", "valid")]
-    assert pretrain([DEMO, f"run_dir={folder / 'run'}", *settings, "data.test=[]", *SMALL, *WHOLE]) == 0
+    assert (
+        pretrain([DEMO, f"run_dir={folder / 'run'}", *settings, "data.test=[]", *SMALL, *WHOLE])
+        == 0
+    )
     return folder / "run"
 
 
-def test_the_value_is_trainings_validation_loss(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_value_is_trainings_validation_loss(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At the training's length without overlap, on the run's own data: the same tokens from the same contexts. Then the command."""
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (loss,) = [line["valid_loss"] for line in lines if "valid_loss" in line]
-    result = heldout_result(open_model(trained), SuiteTask(task="valid", kind="heldout"), None, "key")
-    assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (8 * 32, 32, None)  # of one document
-    assert result["value"] == pytest.approx(loss, abs=1e-6)  # fp32 logits on both sides; another order of sums
+    result = heldout_result(
+        open_model(trained), SuiteTask(task="valid", kind="heldout"), None, "key"
+    )
+    assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (
+        8 * 32,
+        32,
+        None,
+    )  # of one document
+    assert result["value"] == pytest.approx(
+        loss, abs=1e-6
+    )  # fp32 logits on both sides; another order of sums
 
-    assert main([str(trained), "--context", "32", "16", "--stride", "16", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                str(trained),
+                "--context",
+                "32",
+                "16",
+                "--stride",
+                "16",
+                "--out",
+                str(tmp_path),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["16", "16"], ["32", "16"]]
     found = {one.label: one for one in results.read([tmp_path])}
-    assert found.keys() == {"valid @16", "valid @32"} and not any(one.higher_is_better for one in found.values())
+    assert found.keys() == {"valid @16", "valid @32"} and not any(
+        one.higher_is_better for one in found.values()
+    )
     assert f"{found['valid @32'].score.value:.4f}" == rows[1][2]
 
 
-def test_the_command_refuses_in_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["nowhere"], [str(trained), "--data", str(tmp_path / "nothing")], [str(trained), "--stride", "99"]):
+def test_the_command_refuses_in_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (
+        ["nowhere"],
+        [str(trained), "--data", str(tmp_path / "nothing")],
+        [str(trained), "--stride", "99"],
+    ):
         assert main([*arguments, "--device", "cpu"]) == 2
         told = capsys.readouterr().err
         assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
@@ -260,16 +384,26 @@ class Stops:
         return self.model(**inputs)
 
 
-def test_an_interrupted_measurement_goes_on_to_the_same_number(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
+def test_an_interrupted_measurement_goes_on_to_the_same_number(
+    fem: OpenModel, prefix: Path, tmp_path: Path
+) -> None:
     task = one(prefix, 8, 12, stride=4)
     whole = heldout_result(fem, task, None, "key", batch_size=3)
     calls = Stops(fem.model, 10**6)
     for at in (4, 1):
         with pytest.raises(KeyboardInterrupt):
-            heldout_result(replace(fem, model=Stops(fem.model, at)), task, tmp_path, "key", batch_size=3)
+            heldout_result(
+                replace(fem, model=Stops(fem.model, at)), task, tmp_path, "key", batch_size=3
+            )
     again = heldout_result(replace(fem, model=calls), task, tmp_path, "key", batch_size=3)
-    assert (again["value"], again["stderr"], again["subtasks"]) == (whole["value"], whole["stderr"], whole["subtasks"])
-    everything = sum(math.ceil(len(list(windows([(0, sum(LENGTHS))], size, 4))) / 3) for size in (8, 12))
+    assert (again["value"], again["stderr"], again["subtasks"]) == (
+        whole["value"],
+        whole["stderr"],
+        whole["subtasks"],
+    )
+    everything = sum(
+        math.ceil(len(list(windows([(0, sum(LENGTHS))], size, 4))) / 3) for size in (8, 12)
+    )
     assert 10**6 - calls.left == everything - 4 - 1, "no call twice"
 
 
@@ -293,7 +427,9 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     assert heldout_result(fem, task, tmp_path, "key", batch_size=2)["value"] == whole["value"]
 
 
-def test_sums_on_disk_are_of_one_measurement_alone(fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_on_disk_are_of_one_measurement_alone(
+    fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written while it goes. Other weights, types, cuts: nothing is taken over. A damaged file costs time alone."""
     monkeypatch.setattr(perplexity_measure, "SAVE_SECONDS", -1.0)
     text, file, seen = open_text(prefix), tmp_path / "kept.json", list[int]()
@@ -303,35 +439,65 @@ def test_sums_on_disk_are_of_one_measurement_alone(fem: OpenModel, prefix: Path,
             seen.append(sum(sums.position for sums in Kept(file).sums.values()))
             return self.model(**inputs)
 
-    measure(replace(fem, model=Looks(fem.model, 0)), text, Settings(10, 10), Kept(file), "key", batch_size=1)
+    measure(
+        replace(fem, model=Looks(fem.model, 0)),
+        text,
+        Settings(10, 10),
+        Kept(file),
+        "key",
+        batch_size=1,
+    )
     assert seen == [0, 11, 21, 31]
     never, again = replace(fem, model=Stops(fem.model, 0)), Kept(file)
     assert measure(never, text, Settings(10, 10), again, "key").tokens == sum(LENGTHS) - 1
     narrow = replace(fem, model=Stops(opened().model.bfloat16(), 0))
-    others = [(never, Settings(10, 10), "other"), (never, Settings(10, 7), "key"), (never, Settings(9, 9), "key")]
-    for model, settings, key in (*others, (never, Settings(10, 10, True), "key"), (narrow, Settings(10, 10), "key")):
+    others = [
+        (never, Settings(10, 10), "other"),
+        (never, Settings(10, 7), "key"),
+        (never, Settings(9, 9), "key"),
+    ]
+    for model, settings, key in (
+        *others,
+        (never, Settings(10, 10, True), "key"),
+        (narrow, Settings(10, 10), "key"),
+    ):
         with pytest.raises(KeyboardInterrupt):
             measure(model, text, settings, again, key)
     file.write_text('{"format": 1, "sums": {"a": 3}}')
     assert Kept(file).sums == {}
 
 
-def test_a_result_fits_the_tokens_not_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_fits_the_tokens_not_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = results.Settings(None, None, None, None, "")
 
     def complaint(task: SuiteTask) -> str | None:
-        return results.fitting(tmp_path, "model", "key", task, asked.of(task, data_digest(tmp_path, task)))
+        return results.fitting(
+            tmp_path, "model", "key", task, asked.of(task, data_digest(tmp_path, task))
+        )
 
     task = one(write_text(tmp_path / "valid"), 8)
-    made = {"format": results.FORMAT, "model_key": "key", "metric": task.metric, "settings": asked.of(task, data_digest(tmp_path, task))}
+    made = {
+        "format": results.FORMAT,
+        "model_key": "key",
+        "metric": task.metric,
+        "settings": asked.of(task, data_digest(tmp_path, task)),
+    }
     results.write(tmp_path, "model", task, made)
-    assert json.loads(results.result_file(tmp_path, "model", task).read_text())["settings"]["data_digest"]
+    assert json.loads(results.result_file(tmp_path, "model", task).read_text())["settings"][
+        "data_digest"
+    ]
     monkeypatch.chdir(tmp_path)
     assert complaint(task) == complaint(one(Path("valid"), 8)) == "", "the same file"
     assert complaint(one(write_text(tmp_path / "copy/valid"), 8)) == "", "the same tokens elsewhere"
     model = llama_folder(tmp_path / "llama")
-    (model / "training.json").write_text(json.dumps({"config": {"data": {"valid": [{"prefix": str(tmp_path / "copy/valid")}]}}}))
-    assert data_digest(model, replace(task, data=None)) == data_digest(model, task), "the run's own validation data"
+    (model / "training.json").write_text(
+        json.dumps({"config": {"data": {"valid": [{"prefix": str(tmp_path / "copy/valid")}]}}})
+    )
+    assert data_digest(model, replace(task, data=None)) == data_digest(model, task), (
+        "the run's own validation data"
+    )
     write_text(tmp_path / "valid", seed=1)
     assert "was made with data_digest" in (complaint(task) or "")
     for file in tmp_path.glob("valid.*"):
@@ -356,12 +522,16 @@ def test_a_result_fits_the_tokens_not_their_place(tmp_path: Path, monkeypatch: p
     ],
     ids=str,
 )
-def test_mistakes(prefix: Path, raised: Refused, model: dict[str, Any], data: str | None, task: dict[str, Any]) -> None:
+def test_mistakes(
+    prefix: Path, raised: Refused, model: dict[str, Any], data: str | None, task: dict[str, Any]
+) -> None:
     asked = one(prefix, 8, **{**task, "data": data and str(prefix.with_name(data))})
     raised(heldout_result, opened(**model), asked, None, "key")
 
 
-def test_data_and_models_that_are_none(fem: OpenModel, prefix: Path, tmp_path: Path, raised: Refused) -> None:
+def test_data_and_models_that_are_none(
+    fem: OpenModel, prefix: Path, tmp_path: Path, raised: Refused
+) -> None:
     """A split without tokens, half a pair, another tokenizer of the same size, weights that are not finite, a foreign model's context."""
 
     class Other:

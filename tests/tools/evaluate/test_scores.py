@@ -32,13 +32,26 @@ def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
     """The same page's MuSR: 0.7, 0.4, 0.6 over 0.5, 0.2, 1/3 is 40, 25, 40, together 35; 0.3 of two choices is 0, not -40."""
     musr = [Score(0.7, chance=0.5), Score(0.4, chance=0.2), Score(0.6, chance=1 / 3)]
     assert leaderboard(Score(0.5667), musr).value == pytest.approx(35.0)
-    assert leaderboard(Score(0.45), [Score(0.3, chance=0.5), Score(0.6, chance=0.2)]).value == pytest.approx(25.0)
+    assert leaderboard(
+        Score(0.45), [Score(0.3, chance=0.5), Score(0.6, chance=0.2)]
+    ).value == pytest.approx(25.0)
     # GPQA's sets have 198, 546 and 448 questions and one baseline: its score is theirs by size, and stays so.
-    sets = [Score(0.35, chance=0.25, n=198), Score(0.25, chance=0.25, n=546), Score(0.2, chance=0.25, n=448)]
+    sets = [
+        Score(0.35, chance=0.25, n=198),
+        Score(0.25, chance=0.25, n=546),
+        Score(0.2, chance=0.25, n=448),
+    ]
     own = sum(part.value * (part.n or 0) for part in sets) / 1192
-    assert leaderboard(Score(own, chance=0.25), sets).value == pytest.approx(100 * max(0.0, own - 0.25) / 0.75)
-    assert leaderboard(Score(0.4, chance=0.25), [Score(part.value, n=part.n) for part in sets]).value == pytest.approx(20.0)
-    for score, parts in ((Score(0.4), []), (Score(0.4, chance=0.25), [Score(0.4, chance=0.5), Score(0.4)])):
+    assert leaderboard(Score(own, chance=0.25), sets).value == pytest.approx(
+        100 * max(0.0, own - 0.25) / 0.75
+    )
+    assert leaderboard(
+        Score(0.4, chance=0.25), [Score(part.value, n=part.n) for part in sets]
+    ).value == pytest.approx(20.0)
+    for score, parts in (
+        (Score(0.4), []),
+        (Score(0.4, chance=0.25), [Score(0.4, chance=0.5), Score(0.4)]),
+    ):
         with pytest.raises(ValueError, match="guessing"):  # without a baseline nothing is rescaled
             leaderboard(score, parts)
 
@@ -58,7 +71,13 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     for other in ("fem/.valid.partial.json", "results.json"):
         (tmp_path / other).write_text("{}", encoding="utf-8")
     (result,) = read([tmp_path])
-    assert (result.file, result.name, result.model, result.metric, result.fewshot) == (file, "arc", "fem", "acc", None)
+    assert (result.file, result.name, result.model, result.metric, result.fewshot) == (
+        file,
+        "arc",
+        "fem",
+        "acc",
+        None,
+    )
     assert result.score == Score(0.31, 0.01, 100, 0.25) and result.higher_is_better
     assert result.subtasks == {"easy": Score(0.5, None, 10, 0.2)}
 
@@ -86,11 +105,16 @@ UNLIKE: list[dict[str, Any]] = [
     {"version": "lm-eval 0.4.12, task version 1.0"},
     {"metric": "acc_norm"},
     {"chance": 0.5},
-    *({"settings": {key: value}} for key, value in (("task", "arc_de"), ("task_digest", "b"), ("seed", 1))),
+    *(
+        {"settings": {key: value}}
+        for key, value in (("task", "arc_de"), ("task_digest", "b"), ("seed", 1))
+    ),
 ]
 
 
-def test_models_that_were_asked_unlike_things_do_not_meet_in_a_column(tmp_path: Path, raised: Refused) -> None:
+def test_models_that_were_asked_unlike_things_do_not_meet_in_a_column(
+    tmp_path: Path, raised: Refused
+) -> None:
     write(tmp_path, "fem", "arc", 0.31)
     for changes in UNLIKE:
         write(tmp_path, "fem", "other_task", 0.31, **changes)  # another column: no matter

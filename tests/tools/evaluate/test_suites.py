@@ -33,28 +33,48 @@ def paper() -> tuple[Suite, Tasks]:
 
 def test_the_papers_columns_are_the_harness_tasks(paper: tuple[Suite, Tasks]) -> None:
     suite, tasks = paper
-    assert [f"{task.label} {task.metric} {task.fewshot}" for task in suite.tasks] == re.split(r",\s+", TABLE.strip())
-    assert [task.group for task in suite.tasks] == ["Open LLM Leaderboard"] * 7 + ["General Ability"] * 9
+    assert [f"{task.label} {task.metric} {task.fewshot}" for task in suite.tasks] == re.split(
+        r",\s+", TABLE.strip()
+    )
+    assert [task.group for task in suite.tasks] == ["Open LLM Leaderboard"] * 7 + [
+        "General Ability"
+    ] * 9
     assert [task.rescale for task in suite.tasks] == ["leaderboard"] * 7 + ["none"] * 9
     for task in suite.tasks:
         for leaf in tasks.leaves[task.task]:
             assert leaf.fewshot == task.fewshot and task.metric in leaf.metrics, leaf.name
-            assert leaf.data is not None and "trust_remote_code" not in leaf.data.options  # datasets 4 and later run no loading scripts
+            assert (
+                leaf.data is not None and "trust_remote_code" not in leaf.data.options
+            )  # datasets 4 and later run no loading scripts
     # What is asked with examples takes the first ones of a fixed list, as the leaderboard does, not random ones.
     for name in ("leaderboard_mmlu_pro", "leaderboard_bbh", "leaderboard_math_hard"):
-        assert {leaf.config["fewshot_config"]["sampler"] for leaf in tasks.leaves[name]} == {"first_n"}
+        assert {leaf.config["fewshot_config"]["sampler"] for leaf in tasks.leaves[name]} == {
+            "first_n"
+        }
 
 
 def test_what_guessing_scores(paper: tuple[Suite, Tasks]) -> None:
     """BBH: 1 / number of answers in the harness's files (the leaderboard's, 11 shapes, 19 counts of objects); MuSR: the leaderboard's."""
     suite, tasks = paper
     by_label = {task.label: task for task in suite.tasks}
-    bbh = {leaf.name: 1 / len(leaf.config["doc_to_choice"]) for leaf in tasks.leaves["leaderboard_bbh"]}
+    bbh = {
+        leaf.name: 1 / len(leaf.config["doc_to_choice"]) for leaf in tasks.leaves["leaderboard_bbh"]
+    }
     assert by_label["BBH"].subtask_chance == pytest.approx(bbh) and len(bbh) == 24
-    assert bbh["leaderboard_bbh_object_counting"] == 1 / 19 and bbh["leaderboard_bbh_geometric_shapes"] == 1 / 11
-    assert set(by_label["MuSR"].subtask_chance) == {leaf.name for leaf in tasks.leaves["leaderboard_musr"]}
-    short = {name.removeprefix("leaderboard_musr_"): chance for name, chance in by_label["MuSR"].subtask_chance.items()}
-    assert short == pytest.approx({"murder_mysteries": 0.5, "object_placements": 0.2, "team_allocation": 1 / 3})
+    assert (
+        bbh["leaderboard_bbh_object_counting"] == 1 / 19
+        and bbh["leaderboard_bbh_geometric_shapes"] == 1 / 11
+    )
+    assert set(by_label["MuSR"].subtask_chance) == {
+        leaf.name for leaf in tasks.leaves["leaderboard_musr"]
+    }
+    short = {
+        name.removeprefix("leaderboard_musr_"): chance
+        for name, chance in by_label["MuSR"].subtask_chance.items()
+    }
+    assert short == pytest.approx(
+        {"murder_mysteries": 0.5, "object_placements": 0.2, "team_allocation": 1 / 3}
+    )
     chances = {"MMLU-P": 0.1, "GPQA": 0.25, "MATH": 0.0, "IFE-I": 0.0, "IFE-P": 0.0}
     assert {label: by_label[label].chance for label in chances} == chances
 
@@ -65,13 +85,18 @@ def test_tasks_are_those_that_the_harness_finds_by_itself(paper: tuple[Suite, Ta
     wanted = {task.task for task in suite.tasks}
     names = [name for name, _ in named_in(tasks.folder) if name in wanted]
     assert sorted(names) == sorted(wanted)
-    manager = TaskManager(include_path=[str(tasks.folder / "arc"), str(tasks.folder / "leaderboard")], include_defaults=False)
+    manager = TaskManager(
+        include_path=[str(tasks.folder / "arc"), str(tasks.folder / "leaderboard")],
+        include_defaults=False,
+    )
     assert manager.task_index["arc_challenge"].cfg == tasks.manager.task_index["arc_challenge"].cfg
 
 
 def test_the_digest_sees_what_a_task_asks(tmp_path: Path) -> None:
     def digests(folder: Path) -> list[str]:
-        suite = load_suite(str(suite_file(folder / "s.yaml", "task: tiny_choices", "task: tiny_words")))
+        suite = load_suite(
+            str(suite_file(folder / "s.yaml", "task: tiny_choices", "task: tiny_words"))
+        )
         found = find_tasks(suite)
         return [found.digest(task.task) for task in suite.tasks]
 
@@ -102,7 +127,10 @@ def test_items_are_the_same_everywhere() -> None:
     assert spec is not None and spec.loader is not None
     items: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(items)  # by its path, as the harness does
-    drawn = [rows.__wrapped__() for rows in (items.brackets, items.keywords, items.next_line, items.recall)]
+    drawn = [
+        rows.__wrapped__()
+        for rows in (items.brackets, items.keywords, items.next_line, items.recall)
+    ]
     everything = [*drawn, items.WRITTEN["idioms"]]
     assert hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16] == "2da6afdbc83ff2af"
 

@@ -20,7 +20,9 @@ from tools.evaluate.results import Score, ScoreError, read
 from tools.evaluate.suite import Suite, SuiteTask
 from tools.evaluate.table import Table, build, heldout, printed, ranks, summary
 
-PAPER: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/fem_table_2.json").read_text(encoding="utf-8"))
+PAPER: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "fixtures/fem_table_2.json").read_text(encoding="utf-8")
+)
 
 
 def table_of(folder: Path, of: Suite | None = None) -> Table:
@@ -42,7 +44,9 @@ def cells(shown: str, model: str) -> list[str]:
 
 
 @pytest.mark.parametrize("group", PAPER["groups"], ids=lambda group: group["name"])
-def test_both_columns_of_the_papers_table_2_come_out_of_its_scores(group: dict[str, Any], tmp_path: Path) -> None:
+def test_both_columns_of_the_papers_table_2_come_out_of_its_scores(
+    group: dict[str, Any], tmp_path: Path
+) -> None:
     """All nineteen rows: average rank and #Top1. From the numbers, and from result files."""
     rows = group["rows"]
     wanted = {row["model"]: (row["avg_rank"], row["top1"]) for row in rows}
@@ -52,35 +56,56 @@ def test_both_columns_of_the_papers_table_2_come_out_of_its_scores(group: dict[s
         for name, score in zip(PAPER["columns"], row["scores"], strict=True):
             write(tmp_path, row["model"], name, score)
     table = table_of(tmp_path, suite(*PAPER["columns"]))
-    assert {row.model: as_printed(one) for row, one in zip(table.rows, table.summary(), strict=True)} == wanted
+    assert {
+        row.model: as_printed(one) for row, one in zip(table.rows, table.summary(), strict=True)
+    } == wanted
 
 
-@pytest.mark.parametrize(("value", "places", "text"), [(0.0005, 3, "0.001"), (2.0625, 2, "2.06"), (6.625, 2, "6.63"), (0.1, 3, "0.100")])
-def test_numbers_are_rounded_half_up_as_the_paper_does(value: float, places: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "places", "text"),
+    [(0.0005, 3, "0.001"), (2.0625, 2, "2.06"), (6.625, 2, "6.63"), (0.1, 3, "0.100")],
+)
+def test_numbers_are_rounded_half_up_as_the_paper_does(
+    value: float, places: int, text: str
+) -> None:
     assert str(printed(value, places)) == text
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(tmp_path: Path, wording: Wording) -> None:
+def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
+    tmp_path: Path, wording: Wording
+) -> None:
     for model, arc, boolq in (("a", 0.3, 0.6), ("b", 0.2, 0.7), ("c", 0.1, None)):
         write(tmp_path, model, "arc", arc)
         if boolq is not None:
             write(tmp_path, model, "boolq", boolq)
     table = table_of(tmp_path, suite("arc", "boolq", "copa"))
-    assert [column.name for column in table.ranked] == ["arc"] and table.summary() == [(1.0, 1), (2.0, 0), (3.0, 0)]
+    assert [column.name for column in table.ranked] == ["arc"] and table.summary() == [
+        (1.0, 1),
+        (2.0, 0),
+        (3.0, 0),
+    ]
     assert cells(markdown(table), "c") == ["0.100 ± 0.010", "–", "–", "3.00", "0"]
     wording(markdown(table))
     wording(console(table))
     write(tmp_path, "a", "lone", 0.3)
-    assert "*" not in cells(markdown(table_of(tmp_path)), "a")[2]  # the one result of its column is not the best of anything
+    assert (
+        "*" not in cells(markdown(table_of(tmp_path)), "a")[2]
+    )  # the one result of its column is not the best of anything
 
 
 def test_without_a_suite_columns_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for name in ("valid_256", "valid_64", "arc", "10x", "9x"):
         write(tmp_path, "a|b<c", name, 0.3)
-    assert [column.name for column in table_of(tmp_path).columns] == ["9x", "10x", "arc", "valid_64", "valid_256"]
+    assert [column.name for column in table_of(tmp_path).columns] == [
+        "9x",
+        "10x",
+        "arc",
+        "valid_64",
+        "valid_256",
+    ]
     assert "| a\\|b&lt;c |" in markdown(table_of(tmp_path)), "a name cannot break the Markdown"
 
 
@@ -89,15 +114,32 @@ def test_best_and_second_are_marked_where_there_are_several(tmp_path: Path) -> N
     write(tmp_path / "alone", "a", "arc", 0.3)
     alone = table_of(tmp_path / "alone")
     assert alone.ranked == () and alone.summary() == [None]
-    assert not re.search(r"Rank|\*\*", markdown(alone)) and not re.search(r"\*|rank", console(alone))
-    for model, value, loss in (("a", 0.3, 3.0), ("b", 0.3004, 2.5), ("c", 0.25, 4.0), ("d", 0.1, 5.0)):
+    assert not re.search(r"Rank|\*\*", markdown(alone)) and not re.search(
+        r"\*|rank", console(alone)
+    )
+    for model, value, loss in (
+        ("a", 0.3, 3.0),
+        ("b", 0.3004, 2.5),
+        ("c", 0.25, 4.0),
+        ("d", 0.1, 5.0),
+    ):
         write(tmp_path / "four", model, "arc", value, stderr=None)
         write_heldout(tmp_path / "four", model, {128: loss})
     shown = markdown(table_of(tmp_path / "four"))
-    assert [cells(shown, model)[0] for model in "abcd"] == ["**0.300**", "**0.300**", "<u>0.250</u>", "0.100"]
+    assert [cells(shown, model)[0] for model in "abcd"] == [
+        "**0.300**",
+        "**0.300**",
+        "<u>0.250</u>",
+        "0.100",
+    ]
     losses = ["<u>3.000</u> ± 0.010", "**2.500** ± 0.010", "4.000 ± 0.010", "5.000 ± 0.010"]
     assert [cells(shown, model)[1] for model in "abcd"] == losses
-    assert [cells(shown, model)[2:] for model in "abcd"] == [["1.50", "1"], ["1.00", "2"], ["3.00", "0"], ["4.00", "0"]]
+    assert [cells(shown, model)[2:] for model in "abcd"] == [
+        ["1.50", "1"],
+        ["1.00", "2"],
+        ["3.00", "0"],
+        ["4.00", "0"],
+    ]
 
 
 def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
@@ -110,11 +152,18 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
         write(tmp_path, "a", name, value, task="ifeval", chance=0.0, stderr=0.02)
     write(tmp_path, "a", "arc", 0.9)
     names = {"gpqa": "gpqa", "musr": "musr", "instruction": "ifeval", "prompt": "ifeval"}
-    asked = [SuiteTask(task=task, name=name, label=name, rescale="leaderboard") for name, task in names.items()]
-    table = table_of(tmp_path, Suite("small", "", (), (*asked, SuiteTask(task="arc", name="arc", label="arc"))))
+    asked = [
+        SuiteTask(task=task, name=name, label=name, rescale="leaderboard")
+        for name, task in names.items()
+    ]
+    table = table_of(
+        tmp_path, Suite("small", "", (), (*asked, SuiteTask(task="arc", name="arc", label="arc")))
+    )
     (row,) = table.rows
     rescaled = {name: score.value for name, score in row.rescaled.items()}
-    assert rescaled == pytest.approx({"gpqa": 20.0, "musr": 25.0, "instruction": 40.0, "prompt": 20.0})
+    assert rescaled == pytest.approx(
+        {"gpqa": 20.0, "musr": 25.0, "instruction": 40.0, "prompt": 20.0}
+    )
     # 100 * 0.04 / 0.5 = 8 and 100 * 0.03 / 0.8 = 3.75; their average's error is sqrt(8^2 + 3.75^2) / 2.
     assert row.rescaled["musr"].stderr == pytest.approx(math.sqrt(64 + 3.75**2) / 2)
     assert row.average is not None and row.average.value == pytest.approx(25.0)
@@ -126,7 +175,9 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     assert told["rescaled"]["value"] == pytest.approx(25.0) and told["value"] == 0.2625  # raw, too
     write(tmp_path, "a", "musr", 0.4, chance=None)  # of which nobody knows what guessing scores
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
-    assert unknown.rows[0].average is None and any("guessing scores is not known: MUSR" in note for note in unknown.notes)
+    assert unknown.rows[0].average is None and any(
+        "guessing scores is not known: MUSR" in note for note in unknown.notes
+    )
 
 
 def test_what_the_suite_asks_otherwise_is_refused(tmp_path: Path, raised: Refused) -> None:
@@ -142,7 +193,9 @@ def test_what_the_suite_asks_otherwise_is_refused(tmp_path: Path, raised: Refuse
     raised(table_of, tmp_path, suite("copa"), error=ScoreError)
 
 
-def test_what_is_left_out_twice_there_or_asked_in_part_is_told(tmp_path: Path, wording: Wording) -> None:
+def test_what_is_left_out_twice_there_or_asked_in_part_is_told(
+    tmp_path: Path, wording: Wording
+) -> None:
     for model in ("a", "b"):
         write(tmp_path, model, "arc", 0.3, model_key="same", settings={"limit": 5}, truncated=3)
     write(tmp_path, "a", "extra", 0.3, model_key="same", version="lm-eval 0.4.12, task version 1.0")
@@ -156,19 +209,31 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
         file = write_heldout(tmp_path, model, {128: loss, 256: loss - 0.1})
     assert len(table_of(tmp_path).ranked) == 2
     raw, two = json.loads(file.read_text(encoding="utf-8"))["raw"], {128: 2.0, 256: 1.9}
-    changes: list[dict[str, Any]] = [{"bytes": 7}, {"stride": 64}, {"per_document": True}, {"contexts": {}}]
+    changes: list[dict[str, Any]] = [
+        {"bytes": 7},
+        {"stride": 64},
+        {"per_document": True},
+        {"contexts": {}},
+    ]
     for change in changes:
         write_heldout(tmp_path, "b", two, raw={**raw, **change})
         table = table_of(tmp_path)
-        assert len(table.ranked) == 1 and any("their losses do not compare" in note for note in table.notes)
+        assert len(table.ranked) == 1 and any(
+            "their losses do not compare" in note for note in table.notes
+        )
     write_heldout(tmp_path, "b", two, n=8)
     assert len(table_of(tmp_path).ranked) == 1
     write_heldout(tmp_path, "b", two, tokens=1500)
     table = table_of(tmp_path)
-    assert [column.name for column in table.ranked] == ["arc"] and any("bits a byte compare" in note for note in table.notes)
+    assert [column.name for column in table.ranked] == ["arc"] and any(
+        "bits a byte compare" in note for note in table.notes
+    )
     assert "**1.900**" not in markdown(table) and "2.000 ± 0.020 (0.667)" in markdown(table)
     points = heldout(table)["valid"]["b"]
-    assert [(point.context, point.nats) for point in points] == [(128, Score(2.0, 0.02, 7)), (256, Score(1.9, 0.02, 7))]
+    assert [(point.context, point.nats) for point in points] == [
+        (128, Score(2.0, 0.02, 7)),
+        (256, Score(1.9, 0.02, 7)),
+    ]
     assert [point.bits_per_byte for point in points] == pytest.approx([2 / 3, 1.9 / 3])
 
 
@@ -176,28 +241,61 @@ def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
     """Nine models of long names and twenty tasks in 120 columns: all numbers are there, none is cut."""
     for place in range(9):
         for task in range(20):
-            write(tmp_path, f"model-{place}-with-a-rather-long-name-of-its-own", f"task_{task}", 0.1 + 0.001 * (20 * place + task))
-    shown = console(table_of(tmp_path, suite(*(f"task_{task}" for task in range(20)), *(f"absent_task_{task}" for task in range(20)))))
+            write(
+                tmp_path,
+                f"model-{place}-with-a-rather-long-name-of-its-own",
+                f"task_{task}",
+                0.1 + 0.001 * (20 * place + task),
+            )
+    shown = console(
+        table_of(
+            tmp_path,
+            suite(
+                *(f"task_{task}" for task in range(20)),
+                *(f"absent_task_{task}" for task in range(20)),
+            ),
+        )
+    )
     assert max(map(len, shown.splitlines())) <= 120
     assert all(f"{0.1 + 0.001 * number:.3f}±0.010" in shown for number in range(180))
     # The last model is the best everywhere: a star a task and one in the legend.
     assert shown.count("*") == 21
-    assert shown.count("average rank") == shown.count("first, of 20") == math.ceil(9 / ((120 - len("Leaderboard average, rescaled")) // 30))
-    assert (number(Score(0.31249, 0.01351)), number(Score(0.5)), number(None)) == ("0.312 ± 0.014", "0.500", "–")
+    assert (
+        shown.count("average rank")
+        == shown.count("first, of 20")
+        == math.ceil(9 / ((120 - len("Leaderboard average, rescaled")) // 30))
+    )
+    assert (number(Score(0.31249, 0.01351)), number(Score(0.5)), number(None)) == (
+        "0.312 ± 0.014",
+        "0.500",
+        "–",
+    )
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_it_all_and_merges_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_it_all_and_merges_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "one", "a", "arc", 0.3)
     write(tmp_path / "two", "b", "arc", 0.4)
     write_heldout(tmp_path / "two", "b", {128: 3.0, 256: 2.9})
     out = tmp_path / "merged"
     assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith(" " * 10) and "0.400±0.010*" in shown.out and "wrote" not in shown.out and "heldout.png" in shown.err
-    assert {file.name for file in out.iterdir()} == {"table.md", "results.json", "table.png", "heldout.png"}
+    assert (
+        shown.out.startswith(" " * 10)
+        and "0.400±0.010*" in shown.out
+        and "wrote" not in shown.out
+        and "heldout.png" in shown.err
+    )
+    assert {file.name for file in out.iterdir()} == {
+        "table.md",
+        "results.json",
+        "table.png",
+        "heldout.png",
+    }
     text = (out / "results.json").read_text(encoding="utf-8")
     found = json.loads(text)
     assert not re.search("NaN|Infinity", text), "which are not JSON"
@@ -211,7 +309,9 @@ def test_the_command_writes_it_all_and_merges_folders(tmp_path: Path, capsys: py
         report(tmp_path / "file", None, [tmp_path / "one"])
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     write(Path("good"), "a", "arc", 0.3)

@@ -23,7 +23,12 @@ from tools.hf.open_model import OpenModel
 END = "<eod>"
 VOCAB = 257
 CONTEXT = 48
-SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+}
 
 
 byte_tokenizer = functools.cache(bytes_read)
@@ -40,18 +45,39 @@ def tokenizer_folder() -> Path:
 
 def opened(mixer: str = "fem_softmax", **changes: Any) -> OpenModel:
     """A model as if trained here with windows of CONTEXT tokens; weights large enough that the context matters; float64."""
-    config = ModelConfig(**{**SIZES, "mixer": mixer, "vocab_size": VOCAB, "init_std": 0.3, **changes})
+    config = ModelConfig(
+        **{**SIZES, "mixer": mixer, "vocab_size": VOCAB, "init_std": 0.3, **changes}
+    )
     torch.manual_seed(0)
     model = FemLMForCausalLM(FemLMConfig(architecture=asdict(config))).double().eval()
     manifest = {"config": {"data": {"seq_length": CONTEXT, "valid": []}}}
-    return OpenModel(mixer, Path(), model, byte_tokenizer(), config, manifest, tokenizer_folder=tokenizer_folder())
+    return OpenModel(
+        mixer,
+        Path(),
+        model,
+        byte_tokenizer(),
+        config,
+        manifest,
+        tokenizer_folder=tokenizer_folder(),
+    )
 
 
 def llama_folder(folder: Path, seed: int = 0) -> Path:
     """A Hugging Face folder of a Llama with random weights and the byte tokenizer: opened without Megatron."""
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCAB, **sizes, max_position_embeddings=256, initializer_range=0.3, eos_token_id=256)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        **sizes,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=256,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -87,5 +113,7 @@ def task_folder(folder: Path, **rows: Any) -> Path:
 
 def suite_file(path: Path, *tasks: str) -> Path:
     """A suite of tasks in the folder tasks/ beside it; a task: the inner text of a YAML mapping."""
-    path.write_text("task_paths: [tasks]\ntasks:\n" + "".join(f"  - {{{task}}}\n" for task in tasks))
+    path.write_text(
+        "task_paths: [tasks]\ntasks:\n" + "".join(f"  - {{{task}}}\n" for task in tasks)
+    )
     return path

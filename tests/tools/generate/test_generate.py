@@ -56,7 +56,9 @@ def generate(models: Models, capsys: pytest.CaptureFixture[str]) -> Generate:
     def run(model: str | Path, *arguments: str, code: int = 0, new: int = 10) -> tuple[str, str]:
         capsys.readouterr()
         path = models[model][0] if isinstance(model, str) else model
-        assert main([str(path), *arguments, "--device", "cpu", "--max-new-tokens", str(new)]) == code
+        assert (
+            main([str(path), *arguments, "--device", "cpu", "--max-new-tokens", str(new)]) == code
+        )
         return capsys.readouterr()
 
     return run
@@ -74,17 +76,36 @@ def test_what_is_streamed_is_the_text(
 ) -> None:
     """Streamed, from stdin, as JSON, without a cache, by transformers itself: the same; the cache is as large as the formula says."""
     streamed, told = generate(mixer, PROMPT, "--greedy", new=12)
-    found, without = answer(mixer, PROMPT, "--greedy", new=12), answer(mixer, PROMPT, "--greedy", "--no-cache", new=12)
+    found, without = (
+        answer(mixer, PROMPT, "--greedy", new=12),
+        answer(mixer, PROMPT, "--greedy", "--no-cache", new=12),
+    )
     opened = open_model(models[mixer][0])
     assert opened.tokenizer is not None
-    wanted = opened.model.generate(opened.tokenizer(PROMPT, return_tensors="pt").input_ids, max_new_tokens=12, do_sample=False)[0]
+    wanted = opened.model.generate(
+        opened.tokenizer(PROMPT, return_tensors="pt").input_ids, max_new_tokens=12, do_sample=False
+    )[0]
     assert streamed == opened.tokenizer.decode(wanted) + "\n"
     (result,) = found["results"]
-    assert result == without["results"][0] and result["text"] + "\n" == streamed and result["new_tokens"] == wanted[6:].tolist()
+    assert (
+        result == without["results"][0]
+        and result["text"] + "\n" == streamed
+        and result["new_tokens"] == wanted[6:].tolist()
+    )
     assert len(set(result["new_tokens"])) > 2
     costs = found["costs"]
-    assert [costs[f"{what}_tokens"] for what in ("prompt", "new", "decode", "cache")] == [6, 12, 11, 17]
-    assert costs["cache_bytes"] == costs["cache_formula_bytes"] == decoding_state_bytes(models[mixer][1], 17, 4) > 0
+    assert [costs[f"{what}_tokens"] for what in ("prompt", "new", "decode", "cache")] == [
+        6,
+        12,
+        11,
+        17,
+    ]
+    assert (
+        costs["cache_bytes"]
+        == costs["cache_formula_bytes"]
+        == decoding_state_bytes(models[mixer][1], 17, 4)
+        > 0
+    )
     assert without["costs"]["cache_bytes"] is None
     said = r"prefill: 6 tokens, [\d,.]+ tokens/s\ndecode: 11 tokens, [\d,.]+ tokens/s\ncache: [\d,]+ bytes, 17 tokens of 1 seq"
     assert re.search(said, told)
@@ -93,36 +114,65 @@ def test_what_is_streamed_is_the_text(
 
 
 def test_a_batch_is_each_prompt_alone(generate: Generate, answer: Answer, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_bytes(f"\N{BYTE ORDER MARK}{TEXTS[1]}\r\n\n{TEXTS[2]}\n".encode())
-    batch = answer("fem_softmax", TEXTS[0], "--file", str(tmp_path / "prompts.txt"), "--greedy", new=6)
+    (tmp_path / "prompts.txt").write_bytes(
+        f"\N{BYTE ORDER MARK}{TEXTS[1]}\r\n\n{TEXTS[2]}\n".encode()
+    )
+    batch = answer(
+        "fem_softmax", TEXTS[0], "--file", str(tmp_path / "prompts.txt"), "--greedy", new=6
+    )
     assert [result["prompt"] for result in batch["results"]] == list(TEXTS)
-    assert batch["results"] == [answer("fem_softmax", text, "--greedy", new=6)["results"][0] for text in TEXTS]
+    assert batch["results"] == [
+        answer("fem_softmax", text, "--greedy", new=6)["results"][0] for text in TEXTS
+    ]
     costs = batch["costs"]
-    assert (costs["prompt_tokens"], costs["new_tokens"]) == (sum(len(text.encode()) for text in TEXTS), 18)
-    assert costs["cache_bytes"] == costs["cache_formula_bytes"] > 0  # of three rows as long as the longest
+    assert (costs["prompt_tokens"], costs["new_tokens"]) == (
+        sum(len(text.encode()) for text in TEXTS),
+        18,
+    )
+    assert (
+        costs["cache_bytes"] == costs["cache_formula_bytes"] > 0
+    )  # of three rows as long as the longest
     texts = [result["text"] for result in batch["results"]]
-    assert generate("fem_softmax", *TEXTS, "--greedy", new=6)[0] == f"\n{BETWEEN}\n".join(texts) + "\n"
+    assert (
+        generate("fem_softmax", *TEXTS, "--greedy", new=6)[0] == f"\n{BETWEEN}\n".join(texts) + "\n"
+    )
 
 
 def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
     """A seed is a text, also one that is told; the narrowest draws are the likeliest text, the widest are not."""
-    drawn = [answer("fem_linear", PROMPT, "--temperature", "2", "--seed", seed)["results"] for seed in "112"]
+    drawn = [
+        answer("fem_linear", PROMPT, "--temperature", "2", "--seed", seed)["results"]
+        for seed in "112"
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     text, told = generate("fem_linear", PROMPT, "--temperature", "2")
     seed = re.search(r"seed: (\d+)", told)
-    assert seed and generate("fem_linear", PROMPT, "--temperature", "2", "--seed", seed[1])[0] == text
+    assert (
+        seed and generate("fem_linear", PROMPT, "--temperature", "2", "--seed", seed[1])[0] == text
+    )
     likeliest = answer("fem_linear", PROMPT, "--greedy")["results"]
     for one in (("--top-k", "1"), ("--top-p", "1e-6"), ("--temperature", "1e-4")):
         assert answer("fem_linear", PROMPT, "--seed", "1", *one)["results"] == likeliest, one
-    hot = answer("fem_linear", PROMPT, "--seed", "1", "--temperature", "100", "--top-k", "0", new=40)
-    assert len(set(hot["results"][0]["new_tokens"])) > 30  # of 40 drawn from 257 nearly evenly: 37; from the 40 likeliest: 25
+    hot = answer(
+        "fem_linear", PROMPT, "--seed", "1", "--temperature", "100", "--top-k", "0", new=40
+    )
+    assert (
+        len(set(hot["results"][0]["new_tokens"])) > 30
+    )  # of 40 drawn from 257 nearly evenly: 37; from the 40 likeliest: 25
 
 
-def test_a_folders_own_penalties_count_for_nothing(generate: Generate, models: Models, tmp_path: Path) -> None:
+def test_a_folders_own_penalties_count_for_nothing(
+    generate: Generate, models: Models, tmp_path: Path
+) -> None:
     folder, settings = tmp_path / "model", tmp_path / "model" / "generation_config.json"
     assert hf("export", models["transformer"][0], folder) == 0
     wanted = generate(folder, "w1 w2", "--greedy")[0]
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1}))
+    settings.write_text(
+        json.dumps(
+            json.loads(settings.read_text())
+            | {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1}
+        )
+    )
     assert generate(folder, "w1 w2", "--greedy")[0] == wanted
 
 
@@ -137,25 +187,43 @@ def test_beams_find_a_likelier_text(generate: Generate, answer: Answer, models: 
             scores = opened.model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
         return float(scores[-len(tokens) :].sum())
 
-    greedy, beams = (answer("fem_softmax", PROMPT, *how, new=8) for how in (("--greedy",), ("--beams", "5")))
-    assert likelihood(beams["results"][0]["new_tokens"]) > likelihood(greedy["results"][0]["new_tokens"])
-    assert beams["costs"]["cache_bytes"] == 5 * greedy["costs"]["cache_bytes"] == beams["costs"]["cache_formula_bytes"]
-    assert generate("fem_softmax", PROMPT, "--beams", "5", new=8)[0] == beams["results"][0]["text"] + "\n"
+    greedy, beams = (
+        answer("fem_softmax", PROMPT, *how, new=8) for how in (("--greedy",), ("--beams", "5"))
+    )
+    assert likelihood(beams["results"][0]["new_tokens"]) > likelihood(
+        greedy["results"][0]["new_tokens"]
+    )
+    assert (
+        beams["costs"]["cache_bytes"]
+        == 5 * greedy["costs"]["cache_bytes"]
+        == beams["costs"]["cache_formula_bytes"]
+    )
+    assert (
+        generate("fem_softmax", PROMPT, "--beams", "5", new=8)[0]
+        == beams["results"][0]["text"] + "\n"
+    )
 
 
 def test_the_end_of_a_text_ends_it(answer: Answer, models: Models, tmp_path: Path) -> None:
     state = random_state(models["transformer"][1], dtype=torch.float32)
-    state["output_layer.weight"][:] = 0  # all tokens are equally likely, so the first is; then the end of the text
+    state["output_layer.weight"][:] = (
+        0  # all tokens are equally likely, so the first is; then the end of the text
+    )
     state["output_layer.weight"][256] = 1
     path = save(models["transformer"][1], tmp_path / "ends", state)
     found = answer(path, "ab", "c", "xyz", "q", "hello", "--greedy", new=30)["results"]
     rows = [result["new_tokens"] for result in found]
-    assert all(256 not in row[:-1] for row in rows) and len({len(row) for row in rows if row[-1] == 256}) > 1
+    assert (
+        all(256 not in row[:-1] for row in rows)
+        and len({len(row) for row in rows if row[-1] == 256}) > 1
+    )
     assert all("<eod>" not in result["text"] for result in found)
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("another",)], ids=str)
-def test_ctrl_c_keeps_the_text_so_far(generate: Generate, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+def test_ctrl_c_keeps_the_text_so_far(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
     clock = generation.Clock.__call__
 
     def five_tokens(self: generation.Clock, *arguments: Any, **options: Any) -> Any:
@@ -213,7 +281,12 @@ def test_compiled(answer: Answer, mixer: str, stance: str) -> None:
         compiled = answer(mixer, PROMPT, "--greedy", "--compile", new=8)
     assert compiled["results"] == answer(mixer, PROMPT, "--greedy", new=8)["results"]
     costs = compiled["costs"]
-    assert costs["cache_bytes"] >= costs["cache_formula_bytes"] > 0 and costs["cache_tokens"] >= 6 + 8 - 1
+    assert (
+        costs["cache_bytes"] >= costs["cache_formula_bytes"] > 0
+        and costs["cache_tokens"] >= 6 + 8 - 1
+    )
     assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == (stance == "default")
-    if stance == "default":  # inductor's cache may be warm; a step takes milliseconds, and tracing one alone some hundreds
+    if (
+        stance == "default"
+    ):  # inductor's cache may be warm; a step takes milliseconds, and tracing one alone some hundreds
         assert costs["compiling_seconds"] > costs["decode_seconds"] > 0

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.folder import Progress, find
@@ -41,7 +48,14 @@ STOCK: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
     """A checkpoint of weights alone at step 12."""
-    save_weights(out, state.items(), replace(RunConfig(), name="small", model=model), Progress(12, 96, 960), "data-key", heldout_loss=2.5)
+    save_weights(
+        out,
+        state.items(),
+        replace(RunConfig(), name="small", model=model),
+        Progress(12, 96, 960),
+        "data-key",
+        heldout_loss=2.5,
+    )
     return out
 
 
@@ -56,7 +70,9 @@ def hf(*arguments: str | Path) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def stock_folder(name: str, out: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changes: Any) -> Path:
+def stock_folder(
+    name: str, out: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changes: Any
+) -> Path:
     """A folder of transformers' own making; its norms, too, are random. shard: the size of a file of weights."""
     kind, options = STOCK[name]
     torch.manual_seed(3)
@@ -72,7 +88,11 @@ def stock_folder(name: str, out: Path, dtype: torch.dtype = torch.float32, shard
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All of a folder's tensors."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

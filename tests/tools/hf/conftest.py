@@ -27,17 +27,23 @@ def open_folder() -> Callable[..., Any]:
 
     def load(path: Path | str, **options: Any) -> Any:
         folder = Path(path)
-        model, info = loader.from_pretrained(folder, trust_remote_code=True, output_loading_info=True, **options)
+        model, info = loader.from_pretrained(
+            folder, trust_remote_code=True, output_loading_info=True, **options
+        )
         assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])
         ours = (folder / "modeling_fem.py").exists()
-        assert type(model).__module__.startswith("transformers_modules." if ours else "transformers.models.")
+        assert type(model).__module__.startswith(
+            "transformers_modules." if ours else "transformers.models."
+        )
         return model.eval()
 
     return load
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]) -> Callable[[str], Exported]:
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]
+) -> Callable[[str], Exported]:
     """The exported and loaded model of a name of NAMES."""
     known: dict[str, Exported] = {}
 

@@ -21,7 +21,9 @@ TEXTS = [
 ]
 PATTERN = Regex(r"\p{N}{1,3}|\s?\p{L}+[.,]?|\s+|[^\s\p{L}\p{N}]+")
 KINDS: dict[str, PreTokenizer] = {
-    "regex": Sequence([Split(PATTERN, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "regex": Sequence(
+        [Split(PATTERN, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    ),
     "prefixed": ByteLevel(add_prefix_space=True),
     "pieces": Sequence([Digits(individual_digits=True), Metaspace(prepend_scheme="never")]),
 }
@@ -56,7 +58,11 @@ def write_reader(folder: Path, kind: str, name: str | None, **settings: Any) -> 
     """A tokenizer's folder whose tokenizer_config.json names this class."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(trained(kind))
-    values = {"eos_token": "<|endoftext|>"} | ({} if name is None else {"tokenizer_class": name}) | settings
+    values = (
+        {"eos_token": "<|endoftext|>"}
+        | ({} if name is None else {"tokenizer_class": name})
+        | settings
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return folder
 

@@ -29,7 +29,9 @@ RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": t
 
 def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor]) -> Path:
     """A step's folder below ``RUN/checkpoints``."""
-    return save_weights(run / "checkpoints", state.items(), config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key")
+    return save_weights(
+        run / "checkpoints", state.items(), config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key"
+    )
 
 
 def model_of(name: str) -> ModelConfig:
@@ -43,7 +45,12 @@ def run_of(model: ModelConfig, data: Path) -> RunConfig:
     return RunConfig(
         name="of_two_sources",
         model=model,
-        data=DataConfig(train=sources, valid=(Source(str(data / "valid")),), seq_length=LENGTH, tokenizer=str(data / "tokenizer")),
+        data=DataConfig(
+            train=sources,
+            valid=(Source(str(data / "valid")),),
+            seq_length=LENGTH,
+            tokenizer=str(data / "tokenizer"),
+        ),
         train=TrainConfig(steps=20, global_batch_size=8, precision="fp32"),
         optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4),
     )
@@ -59,8 +66,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer = write_tokenizer(data / "tokenizer", VOCAB) / "tokenizer.json"
     manifest["tokenizer"]["sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     write_manifest(data, manifest)
-    told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]  # the step was validated twice: the run was resumed
-    log = "".join(f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n' for step, loss in told)
+    told = [
+        (STEP - 1, 9.0),
+        (STEP, 3.5),
+        (STEP, 3.0),
+        (STEP + 1, 1.0),
+    ]  # the step was validated twice: the run was resumed
+    log = "".join(
+        f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n'
+        for step, loss in told
+    )
     for name, dtype in RUNS.items():
         config = run_of(model_of(name), data)
         write_checkpoint(root / name, config, random_state(config.model, dtype=dtype))
@@ -104,4 +119,7 @@ def files(folder: Path) -> dict[str, str]:
 def made(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """What the folder should hold."""
     recipes = to_stock(model) if model.mixer == "transformer" else to_fem(model)
-    return {name: recipe.make([state[source] for source in recipe.sources]).contiguous() for name, recipe in recipes.items()}
+    return {
+        name: recipe.make([state[source] for source in recipe.sources]).contiguous()
+        for name, recipe in recipes.items()
+    }

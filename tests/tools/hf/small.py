@@ -36,7 +36,12 @@ SIZES: dict[str, Any] = {
 # Besides each mixer as it is: mixed by layer, with the other's MLP, looped, with switches that change the state or the weights.
 COMBINED: dict[str, dict[str, Any]] = {
     "hybrid": {"mixer": "fem_softmax", "pattern": ("fem_softmax", "fem_gla")},
-    "cem_mlp_grouped": {"mixer": "transformer", "mlp": "cem", "num_query_groups": 2, "recurrence": 2},
+    "cem_mlp_grouped": {
+        "mixer": "transformer",
+        "mlp": "cem",
+        "num_query_groups": 2,
+        "recurrence": 2,
+    },
     "cem_attention": {"mixer": "cem", "mlp": "swiglu"},
     "switched": {
         "pattern": ("transformer", "fem_softmax"),
@@ -49,8 +54,14 @@ COMBINED: dict[str, dict[str, Any]] = {
         "rope_base": 500_000,
         "rope_scaling": RopeScaling("llama3", 4.0, 16),
     },
-    "stretched": {"pattern": ("fem_softmax", "mha2nd1st"), "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
-    "stretched_llama": {"mixer": "transformer", "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
+    "stretched": {
+        "pattern": ("fem_softmax", "mha2nd1st"),
+        "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25),
+    },
+    "stretched_llama": {
+        "mixer": "transformer",
+        "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25),
+    },
 }
 # Layers of the package fla run on a GPU alone.
 NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
@@ -66,16 +77,23 @@ def config_of(name: str) -> ModelConfig:
     """The model that stands for a name of NAMES; those without an MLP are looped."""
     changes = dict(COMBINED.get(name, {}))
     recurrence = 2 if name in catalogue.MIXERS and catalogue.MIXERS[name].mlp == "none" else 1
-    return small(changes.pop("mixer", name), **{"tie_embeddings": len(name) % 2 == 0, "recurrence": recurrence, **changes})
+    return small(
+        changes.pop("mixer", name),
+        **{"tie_embeddings": len(name) % 2 == 0, "recurrence": recurrence, **changes},
+    )
 
 
-def random_state(model: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def random_state(
+    model: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """Every weight well off its start, so that no part of the model is near the identity or zero."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, weight in model_weights(model).items():
         start = weight.init if isinstance(weight.init, int | float) else 0.0
-        state[name] = (start + 0.2 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)).to(dtype)
+        state[name] = (
+            start + 0.2 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        ).to(dtype)
     return state
 
 
@@ -97,7 +115,10 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 def padded_batch() -> tuple[Tensor, Tensor]:
     """Ids and mask of three rows of PADDED tokens, padded on the left."""
-    ids, mask = tokens(len(PADDED), max(PADDED)), torch.zeros(len(PADDED), max(PADDED), dtype=torch.long)
+    ids, mask = (
+        tokens(len(PADDED), max(PADDED)),
+        torch.zeros(len(PADDED), max(PADDED), dtype=torch.long),
+    )
     for row, length in enumerate(PADDED):
         mask[row, max(PADDED) - length :] = 1
     return ids, mask
@@ -116,11 +137,22 @@ class Held:
         return {name: self.state[name] for name in names}
 
 
-def export(model: ModelConfig, out: Path, state: dict[str, Tensor] | None = None, tokenizer: Path | None = None, **changes: Any) -> Path:
+def export(
+    model: ModelConfig,
+    out: Path,
+    state: dict[str, Tensor] | None = None,
+    tokenizer: Path | None = None,
+    **changes: Any,
+) -> Path:
     """The model's folder, of random weights unless they are given, with the tokenizer of a folder."""
     state = state or random_state(model, dtype=torch.float32)
-    options: dict[str, Any] = {"tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None, "card": {}}
-    export_weights(Held(state), model, out, **(options | {"dtype": next(iter(state.values())).dtype} | changes))
+    options: dict[str, Any] = {
+        "tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None,
+        "card": {},
+    }
+    export_weights(
+        Held(state), model, out, **(options | {"dtype": next(iter(state.values())).dtype} | changes)
+    )
     return out
 
 
@@ -145,11 +177,15 @@ def write_tokenizer(folder: Path, entries: int) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<eod>", *(f"w{i}" for i in range(entries - 1))]
-    tokenizer = Words(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<eod>"))
+    tokenizer = Words(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<eod>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("model_input_names", None)
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as data_prep writes it; transformers 4 does not know what 5 writes
+    settings["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # as data_prep writes it; transformers 4 does not know what 5 writes
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

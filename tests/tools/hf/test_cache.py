@@ -21,7 +21,10 @@ from tools.hf.modeling_fem import FemLMForCausalLM
 BATCH = 3
 LINEAR = small("hyperset", recurrence=2, hyperset=HyperSetConfig(attention="linear"))
 LOOPED = replace(config_of("hybrid"), recurrence=3)
-MODELS: dict[str, ModelConfig] = {name: config_of(name) for name in NAMES} | {"looped": LOOPED, "hyperset_linear": LINEAR}
+MODELS: dict[str, ModelConfig] = {name: config_of(name) for name in NAMES} | {
+    "looped": LOOPED,
+    "hyperset_linear": LINEAR,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -41,14 +44,27 @@ def test_a_cache_holds_what_the_formula_says(name: str) -> None:
             seen += piece.shape[1]
             states: list[Tensor] = [tensor for layer in cache for tensor in layer]
             held.append(sum(tensor.untyped_storage().nbytes() for tensor in states))
-            assert len({tensor.untyped_storage().data_ptr() for tensor in states if tensor.nbytes}) == len(states)
+            assert len(
+                {tensor.untyped_storage().data_ptr() for tensor in states if tensor.nbytes}
+            ) == len(states)
             assert held[-1] == cache.nbytes() == BATCH * decoding_state_bytes(config, seen, 2), seen
             model(piece, past_key_values=fixed)
-            places.add(tuple(tensor.data_ptr() for layer in fixed.layers for tensor in layer.state.values()))
+            places.add(
+                tuple(
+                    tensor.data_ptr() for layer in fixed.layers for tensor in layer.state.values()
+                )
+            )
             assert fixed.nbytes() == BATCH * decoding_state_bytes(whole, 20 + 1, 2)
-    linear = all(catalogue.MIXERS[mixer].cost == "T" for mixer in catalogue.mixer_names(config)) or name == "hyperset_linear"
+    linear = (
+        all(catalogue.MIXERS[mixer].cost == "T" for mixer in catalogue.mixer_names(config))
+        or name == "hyperset_linear"
+    )
     assert (len(set(held)) == 1) == linear
-    assert cache.is_initialized and fixed.is_initialized and len(cache) == len([*cache]) == config.num_layers
+    assert (
+        cache.is_initialized
+        and fixed.is_initialized
+        and len(cache) == len([*cache]) == config.num_layers
+    )
     cache.reset()
     assert not (cache.is_initialized or any(cache))
     assert len(places) == 1 and fixed.get_seq_length() == seen == 14 and fixed.is_compileable
@@ -65,7 +81,10 @@ def test_every_cache_gives_the_parallel_logits(name: str) -> None:
         for cache in (model.new_cache(), model.new_cache(12), model.new_cache(17)):
             ends, pieces = (4, 9, 10, 12), ids.split([4, 5, 1, 2], dim=1)
             given = zip(pieces, ends, strict=True)
-            steps = [model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits for piece, end in given]
+            steps = [
+                model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits
+                for piece, end in given
+            ]
             # float64 rounding.
             close(torch.cat(steps, dim=1)[mask.bool()], parallel[mask.bool()], 1e-10)
 
@@ -73,7 +92,11 @@ def test_every_cache_gives_the_parallel_logits(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     """Whole, in a cache and in one of fixed size; at the ends it is accepted. A mixer's shape answers, and here the answer is measured."""
-    model, ids, mask = here(name, torch.float64), tokens(1, 14), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]])
+    model, ids, mask = (
+        here(name, torch.float64),
+        tokens(1, 14),
+        torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]]),
+    )
     caches, counts = (model.new_cache(), model.new_cache(14)), model.model.counts_padding
     refusal = "padding between two tokens of a row, .* pad on the left"
     with torch.no_grad():
@@ -94,12 +117,21 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     assert difference > 0.1 if counts else difference < 1e-10
 
 
-SLOW = [pytest.param(name, "eager", marks=pytest.mark.slow) for name in NAMES if name not in ("fem_softmax", "gated_deltanet")]
-SLOW += [pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("fem_softmax", "fem_gla", "cem")]
+SLOW = [
+    pytest.param(name, "eager", marks=pytest.mark.slow)
+    for name in NAMES
+    if name not in ("fem_softmax", "gated_deltanet")
+]
+SLOW += [
+    pytest.param(name, "inductor", marks=pytest.mark.slow)
+    for name in ("fem_softmax", "fem_gla", "cem")
+]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
-@pytest.mark.parametrize(("name", "backend"), [("fem_softmax", "eager"), ("gated_deltanet", "eager"), *SLOW])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("fem_softmax", "eager"), ("gated_deltanet", "eager"), *SLOW]
+)
 def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     """``generate`` compiled by transformers, whole graphs only: one, for prompts of any length and padding, and the tokens as ever.
 
@@ -119,7 +151,13 @@ def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     settings._compile_all_devices = True
     greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
     static = {"cache_implementation": "static", "compile_config": settings}
-    for start, given, longest in ((0, mask, 16), (0, None, 12), (2, mask[:, 2:], 14), (0, mask, 11), (0, None, 16)):
+    for start, given, longest in (
+        (0, mask, 16),
+        (0, None, 12),
+        (2, mask[:, 2:], 14),
+        (0, mask, 11),
+        (0, None, 16),
+    ):
         greedy["max_length"] = longest
         wanted = model.generate(ids[:, start:], attention_mask=given, **greedy)
         # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.megatron.platform turns compilation off.

@@ -40,12 +40,23 @@ TABLE = [
         "the mixers have no attention maps",
     ),
     Excepted(
-        "tp_plan_.*|tied_head_has_a_tp_.*", OURS, "skipped: .*TP plan", "an exported model runs in one process: no tensor-parallel plan"
+        "tp_plan_.*|tied_head_has_a_tp_.*",
+        OURS,
+        "skipped: .*TP plan",
+        "an exported model runs in one process: no tensor-parallel plan",
     ),
-    Excepted("capture_outputs_.*", OURS, "skipped: No usage of", "forward collects hidden states itself, as transformers 4 needs"),
+    Excepted(
+        "capture_outputs_.*",
+        OURS,
+        "skipped: No usage of",
+        "forward collects hidden states itself, as transformers 4 needs",
+    ),
     Excepted("can_capture_specific_.*", OURS, "skipped: Cannot capture", "the same"),
     Excepted(
-        "model_rope_scaling_frequencies", TURNED, "skipped: .*no standardized RoPE module", "each block turns its own queries and keys"
+        "model_rope_scaling_frequencies",
+        TURNED,
+        "skipped: .*no standardized RoPE module",
+        "each block turns its own queries and keys",
     ),
     Excepted(
         "model_rope_scaling_.*_dynamic",
@@ -53,7 +64,9 @@ TABLE = [
         "failed: (?s:.*)rope_type is 'dynamic'; here are",
         "refused: not a scale of the training code",
     ),
-    Excepted("model_rope_scaling_.*", ("cem",), "skipped: .*not support RoPE", "CEM has no positions"),
+    Excepted(
+        "model_rope_scaling_.*", ("cem",), "skipped: .*not support RoPE", "CEM has no positions"
+    ),
     Excepted(
         "flash_.*|flex_.*|sdpa_can_(dispatch_on_flash|compile_.*)|torch_compile_.*|kernels_.*|.*(deepspeed|offload).*"
         "|model_parallelism|can_load_with_(device|global)_.*",
@@ -64,33 +77,60 @@ TABLE = [
     Excepted("encoder_decoder_.*", ALL, "skipped: No sequence-to-sequence", "no encoder"),
     Excepted("resize_position_.*", ALL, "skipped: .*position embeddings", "no learned positions"),
     Excepted(
-        "vision_axial_rope|model_rope_with_partial_.*", ALL, "skipped: .*(RoPE|partial rope)", "RoPE turns whole heads, in one dimension"
+        "vision_axial_rope|model_rope_with_partial_.*",
+        ALL,
+        "skipped: .*(RoPE|partial rope)",
+        "RoPE turns whole heads, in one dimension",
     ),
     Excepted("sliding_window_mask", ALL, "skipped: .*not support", "none of these has a window"),
-    Excepted("moe_.*|output_router_.*|.*_batched_and_grouped_.*", ALL, "skipped: .*(experts|router|grouped_mm)", "no experts"),
+    Excepted(
+        "moe_.*|output_router_.*|.*_batched_and_grouped_.*",
+        ALL,
+        "skipped: .*(experts|router|grouped_mm)",
+        "no experts",
+    ),
     Excepted(
         "(attn_.*|sdpa_can_dispatch|.*dynamically)_composite_.*|internal_model_.*",
         ALL,
         "skipped: .*(omposite|SDPA|attentions|subconfigs)",
         "no model within a model",
     ),
-    Excepted("keep_in_fp32_.*", ALL, "skipped: .*_keep_in_fp32_modules", "no weight is kept in float32 by its name"),
     Excepted(
-        "reverse_loading_.*|can_load_from_already_.*", ALL, "skipped: No conversion", "weights have the same names in a file and in memory"
+        "keep_in_fp32_.*",
+        ALL,
+        "skipped: .*_keep_in_fp32_modules",
+        "no weight is kept in float32 by its name",
+    ),
+    Excepted(
+        "reverse_loading_.*|can_load_from_already_.*",
+        ALL,
+        "skipped: No conversion",
+        "weights have the same names in a file and in memory",
     ),
 ]
 # Checks that return at once without a method of that name, or are of a mixin that is not in the distribution: they would always pass.
 EMPTY = "get_(text|image|audio|video)_features_.*|generation_tester_mixin_.*"
 CHECKS = [check for check in dict.fromkeys(checks()) if not re.fullmatch(EMPTY, check)]
-OTHER = [check for check in CHECKS if any(row.models == ALL and re.fullmatch(row.checks, check) for row in TABLE)]
+OTHER = [
+    check
+    for check in CHECKS
+    if any(row.models == ALL and re.fullmatch(row.checks, check) for row in TABLE)
+]
 # Seconds long, and of every mixer the same question.
-SLOW = {(name, "training_overfit") for name in ALL} | {(name, "bc_torch_dtype") for name in ALL if name != "fem_softmax"}
-SLOW |= {(name, check) for name in ("fem_gla", "hyperset", "hybrid") for check in CHECKS}  # with RoPE: fem_softmax; without: cem
-SLOW |= {(CONTROL, check) for check in CHECKS if check.startswith("eager_matches_sdpa_")}  # of ours they are skipped
+SLOW = {(name, "training_overfit") for name in ALL} | {
+    (name, "bc_torch_dtype") for name in ALL if name != "fem_softmax"
+}
+SLOW |= {
+    (name, check) for name in ("fem_gla", "hyperset", "hybrid") for check in CHECKS
+}  # with RoPE: fem_softmax; without: cem
+SLOW |= {
+    (CONTROL, check) for check in CHECKS if check.startswith("eager_matches_sdpa_")
+}  # of ours they are skipped
 
 pytestmark = [
     pytest.mark.skipif(
-        not CHECKS, reason=f"no {SOURCES}: `make setup`, or unpack tests of transformers' source distribution below {FOLDER}"
+        not CHECKS,
+        reason=f"no {SOURCES}: `make setup`, or unpack tests of transformers' source distribution below {FOLDER}",
     ),
     pytest.mark.filterwarnings("ignore"),  # the checks also try what transformers deprecates
 ]
@@ -104,18 +144,25 @@ def case_of(name: str) -> type[TestCase]:
 def judge(name: str, check: str) -> None:
     """The check passes with each of its parameters, or has the outcome of the table."""
     for found, said in outcomes(case_of(name), check).items():
-        row = next((row for row in TABLE if name in row.models and re.fullmatch(row.checks, found)), None)
+        row = next(
+            (row for row in TABLE if name in row.models and re.fullmatch(row.checks, found)), None
+        )
         if row is None:
             assert said == "passed", f"{found}: {said}"
         else:
-            assert said != "passed", f"{found} passes: remove it from the table, whose reason is {row.reason!r}"
+            assert said != "passed", (
+                f"{found} passes: remove it from the table, whose reason is {row.reason!r}"
+            )
             assert re.match(row.outcome, said), f"{found}: expected {row.outcome!r}, got {said}"
 
 
 EACH = [(name, check) for name in ALL for check in CHECKS if check not in OTHER]
 
 
-@pytest.mark.parametrize(("name", "check"), [pytest.param(*one, marks=pytest.mark.slow if one in SLOW else []) for one in EACH])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [pytest.param(*one, marks=pytest.mark.slow if one in SLOW else []) for one in EACH],
+)
 def test_transformers_own_check(name: str, check: str) -> None:
     judge(name, check)
 
@@ -129,4 +176,6 @@ def test_checks_of_other_kinds_of_model(name: str) -> None:
 
 def test_the_table_names_checks_that_exist() -> None:
     names = [name.removeprefix("test_") for name in dir(case_of(CONTROL))]
-    assert [row.checks for row in TABLE if not any(re.fullmatch(row.checks, name) for name in names)] == []
+    assert [
+        row.checks for row in TABLE if not any(re.fullmatch(row.checks, name) for name in names)
+    ] == []

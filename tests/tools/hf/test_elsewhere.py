@@ -17,12 +17,25 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tests.tools.hf.readers import FAMILIES, TEXTS, write_reader
-from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, padded_batch, small, write_tokenizer
+from tests.tools.hf.small import (
+    NAMES,
+    VOCAB,
+    Exported,
+    close,
+    export,
+    padded_batch,
+    small,
+    write_tokenizer,
+)
 from tools.hf.model_card import TESTED
 
 ROOT = Path(__file__).parents[3]
 OLDEST = Path(os.environ.get("FEM_OLDEST_TRANSFORMERS", ROOT / ".venv" / "oldest"))
-PINNED = next(line for line in (ROOT / "tests" / "oldest-transformers.txt").read_text().splitlines() if line.startswith("transformers=="))
+PINNED = next(
+    line
+    for line in (ROOT / "tests" / "oldest-transformers.txt").read_text().splitlines()
+    if line.startswith("transformers==")
+)
 # Softmax and linear priors, a conditioner, CEM, a looped block, YaRN; and transformers' own class, its RoPE not at its defaults.
 FEW = ["hybrid", "cem", "hyperset", "rotated", "stretched", "stretched_llama"]
 
@@ -79,33 +92,61 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
     Beside a model with code, AutoTokenizer of transformers 5 asks where trust_remote_code is None; its class by name does not.
     """
     saved = write_reader(root / "saved", "regex", None)
-    PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(saved)
-    assert json.loads((saved / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(
+        saved
+    )
+    assert (
+        json.loads((saved / "tokenizer_config.json").read_text())["tokenizer_class"]
+        == "TokenizersBackend"
+    )
     given = dict.fromkeys(FAMILIES, saved)
-    named = {"GPT2Tokenizer": "regex", "GPTNeoXTokenizerFast": "prefixed", "CohereTokenizerFast": "regex", "LlamaTokenizer": "pieces"}
+    named = {
+        "GPT2Tokenizer": "regex",
+        "GPTNeoXTokenizerFast": "prefixed",
+        "CohereTokenizerFast": "regex",
+        "LlamaTokenizer": "pieces",
+    }
     given |= {name: write_reader(root / f"of-{name}", kind, name) for name, kind in named.items()}
     found: dict[tuple[str, Trust], Path] = {}
     for name, tokenizer in given.items():
-        folder = export(small(**FAMILIES.get(name, FAMILIES["llama"])), root / name, tokenizer=tokenizer)
-        found |= {(str(folder), trust): folder / "tokenizer.json" for trust in (True, False, "by class" if name == "fem_lm" else None)}
+        folder = export(
+            small(**FAMILIES.get(name, FAMILIES["llama"])), root / name, tokenizer=tokenizer
+        )
+        found |= {
+            (str(folder), trust): folder / "tokenizer.json"
+            for trust in (True, False, "by class" if name == "fem_lm" else None)
+        }
     return found
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"])  # the newest one runs every other test here
-def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+@pytest.mark.parametrize(
+    "age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"]
+)  # the newest one runs every other test here
+def test_a_stranger_loads_the_folders(
+    exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]
+) -> None:
     """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch.
 
     And the ids of tokenizer.json, of every kind of tokenizer and in every family.
     """
     if age == "oldest" and not OLDEST.is_dir():
-        pytest.skip(f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-transformers.txt")
+        pytest.skip(
+            f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-transformers.txt"
+        )
     folders = [tmp_path / "moved" / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         shutil.copytree(exported(name).folder, folder)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
-    assert "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()  # as data_prep trains them
-    with_words = [export(small(name), tmp_path / name, tokenizer=tokenizer) for name in ("fem_softmax", "transformer")]
+    assert (
+        "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()
+    )  # as data_prep trains them
+    with_words = [
+        export(small(name), tmp_path / name, tokenizer=tokenizer)
+        for name in ("fem_softmax", "transformer")
+    ]
     home, saved = tmp_path / "home", tmp_path / "saved.pt"
     ids, mask = padded_batch()
     readers = with_readers(tmp_path / "readers")
@@ -113,12 +154,24 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
     env = os.environ | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
     env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     site = "-" if age == "newest" else str(OLDEST)
-    command = [sys.executable, "-I", "-c", STRANGER, site, str(saved), *map(str, [*folders, *with_words])]
-    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        STRANGER,
+        site,
+        str(saved),
+        *map(str, [*folders, *with_words]),
+    ]
+    run = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("["), run.stdout
     used, eos, pad, length, texts = json.loads(run.stdout)
-    assert used == (version("transformers") if age == "newest" else PINNED.removeprefix("transformers=="))
+    assert used == (
+        version("transformers") if age == "newest" else PINNED.removeprefix("transformers==")
+    )
     assert (eos, pad) == (0, 0) and 4 <= length <= 8
     for one_by_one, two_at_a_time in texts:
         assert len(one_by_one) == 3 and one_by_one == two_at_a_time
@@ -132,7 +185,9 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
         with torch.no_grad():
             # Rounding of float32: sums in another order with another number of threads. Padding's own rows mean nothing.
             close(logits[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()], 1e-5)
-        wanted = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        wanted = model.generate(
+            ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
         assert all(torch.equal(tokens, wanted) for tokens in (greedy, uncached, static)), name
         assert torch.equal(beams, beams_uncached), name
 

@@ -22,7 +22,9 @@ END = 256
 def with_template(folder: Path) -> None:
     """A tokenizer's folder whose template puts <eod> before and behind a text."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<eod>")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eod> $A <eod>", special_tokens=[("<eod>", END)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eod> $A <eod>", special_tokens=[("<eod>", END)]
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -43,9 +45,17 @@ def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
     assert template("ab")["input_ids"] == [END, 64, 65, END]
     for place in (checkpoint, folder):
         opened = open_model(place)
-        assert opened.trained_here and read(opened, "ab") == [64, 65] and read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
+        assert (
+            opened.trained_here
+            and read(opened, "ab") == [64, 65]
+            and read(opened, "a<eod>b") == [64, 27, 68, 78, 67, 29, 65]
+        )
         ids, mask = Adaptor(opened, 2).tok_batch_encode(["abcd", "b", ""], left_truncate_len=3)
-        assert ids[mask.bool()].tolist() == [65, 66, 67, 65, END] and mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
+        assert ids[mask.bool()].tolist() == [65, 66, 67, 65, END] and mask.tolist() == [
+            [1, 1, 1],
+            [0, 0, 1],
+            [0, 0, 1],
+        ]
 
 
 def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) -> None:
@@ -57,7 +67,11 @@ def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) ->
         assert hf(verb, *places[-2:]) == 0
     for place in places:
         opened = open_model(place)
-        assert not opened.trained_here and read(opened, "ab") == [END, 64, 65, END] and read(opened, "a<eod>b") == [END, 64, END, 65, END]
+        assert (
+            not opened.trained_here
+            and read(opened, "ab") == [END, 64, 65, END]
+            and read(opened, "a<eod>b") == [END, 64, END, 65, END]
+        )
     file = places[1] / "step_00000000" / "manifest.json"
     manifest = json.loads(file.read_text())
     assert manifest["inherited"].pop("foreign") is True

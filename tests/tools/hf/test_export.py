@@ -35,19 +35,42 @@ from tools.hf.model_card import PAPERS
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_same_bytes_elsewhere(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_bytes_elsewhere(
+    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path
+) -> None:
     for name in ("fem_softmax", "transformer"):
-        assert hf("export", runs[name], tmp_path / "deep" / name) == 0 and files(exports[name]) == files(tmp_path / "deep" / name)
+        assert hf("export", runs[name], tmp_path / "deep" / name) == 0 and files(
+            exports[name]
+        ) == files(tmp_path / "deep" / name)
 
 
 @pytest.mark.slow
-def test_the_same_bytes_every_time(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_bytes_every_time(
+    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path
+) -> None:
     """In this process, and by the command itself, elsewhere, with another order of Python's sets, no GPU and no warning."""
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     code = "import sys; from tools.hf.__main__ import _parser as p, main; p().parse_args(sys.argv[1:4]); early = 'torch' in sys.modules; "
     code += "sys.exit(early or main(sys.argv[1:4]) or main(sys.argv[4:]))"  # wrong arguments are told before torch is imported
-    again = [argument for name in ("fem_softmax", "transformer") for argument in ("export", runs[name], tmp_path / "deep" / name)]
-    done = subprocess.run([sys.executable, "-c", code, *again], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    again = [
+        argument
+        for name in ("fem_softmax", "transformer")
+        for argument in ("export", runs[name], tmp_path / "deep" / name)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *again],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     for name in ("fem_softmax", "transformer"):
         first, second = files(exports[name]), files(tmp_path / "deep" / name)
@@ -58,18 +81,30 @@ def test_the_same_bytes_every_time(runs: dict[str, Path], exports: dict[str, Pat
 def test_a_transformer_needs_no_code(exports: dict[str, Path]) -> None:
     config = json.loads((exports["transformer"] / "config.json").read_text())
     assert not list(exports["transformer"].glob("*.py")) and "auto_map" not in config
-    assert (config["architectures"], config["dtype"], config["max_position_embeddings"]) == (["LlamaForCausalLM"], "float32", LENGTH)
+    assert (config["architectures"], config["dtype"], config["max_position_embeddings"]) == (
+        ["LlamaForCausalLM"],
+        "float32",
+        LENGTH,
+    )
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (None, 0, 0)
     assert "trust_remote_code" not in (exports["transformer"] / "README.md").read_text()
 
 
-def test_what_is_told_of_the_training(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, wording: Wording) -> None:
+def test_what_is_told_of_the_training(
+    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, wording: Wording
+) -> None:
     """For machines what an import restores; for readers the model card, whose numbers are computed here once more."""
     training = json.loads((exports["fem_softmax"] / "training.json").read_text())
     assert training == {
         "format": 1,
-        "config": json.loads((step_of(runs["fem_softmax"]) / "manifest.json").read_text())["config"],
-        "progress": json.loads(json.dumps(asdict(Progress(step=STEP, consumed_samples=SAMPLES, order_samples=2 * SAMPLES)))),
+        "config": json.loads((step_of(runs["fem_softmax"]) / "manifest.json").read_text())[
+            "config"
+        ],
+        "progress": json.loads(
+            json.dumps(
+                asdict(Progress(step=STEP, consumed_samples=SAMPLES, order_samples=2 * SAMPLES))
+            )
+        ),
         "data": "data-key",
         "inherited": {"foreign": False},
         "heldout_loss": 3.0,
@@ -82,23 +117,46 @@ def test_what_is_told_of_the_training(runs: dict[str, Path], exports: dict[str, 
         f"| Held-out bits per byte | {3.0 / math.log(2) / 4:.4f} |",  # the data's manifest says four bytes a token
     ):
         assert f"\n{row}\n" in card, row
-    per_token, all_of_them = (float(found) for found in re.findall(r"Training FLOPs.* \| (\S+) \|", card))
+    per_token, all_of_them = (
+        float(found) for found in re.findall(r"Training FLOPs.* \| (\S+) \|", card)
+    )
     expected = flops_per_token(run_of(small("fem_softmax"), runs["data"]))
-    assert per_token == pytest.approx(expected, rel=1e-3) and all_of_them == pytest.approx(per_token * tokens, rel=1e-3)
-    assert f" of {sum(tensor.numel() for tensor in tensors(exports['fem_softmax']).values()):,} parameters " in card
+    assert per_token == pytest.approx(expected, rel=1e-3) and all_of_them == pytest.approx(
+        per_token * tokens, rel=1e-3
+    )
+    assert (
+        f" of {sum(tensor.numel() for tensor in tensors(exports['fem_softmax']).values()):,} parameters "
+        in card
+    )
     generation = json.loads((exports["fem_softmax"] / "generation_config.json").read_text())
-    assert generation.pop("transformers_version") and generation == {"eos_token_id": 0, "pad_token_id": 0}
+    assert generation.pop("transformers_version") and generation == {
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     (tmp_path / "link").mkdir()
-    (tmp_path / "link" / "checkpoints").symlink_to(runs["fem_softmax"] / "checkpoints")  # as runs/demo names the demo's model
-    assert hf("export", tmp_path / "link", tmp_path / "out") == 0 and files(tmp_path / "out") == files(exports["fem_softmax"])
+    (tmp_path / "link" / "checkpoints").symlink_to(
+        runs["fem_softmax"] / "checkpoints"
+    )  # as runs/demo names the demo's model
+    assert hf("export", tmp_path / "link", tmp_path / "out") == 0 and files(
+        tmp_path / "out"
+    ) == files(exports["fem_softmax"])
 
 
-def test_little_is_known(copy: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+def test_little_is_known(
+    copy: Path,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
+) -> None:
     """Without data that can be read, log and tokenizer: an export all the same, which says nothing that nobody knows."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{")
     edit_manifest(
-        copy, lambda told: told["config"]["data"].update(train=[], valid=[{"prefix": str(tmp_path / "data" / "v")}], tokenizer=None)
+        copy,
+        lambda told: told["config"]["data"].update(
+            train=[], valid=[{"prefix": str(tmp_path / "data" / "v")}], tokenizer=None
+        ),
     )
     edit_manifest(copy, lambda told: told["progress"].update(step=0, consumed_samples=0))
     step_of(copy).rename(copy / "checkpoints" / "step_00000000")
@@ -107,30 +165,46 @@ def test_little_is_known(copy: Path, runs: dict[str, Path], tmp_path: Path, caps
     wording(capsys.readouterr().err)
     wording((tmp_path / "out" / "README.md").read_text())
     assert json.loads((tmp_path / "out" / "training.json").read_text())["heldout_loss"] is None
-    shutil.copytree(runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer")  # where an import has it
+    shutil.copytree(
+        runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer"
+    )  # where an import has it
     edit_manifest(copy, lambda told: told.update(heldout_loss=2.25))
     assert hf("export", copy, tmp_path / "out", "--overwrite") == 0
-    assert (tmp_path / "out" / "tokenizer.json").is_file() and "| 2.2500 |" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and "| 2.2500 |" in (
+        tmp_path / "out" / "README.md"
+    ).read_text()
 
 
 def test_every_mixers_paper_can_be_cited() -> None:
     for name, mixer in MIXERS.items():
         assert (mixer.paper in PAPERS) == (mixer.package is None), name
     for entry in PAPERS.values():
-        assert not entry.startswith("@") or (re.match(r"@\w+\{\w+,\n  title", entry) and entry.count("{") == entry.count("}"))
+        assert not entry.startswith("@") or (
+            re.match(r"@\w+\{\w+,\n  title", entry) and entry.count("{") == entry.count("}")
+        )
 
 
-def test_of_a_tokenizers_folder_its_files_alone_go_along(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_of_a_tokenizers_folder_its_files_alone_go_along(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     """It may be a whole model's folder, with weights and code."""
-    folder, out = Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model")), tmp_path / "out"
+    folder, out = (
+        Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model")),
+        tmp_path / "out",
+    )
     others = "config.json model-00001-of-00002.safetensors model.safetensors.index.json modeling_x.py README.md training.json".split()
     for name in others:
         (folder / name).write_text('{"theirs": 1}')
     (folder / "merges.txt").write_text("a b\n")
     assert hf("export", runs["transformer"], out, "--tokenizer", folder) == 0
     assert (out / "merges.txt").read_text() == "a b\n"
-    assert not [name for name in others if (out / name).is_file() and "theirs" in (out / name).read_text()]
-    assert json.loads((out / "tokenizer_config.json").read_text())["model_input_names"] == ["input_ids", "attention_mask"]
+    assert not [
+        name for name in others if (out / name).is_file() and "theirs" in (out / name).read_text()
+    ]
+    assert json.loads((out / "tokenizer_config.json").read_text())["model_input_names"] == [
+        "input_ids",
+        "attention_mask",
+    ]
 
 
 # ---------------------------------------------------------------- mistakes
@@ -186,7 +260,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tokenizer too large": (tokenizer(VOCAB + 1), "RUN OUT --tokenizer TMP/tokenizer"),
     "another tokenizer": (tokenizer(VOCAB - 1), "RUN OUT --tokenizer TMP/tokenizer"),
     "no tokenizer": (nothing, "RUN OUT --tokenizer RUN"),
-    "a tokenizer that is gone": (manifest(lambda told: told["config"]["data"].update(tokenizer="gone")), "RUN OUT"),
+    "a tokenizer that is gone": (
+        manifest(lambda told: told["config"]["data"].update(tokenizer="gone")),
+        "RUN OUT",
+    ),
     "a license": (nothing, "RUN OUT --license Apache-2.0"),
     "a size": (nothing, "RUN OUT --max-shard-size large"),
     "OUT is the checkpoint": (nothing, "STEP STEP --overwrite"),
@@ -203,14 +280,26 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_one_line(
-    copy: Path, runs: dict[str, Path], exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch, refused: Refused, case: str
+    copy: Path,
+    runs: dict[str, Path],
+    exports: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
+    case: str,
 ) -> None:
     """Exit code 2, and nothing is there that was not there before."""
     tmp_path, (damage, arguments) = copy.parent, MISTAKES[case]
     monkeypatch.chdir(tmp_path)  # and back
     damage(copy)
     export = exports["transformer"]
-    places = {"RUN": copy, "STEP": step_of(copy), "TMP": tmp_path, "GONE": tmp_path / "gone", "OUT": tmp_path / "out", "EXPORT": export}
+    places = {
+        "RUN": copy,
+        "STEP": step_of(copy),
+        "TMP": tmp_path,
+        "GONE": tmp_path / "gone",
+        "OUT": tmp_path / "out",
+        "EXPORT": export,
+    }
     parts = [argument.partition("/") for argument in arguments.split()]
     before = sorted(tmp_path.rglob("*"))
     filled = [places[head] / rest if head in places else head for head, _, rest in parts]
@@ -218,7 +307,9 @@ def test_a_mistake_is_one_line(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+def test_a_full_disk(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
     """A file system that takes 8 kB a file: exit code 1, since the same command may do later."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))
@@ -232,7 +323,11 @@ def test_a_full_disk(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(
-    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    runs: dict[str, Path],
+    exports: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     """In the middle of the weights: nothing of it stays, and an earlier export does."""
     shutil.copytree(exports["transformer"], tmp_path / "out")
@@ -246,10 +341,14 @@ def test_interrupted(
 
     monkeypatch.setattr(Weights, "read", interrupted)
     assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 128 + number
-    assert files(tmp_path / "out") == files(exports["transformer"]) and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files(tmp_path / "out") == files(exports["transformer"]) and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["out"]
     assert signal.getsignal(number) is handler
     assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 0
-    assert files(tmp_path / "out") == files(exports["fem_softmax"]) and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files(tmp_path / "out") == files(exports["fem_softmax"]) and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["out"]
 
 
 def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one(
@@ -265,4 +364,6 @@ def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one(
 
     monkeypatch.setattr("os.rename", refuse)
     assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 1
-    assert files(tmp_path / "out") == files(exports["transformer"]) and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files(tmp_path / "out") == files(exports["transformer"]) and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["out"]

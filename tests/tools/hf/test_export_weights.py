@@ -24,7 +24,17 @@ from pretrain.checkpoint.reader import Weights
 from pretrain.config import DataConfig
 from pretrain.plan.run_plan import parameter_shapes
 from tests.tools.hf.checkpoints import equal, hf, tensors, weights
-from tests.tools.hf.runs import LENGTH, RUNS, edit_manifest, files, made, model_of, run_of, step_of, write_checkpoint
+from tests.tools.hf.runs import (
+    LENGTH,
+    RUNS,
+    edit_manifest,
+    files,
+    made,
+    model_of,
+    run_of,
+    step_of,
+    write_checkpoint,
+)
 from tests.tools.hf.small import Held, random_state, small
 from tests.tools.refusals import Refused
 from tools.checkpoint.__main__ import main as checkpoint
@@ -56,7 +66,10 @@ def test_weights_are_what_megatron_reads(runs: dict[str, Path]) -> None:
     for name in ("fem_softmax", "fem_gla"):
         step = step_of(runs[name])
         platform.initialize_distributed()
-        wanted = {key: tensor.without_data() for key, tensor in dist_checkpointing.load_tensors_metadata(str(step)).items()}
+        wanted = {
+            key: tensor.without_data()
+            for key, tensor in dist_checkpointing.load_tensors_metadata(str(step)).items()
+        }
         theirs = dist_checkpointing.load(dict(wanted), str(step), validate_access_integrity=False)
         torch.distributed.destroy_process_group()
         found = Weights(step)
@@ -76,7 +89,9 @@ def place(metadata: Any, name: str = NAME) -> Any:
 PARTS = {
     "a part is missing": lambda found: found.state_dict_metadata[NAME].chunks.pop(0),
     "a place is missing": lambda found: found.storage_data.pop(place(found)),
-    "out of the folder": lambda found: setattr(found.storage_data[place(found)], "relative_path", "../step_00000012/__0_0.distcp"),
+    "out of the folder": lambda found: setattr(
+        found.storage_data[place(found)], "relative_path", "../step_00000012/__0_0.distcp"
+    ),
     "another tensor": lambda found: found.storage_data.update(
         {place(found): found.storage_data[place(found, "embedding.word_embeddings.weight")]}
     ),
@@ -92,12 +107,16 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
     content = pickle.dumps(metadata)
     (step / ".metadata").write_bytes(content)
     edit_manifest(copy, lambda told: told["files"].update({".metadata": len(content)}))
-    edit_manifest(copy, lambda told: told["sha256"].update({".metadata": hashlib.sha256(content).hexdigest()}))
+    edit_manifest(
+        copy, lambda told: told["sha256"].update({".metadata": hashlib.sha256(content).hexdigest()})
+    )
     raised(weights, step)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_folder_holds_the_weights_bit_for_bit(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_the_folder_holds_the_weights_bit_for_bit(
+    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     """And every file is the one that the safetensors library writes of its tensors; in another type, the same numbers rounded."""
     model, whole, many = model_of(name), exports[name], tmp_path / "many"
     wanted = made(random_state(model, dtype=RUNS[name]), model)
@@ -110,10 +129,18 @@ def test_the_folder_holds_the_weights_bit_for_bit(runs: dict[str, Path], exports
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     held = {file.name: [*shards.header(file)] for file in sorted(many.glob("*.safetensors"))}
-    assert index["weight_map"] == {key: file for file, keys in held.items() for key in keys} and len(held) > 3
+    assert (
+        index["weight_map"] == {key: file for file, keys in held.items() for key in keys}
+        and len(held) > 3
+    )
     # A file over the limit has one tensor alone: the embedding is larger than a file may be.
-    assert all(sum(wanted[key].nbytes for key in keys) <= 9000 or len(keys) == 1 for keys in held.values())
-    others = [{key: digest for key, digest in files(folder).items() if ".safetensors" not in key} for folder in (whole, many)]
+    assert all(
+        sum(wanted[key].nbytes for key in keys) <= 9000 or len(keys) == 1 for keys in held.values()
+    )
+    others = [
+        {key: digest for key, digest in files(folder).items() if ".safetensors" not in key}
+        for folder in (whole, many)
+    ]
     assert others[0] == others[1] and len(others[0]) > 4
     told, dtype = ("float32", torch.float32) if name == "fem_gla" else ("bfloat16", torch.bfloat16)
     assert hf("export", runs[name], tmp_path / "cast", "--dtype", told) == 0
@@ -121,12 +148,21 @@ def test_the_folder_holds_the_weights_bit_for_bit(runs: dict[str, Path], exports
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == told
 
 
-def test_large_tensors_change_their_type_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_change_their_type_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pieces that do not divide the tensors, and a source that is not contiguous."""
     monkeypatch.setattr(shards, "PIECE", 7)
     model = small("transformer", tie_embeddings=True)
     state = random_state(model, dtype=torch.float32)
-    write_shards(Held(state), to_stock(model), tmp_path, torch.bfloat16, 10**9, Progress(None, "", quiet=True))
+    write_shards(
+        Held(state),
+        to_stock(model),
+        tmp_path,
+        torch.bfloat16,
+        10**9,
+        Progress(None, "", quiet=True),
+    )
     equal(tensors(tmp_path), {key: tensor.bfloat16() for key, tensor in made(state, model).items()})
 
 
@@ -140,8 +176,14 @@ class Counted(Held):
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         given = {name: tensor.clone() for name, tensor in super().read(names).items()}
-        self.alive = [(reference, size) for reference, size in self.alive if not torch.UntypedStorage._expired(reference)]
-        self.alive += [(tensor.untyped_storage()._weak_ref(), tensor.nbytes) for tensor in given.values()]
+        self.alive = [
+            (reference, size)
+            for reference, size in self.alive
+            if not torch.UntypedStorage._expired(reference)
+        ]
+        self.alive += [
+            (tensor.untyped_storage()._weak_ref(), tensor.nbytes) for tensor in given.values()
+        ]
         self.reads += len(given)
         self.most = max(self.most, sum(size for _, size in self.alive))
         return given
@@ -153,11 +195,19 @@ def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
     state = random_state(model, dtype=torch.float32)
     source, recipes = Counted(state), to_stock(model) if name == "transformer" else to_fem(model)
     write_shards(source, recipes, tmp_path, torch.float32, 9000, Progress(None, "", quiet=True))
-    assert source.most == max(tensor.nbytes for tensor in state.values()) and source.reads <= len(recipes)
+    assert source.most == max(tensor.nbytes for tensor in state.values()) and source.reads <= len(
+        recipes
+    )
 
 
 def test_sizes() -> None:
-    for text, size in (("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("200MiB", 200 * 2**20), ("123", 123), (7, 7)):
+    for text, size in (
+        ("5GB", 5 * 10**9),
+        ("1.5 mb", 1_500_000),
+        ("200MiB", 200 * 2**20),
+        ("123", 123),
+        (7, 7),
+    ):
         assert byte_count(text) == size
     for bad in ("", "GB", "-1GB", "0", "5 apples", "0.1B", "1e9"):
         with pytest.raises(ValueError, match="is no size of a file: write it as 5GB"):
@@ -165,15 +215,44 @@ def test_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process can be reset on Linux alone")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="the peak of a process can be reset on Linux alone",
+)
 def test_memory_is_a_shards(tmp_path: Path) -> None:
     """110 MB in files of 20 MB: the process's peak above what it held is at most 1.3 x one shard and one tensor."""
-    model, shard = small("transformer", hidden_size=384, num_attention_heads=6, num_layers=8, ffn_hidden_size=1536, vocab_size=8000), 20e6
+    model, shard = (
+        small(
+            "transformer",
+            hidden_size=384,
+            num_attention_heads=6,
+            num_layers=8,
+            ffn_hidden_size=1536,
+            vocab_size=8000,
+        ),
+        20e6,
+    )
     config = replace(run_of(model, tmp_path / "data"), data=DataConfig(seq_length=LENGTH))
     state = {name: torch.zeros(shape).uniform_() for name, shape in parameter_shapes(model).items()}
     step = write_checkpoint(tmp_path / "run", config, state)
-    command = [sys.executable, "-c", MEASURE, "export", str(step), str(tmp_path / "out"), "--max-shard-size", f"{shard:.0f}"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        "export",
+        str(step),
+        str(tmp_path / "out"),
+        "--max-shard-size",
+        f"{shard:.0f}",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     sizes = [tensor.nbytes for tensor in state.values()]
     assert int(done.stdout.split()[-1]) <= 1.3 * shard + max(sizes) < sum(sizes)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache, Trainer, TrainingArguments
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.tools.hf.readers import write_reader
 from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
@@ -20,7 +26,13 @@ from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 # Beams are drawn, reordered, and two of each row's three returned.
-BEAMS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": True, "num_beams": 3, "num_return_sequences": 2, "pad_token_id": 0}
+BEAMS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "do_sample": True,
+    "num_beams": 3,
+    "num_return_sequences": 2,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,42 +46,92 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
 
 
 # Every kind of cache: keys, windows of them, states, both, those of recurrent blocks, transformers' own.
-CACHES = ("fem_softmax", "fem_gla", "fem_mamba", "cem", "mha2nd1st", "hyperset", "hybrid", "mamba2", "gated_deltanet", "transformer")
+CACHES = (
+    "fem_softmax",
+    "fem_gla",
+    "fem_mamba",
+    "cem",
+    "mha2nd1st",
+    "hyperset",
+    "hybrid",
+    "mamba2",
+    "gated_deltanet",
+    "transformer",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CACHES else pytest.mark.slow) for name in NAMES])
-def test_every_strategy_with_and_without_cache(exported: Callable[[str], Exported], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in CACHES else pytest.mark.slow) for name in NAMES]
+)
+def test_every_strategy_with_and_without_cache(
+    exported: Callable[[str], Exported], name: str
+) -> None:
     """A left-padded batch: the same tokens with each cache as with none, the prompt at once or in pieces; a row as if it were alone."""
     given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
-    drawn, greedy = (generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, GREEDY))
+    drawn, greedy = (
+        generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, GREEDY)
+    )
     assert drawn.shape == (6, 12) and not torch.equal(drawn[::2], greedy[:, :12])
     for other in ({"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(drawn, generate(given, ids, attention_mask=mask, **BEAMS, **other)), other
+        assert torch.equal(drawn, generate(given, ids, attention_mask=mask, **BEAMS, **other)), (
+            other
+        )
     pieces: dict[str, Any] = {"prefill_chunk_size": 3}
     for other in ({"use_cache": False}, pieces, pieces | {"cache_implementation": "static"}):
-        assert torch.equal(greedy, generate(given, ids, attention_mask=mask, **GREEDY, **other)), other
+        assert torch.equal(greedy, generate(given, ids, attention_mask=mask, **GREEDY, **other)), (
+            other
+        )
     with torch.no_grad():
         batch = given(ids, attention_mask=mask, use_cache=True)
         longer = torch.cat((mask, torch.ones_like(new)), dim=1)
         after = given(new, attention_mask=longer, past_key_values=batch.past_key_values)
         for row, length in enumerate(PADDED):
-            alone = given(torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False).logits[0]
+            alone = given(
+                torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False
+            ).logits[0]
             # Rounding of float32.
             close(torch.cat((batch.logits[row, 8 - length :], after.logits[row])), alone, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["fem_softmax", "fem_gla", "cem", "hyperset", "hybrid", "transformer"])
-def test_what_generate_returns_beside_the_tokens(exported: Callable[[str], Exported], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["fem_softmax", "fem_gla", "cem", "hyperset", "hybrid", "transformer"]
+)
+def test_what_generate_returns_beside_the_tokens(
+    exported: Callable[[str], Exported], name: str
+) -> None:
     """Scores, hidden states and the cache in the shapes that transformers documents, and without a cache the same; Llama is the control."""
     given, (ids, mask), new = exported(name).model, padded_batch(), 4
-    rows, told = len(ids), {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
-    common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, **told}
+    rows, told = (
+        len(ids),
+        {
+            "return_dict_in_generate": True,
+            "output_scores": True,
+            "output_logits": True,
+            "output_hidden_states": True,
+        },
+    )
+    common: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "pad_token_id": 0,
+        **told,
+    }
     for beams, drawn in ((1, False), (1, True), (2, False)):
-        found = [generate(given, ids, num_beams=beams, do_sample=drawn, use_cache=use, **common) for use in (True, False)]
+        found = [
+            generate(given, ids, num_beams=beams, do_sample=drawn, use_cache=use, **common)
+            for use in (True, False)
+        ]
         for made, cached in zip(found, (True, False), strict=True):
-            assert torch.equal(made.sequences[:, :8], ids) and made.sequences.shape == (rows, 8 + new)
+            assert torch.equal(made.sequences[:, :8], ids) and made.sequences.shape == (
+                rows,
+                8 + new,
+            )
             assert len(made.scores) == len(made.logits) == len(made.hidden_states) == new
-            assert all(step.shape == (rows * beams, given.config.vocab_size) for step in (*made.scores, *made.logits))
+            assert all(
+                step.shape == (rows * beams, given.config.vocab_size)
+                for step in (*made.scores, *made.logits)
+            )
             for step, states in enumerate(made.hidden_states):
                 width = 1 if cached and step else 8 + (0 if cached else step)
                 assert [tuple(state.shape) for state in states] == [(rows * beams, width, 32)] * 3
@@ -79,24 +141,35 @@ def test_what_generate_returns_beside_the_tokens(exported: Callable[[str], Expor
             assert (made.past_key_values is not None) == cached
             assert not cached or made.past_key_values.get_seq_length() == 8 + new - 1
             indices = made.beam_indices if beams > 1 else None
-            gained = given.compute_transition_scores(made.sequences, made.scores, indices, normalize_logits=beams == 1)
+            gained = given.compute_transition_scores(
+                made.sequences, made.scores, indices, normalize_logits=beams == 1
+            )
             if beams > 1:  # the mean of what each token adds, as length_penalty=1 has it
                 close(gained.sum(1) / new, made.sequences_scores, 1e-5)
             elif not drawn:
-                assert torch.equal(torch.stack(made.logits, dim=1).argmax(-1), made.sequences[:, 8:])
+                assert torch.equal(
+                    torch.stack(made.logits, dim=1).argmax(-1), made.sequences[:, 8:]
+                )
 
 
 def test_a_conversation_in_one_cache(model: Any) -> None:
     """A returned cache goes on where it stood: turn after turn, the user's tokens between, as if all had been one text."""
     first, second = tokens(2, 5), tokens(2, 3, seed=2)
-    for cache in (model.new_cache(), model.new_cache(40), FemCache(model.config), FemStaticCache(model.config, 18)):
+    for cache in (
+        model.new_cache(),
+        model.new_cache(40),
+        FemCache(model.config),
+        FemStaticCache(model.config, 18),
+    ):
         said = model.generate(first, past_key_values=cache, **GREEDY)
         text = torch.cat((said, second), dim=1)
         answer = model.generate(text, past_key_values=cache, **GREEDY)
         assert torch.equal(answer, model.generate(text, use_cache=False, **GREEDY))
         assert cache.get_seq_length() == 5 + 5 + 3 + 5 - 1
         cache.reset()
-        assert cache.get_seq_length() == 0 and torch.equal(said, model.generate(first, past_key_values=cache, **GREEDY))
+        assert cache.get_seq_length() == 0 and torch.equal(
+            said, model.generate(first, past_key_values=cache, **GREEDY)
+        )
 
 
 def test_prompts_as_embeddings(model: Any) -> None:
@@ -104,7 +177,9 @@ def test_prompts_as_embeddings(model: Any) -> None:
     prompt = model.get_input_embeddings()(ids).detach()
     for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2}):
         found = model.generate(inputs_embeds=prompt, attention_mask=mask, **GREEDY, **other)
-        assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY, **other)[:, 8:])
+        assert torch.equal(
+            found, model.generate(ids, attention_mask=mask, **GREEDY, **other)[:, 8:]
+        )
 
 
 def test_right_padding_is_none_of_the_text(model: Any) -> None:
@@ -115,7 +190,11 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
     for _ in range(GREEDY["max_new_tokens"]):
         positions = (seen.cumsum(1) - 1).masked_fill(seen == 0, 1)
         with torch.no_grad():
-            new = model(text, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, -1:].argmax(-1)
+            new = (
+                model(text, attention_mask=seen, position_ids=positions, use_cache=False)
+                .logits[:, -1:]
+                .argmax(-1)
+            )
         text, seen = torch.cat((text, new), dim=1), torch.cat((seen, torch.ones_like(new)), dim=1)
     for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         assert torch.equal(text, model.generate(ids, attention_mask=mask, **GREEDY, **other)), other
@@ -123,13 +202,19 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
 
 def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
     """The tokenizer that transformers needs for it goes through ``forward``; a misspelled argument does not."""
-    tokenizer, ids = PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)), tokens(1, 4)
+    tokenizer, ids = (
+        PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)),
+        tokens(1, 4),
+    )
     whole = model.generate(ids, **GREEDY)
     words = tokenizer.convert_ids_to_tokens(whole[0, 4:])
     end = 4 + words.index(words[2]) + 1
     assert len(words[2]) == 1 and end < whole.shape[1]
     for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **GREEDY, **other), whole[:, :end]), other
+        assert torch.equal(
+            model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **GREEDY, **other),
+            whole[:, :end],
+        ), other
     with pytest.raises(ValueError, match="not used by the model.*max_new_token'"):
         model.generate(ids, max_new_token=5)
 
@@ -146,7 +231,9 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
     ):
         raised(model.generate, ids, error=ValueError, **GREEDY | options)
     for ahead in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
-        with pytest.raises(ValueError, match="assisted generation|cannot go back to an earlier step"):
+        with pytest.raises(
+            ValueError, match="assisted generation|cannot go back to an earlier step"
+        ):
             model.generate(ids, **GREEDY, **ahead)
     raised(model.new_cache, 0, error=ValueError)
     raised(long.new_cache, 5000, error=ValueError)
@@ -164,12 +251,20 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("fem_softmax", "cem", "mamba2") else pytest.mark.slow) for name in NAMES]
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in ("fem_softmax", "cem", "mamba2") else pytest.mark.slow
+        )
+        for name in NAMES
+    ],
 )
 def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
     """On every linear module that peft finds: a step lowers the loss, no adapter is without effect, and merged they are the same model."""
     ids, losses = tokens(2, 9), []
-    settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    settings = LoraConfig(
+        r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
     torch.manual_seed(0)  # draws the adapters
     tuned: Any = get_peft_model(here(name, torch.float64), settings)
     adapters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
@@ -177,7 +272,9 @@ def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
         tuned.zero_grad()
         loss = tuned(input_ids=ids, labels=ids).loss
         loss.backward()
-        assert len(adapters) >= 8 and all(parameter.grad is not None and parameter.grad.any() for parameter in adapters)
+        assert len(adapters) >= 8 and all(
+            parameter.grad is not None and parameter.grad.any() for parameter in adapters
+        )
         with torch.no_grad():  # a step so short that the loss falls by 0.001, however steep it is
             square = sum(parameter.grad.square().sum() for parameter in adapters)
             for parameter in adapters:
@@ -194,26 +291,45 @@ def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
     """transformers' own loop, with gradient checkpointing; what it saves loads again."""
     tuned = here("fem_gla")
     rows = [{"input_ids": row, "labels": row} for row in tokens(4, 9)]
-    more: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": [], "use_cpu": True}
+    more: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "report_to": [],
+        "use_cpu": True,
+    }
     arguments = TrainingArguments(str(tmp_path), max_steps=1, gradient_checkpointing=True, **more)
     before = tuned.lm_head.weight.detach().clone()
-    assert Trainer(tuned, arguments, train_dataset=rows).train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
+    assert Trainer(
+        tuned, arguments, train_dataset=rows
+    ).train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
     tuned.save_pretrained(tmp_path / "saved")
     again = FemLMForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
         assert torch.equal(again(tokens(1, 5)).logits, tuned.eval()(tokens(1, 5)).logits)
 
 
-def test_the_trainer_smooths_the_labels_of_the_next_tokens(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+def test_the_trainer_smooths_the_labels_of_the_next_tokens(
+    exported: Callable[[str], Exported], tmp_path: Path
+) -> None:
     """transformers shifts labels for class names that it knows; here as for Llama, as it is and under adapters."""
     ids = tokens(2, 9)
     labels = ids.masked_fill(torch.arange(9) < 3, -100)
-    adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, report_to=[], use_cpu=True)
+    adapters = LoraConfig(
+        r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=0.2, report_to=[], use_cpu=True
+    )
     torch.manual_seed(0)  # draws the adapters
-    for given in (here("fem_gla"), get_peft_model(here("cem"), adapters), exported("transformer").model):
+    for given in (
+        here("fem_gla"),
+        get_peft_model(here("cem"), adapters),
+        exported("transformer").model,
+    ):
         with torch.no_grad():
-            found: Any = Trainer(given, arguments).compute_loss(given, {"input_ids": ids, "labels": labels.clone()})
+            found: Any = Trainer(given, arguments).compute_loss(
+                given, {"input_ids": ids, "labels": labels.clone()}
+            )
             lost = -given(ids).logits[:, 2:-1].log_softmax(-1)
         wanted = 0.8 * lost.gather(2, ids[:, 3:, None]).mean() + 0.2 * lost.mean()
         # Rounding of float32.

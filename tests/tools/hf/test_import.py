@@ -16,7 +16,16 @@ from torch import Tensor
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.folder import find, hash_beside
 from pretrain.config import load_run
-from tests.tools.hf.checkpoints import changed, equal, hf, rewrite, save, stock_folder, tensors, weights
+from tests.tools.hf.checkpoints import (
+    changed,
+    equal,
+    hf,
+    rewrite,
+    save,
+    stock_folder,
+    tensors,
+    weights,
+)
 from tests.tools.hf.small import VOCAB, export, random_state, small, write_tokenizer
 from tests.tools.refusals import Refused
 from tools.hf.__main__ import main
@@ -88,7 +97,9 @@ SPOILED: dict[str, Spoil] = {
     "config.json no JSON": written("config.json", "{'a'}"),
     "a shard is missing": shard(lambda content: None),
     "a shard is half": shard(lambda content: content[:-100]),
-    "a shard is another": lambda folder: hash_beside(sorted(folder.glob("model-*"))[1]).write_text("0" * 32),
+    "a shard is another": lambda folder: hash_beside(sorted(folder.glob("model-*"))[1]).write_text(
+        "0" * 32
+    ),
     "a header is broken": shard(lambda content: b"\xff" * 2000),
     "a tensor is missing": held(lambda found: found.pop(Q)),
     "a tensor too many": held(lambda found: found.update({"lora.a": torch.ones(2)})),
@@ -109,7 +120,9 @@ SPOILED: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_one_line_for_a_spoiled_folder(case: str, copy: Path, tmp_path: Path, refused: Refused) -> None:
+def test_one_line_for_a_spoiled_folder(
+    case: str, copy: Path, tmp_path: Path, refused: Refused
+) -> None:
     SPOILED[case](copy)
     refused(main, "tools.hf", "import", copy, tmp_path / "ck")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -137,7 +150,9 @@ PLACES = (
 )
 
 
-def test_one_line_for_a_wrong_place(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_one_line_for_a_wrong_place(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     """What is not a folder to import, what is no place for a checkpoint, and what cannot be set."""
     monkeypatch.chdir(tmp_path)
     model = small("transformer")
@@ -157,7 +172,14 @@ def test_one_line_for_a_wrong_place(copy: Path, tmp_path: Path, monkeypatch: pyt
 def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     """Types as stored or as asked; settings; the model section as a file; an earlier import is replaced; the tokenizer goes along."""
     write_tokenizer(copy, VOCAB)
-    settings = ("--set", "model.make_vocab_size_divisible_by=20", "--set", "model.rope_base=10", "--set", "name=mine")
+    settings = (
+        "--set",
+        "model.make_vocab_size_divisible_by=20",
+        "--set",
+        "model.rope_base=10",
+        "--set",
+        "name=mine",
+    )
     assert hf("import", copy, tmp_path / "ck") == 0
     stored = weights(tmp_path / "ck")
     assert hf("import", copy, tmp_path / "ck", "--overwrite", "--dtype", "bfloat16", *settings) == 0
@@ -168,22 +190,37 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     got = weights(tmp_path / "ck")
     for name, tensor in stored.items():
         rows = VOCAB if tensor.shape[0] == 128 else len(tensor)
-        assert tensor.dtype == torch.float32 and torch.equal(got[name][:rows], tensor[:rows].bfloat16()), name
+        assert tensor.dtype == torch.float32 and torch.equal(
+            got[name][:rows], tensor[:rows].bfloat16()
+        ), name
     tokenizer = tmp_path / "ck" / "tokenizer"
     assert told["data"]["tokenizer"] == str(tokenizer)
     assert (tokenizer / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()
-    assert sorted(file.name for file in tokenizer.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-    assert ModelConfig.from_dict(yaml.safe_load((tmp_path / "ck" / "model.yaml").read_text())) == model
+    assert sorted(file.name for file in tokenizer.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (
+        ModelConfig.from_dict(yaml.safe_load((tmp_path / "ck" / "model.yaml").read_text())) == model
+    )
     assert load_run(RUN, [f"model={tmp_path / 'ck'}/model.yaml"]).model == model
     assert hf("export", tmp_path / "ck", tmp_path / "again") == 0
     assert (tmp_path / "again" / "tokenizer.json").exists()
-    equal(tensors(tmp_path / "again"), {name: tensor.bfloat16() for name, tensor in tensors(copy).items()})
+    equal(
+        tensors(tmp_path / "again"),
+        {name: tensor.bfloat16() for name, tensor in tensors(copy).items()},
+    )
 
 
 def test_types_stay_tensor_by_tensor(tmp_path: Path) -> None:
     """Half precision, in a folder whose norms alone are fp32, as other trainers write it."""
     folder = stock_folder("qwen2", tmp_path / "hf", torch.float16)
-    rewrite(folder, lambda found: found.update({name: tensor.float() for name, tensor in found.items() if tensor.ndim == 1}))
+    rewrite(
+        folder,
+        lambda found: found.update(
+            {name: tensor.float() for name, tensor in found.items() if tensor.ndim == 1}
+        ),
+    )
     assert hf("import", folder, tmp_path / "ck") == 0
     types = {(tensor.ndim == 1, tensor.dtype) for tensor in weights(tmp_path / "ck").values()}
     assert types == {(True, torch.float32), (False, torch.float16)}
@@ -193,6 +230,11 @@ def test_a_tied_output_layer_that_is_stored_twice(tmp_path: Path) -> None:
     """Some folders hold it; also RoPE's frequencies, as old ones do."""
     folder = stock_folder("llama tied", tmp_path / "hf")
     head = tensors(folder)["model.embed_tokens.weight"].clone()
-    rewrite(folder, lambda found: found.update({"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    rewrite(
+        folder,
+        lambda found: found.update(
+            {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        ),
+    )
     assert hf("import", folder, tmp_path / "ck") == 0
     assert "output_layer.weight" not in weights(tmp_path / "ck")

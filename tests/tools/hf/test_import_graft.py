@@ -37,7 +37,9 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def graft(source: Path, out: Path, mixer: str, *settings: str) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
+def graft(
+    source: Path, out: Path, mixer: str, *settings: str
+) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
     given = [part for setting in settings for part in ("--set", setting)]
     assert hf("import", source, out, "--mixer", mixer, *given) == 0
     model = ModelConfig.from_dict(find(out).manifest["config"]["model"])
@@ -47,9 +49,18 @@ def graft(source: Path, out: Path, mixer: str, *settings: str) -> tuple[ModelCon
 def of_layer(folder: Path, layer: int = 0) -> dict[str, Tensor]:
     """A stock layer's matrices by their last names; k and v repeated for every head."""
     place = f"model.layers.{layer}."
-    found = {name.removeprefix(place).split(".")[1]: t for name, t in tensors(folder).items() if name.startswith(place) and t.ndim == 2}
+    found = {
+        name.removeprefix(place).split(".")[1]: t
+        for name, t in tensors(folder).items()
+        if name.startswith(place) and t.ndim == 2
+    }
     for name in ("k_proj", "v_proj"):
-        found[name] = found[name].view(GROUPS, HEAD, -1).repeat_interleave(HEADS // GROUPS, dim=0).flatten(0, 1)
+        found[name] = (
+            found[name]
+            .view(GROUPS, HEAD, -1)
+            .repeat_interleave(HEADS // GROUPS, dim=0)
+            .flatten(0, 1)
+        )
     return found
 
 
@@ -70,10 +81,20 @@ def test_cem_by_hand(llama: Path, tmp_path: Path) -> None:
     """K = V from keys, O = Q^T from queries; the projection inside SiLU is the gate's, what multiplies it the up projection."""
     _, state, told = graft(llama, tmp_path / "ck", "cem")
     layer, theirs = "decoder.layers.1.", of_layer(llama, 1)
-    for ours, name in (("mixer.query", "q_proj"), ("mixer.key", "k_proj"), ("mlp.up", "gate_proj"), ("mlp.gamma", "up_proj")):
+    for ours, name in (
+        ("mixer.query", "q_proj"),
+        ("mixer.key", "k_proj"),
+        ("mlp.up", "gate_proj"),
+        ("mlp.gamma", "up_proj"),
+    ):
         assert torch.equal(state[f"{layer}{ours}.weight"], theirs[name]), ours
-    assert torch.equal(state[f"{layer}mixer.norm.weight"], tensors(llama)["model.layers.1.input_layernorm.weight"])
-    assert torch.equal(state[f"{layer}mlp.norm.weight"], tensors(llama)["model.layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(
+        state[f"{layer}mixer.norm.weight"], tensors(llama)["model.layers.1.input_layernorm.weight"]
+    )
+    assert torch.equal(
+        state[f"{layer}mlp.norm.weight"],
+        tensors(llama)["model.layers.1.post_attention_layernorm.weight"],
+    )
     assert told["left_behind"] == [
         "decoder.layers.N.mixer.in_proj.weight (0-1): v",
         "decoder.layers.N.mixer.out_proj.weight (0-1)",
@@ -105,11 +126,15 @@ def test_packed_projections(mixer: str, llama: Path, tmp_path: Path) -> None:
         if isinstance(row, int):
             at += row
             continue
-        assert torch.equal(heads[:, at : at + HEAD], theirs[f"{row}_proj"].view(HEADS, HEAD, -1)), row
+        assert torch.equal(heads[:, at : at + HEAD], theirs[f"{row}_proj"].view(HEADS, HEAD, -1)), (
+            row
+        )
         at, copied = at + HEAD, copied + HEAD
     assert at == heads.shape[1] and {weight.dtype for weight in state.values()} == {torch.float32}
     assert torch.equal(state[f"{layer}out_proj.weight"], theirs["o_proj"]) == out_proj
-    entry = next(entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight"))
+    entry = next(
+        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
+    )
     assert entry["copied"] == model.num_layers * HEADS * copied * 32
     assert entry["status"] == ("copied" if copied == at else "partly" if copied else "new")
 
@@ -126,11 +151,17 @@ def test_two_of_attentions_heads_make_one_differential(llama: Path, tmp_path: Pa
 def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_path: Path) -> None:
     """By fewer queries: the same model still. By more: nobody can say which key they should share."""
     _, _, told = graft(llama, tmp_path / "ck", "transformer", f"model.num_query_groups={groups}")
-    entry = next(entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight"))
+    entry = next(
+        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
+    )
     if groups == 4:
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            assert torch.allclose(open_model(llama).model(ids).logits, open_model(tmp_path / "ck").model(ids).logits, atol=1e-5)
+            assert torch.allclose(
+                open_model(llama).model(ids).logits,
+                open_model(tmp_path / "ck").model(ids).logits,
+                atol=1e-5,
+            )
         assert told["copied"] == told["parameters"]
     else:
         assert (entry["status"], entry["parts"]) == ("partly", parts)
@@ -142,9 +173,19 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: N
 
     source = stock_folder("llama tied", tmp_path / "hf", num_hidden_layers=len(MIXERS))
     pattern = f"model.pattern=[{', '.join(MIXERS)}]"
-    model, state, told = graft(source, tmp_path / "ck", "cem", pattern, "train.seed=5", "model.init_std=0.3", "model.tie_embeddings=false")
+    model, state, told = graft(
+        source,
+        tmp_path / "ck",
+        "cem",
+        pattern,
+        "train.seed=5",
+        "model.init_std=0.3",
+        "model.tie_embeddings=false",
+    )
     (chunk,) = build(model, Layout(), seq_length=16, seed=5)
-    started = {global_name(chunk, name): weight.detach() for name, weight in chunk.named_parameters()}
+    started = {
+        global_name(chunk, name): weight.detach() for name, weight in chunk.named_parameters()
+    }
     assert started.keys() == state.keys() == model_weights(model).keys()
     listed = {entry["name"]: 0 for entry in told["tensors"]}
     counted = dict(listed)
@@ -152,10 +193,15 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: N
         counted[entry["name"]] += entry["copied"]
     for name, weight in state.items():
         parts = name.split(".")
-        general = ".".join([*parts[:2], "N", *parts[3:]]) if name.startswith("decoder.layers.") else name
+        general = (
+            ".".join([*parts[:2], "N", *parts[3:]]) if name.startswith("decoder.layers.") else name
+        )
         listed[general] += int((weight != started[name]).sum())
     assert listed == counted
-    assert sum(count_by_component(model).values()) == told["parameters"] and 0.2 < told["copied"] / told["parameters"] < 0.9
+    assert (
+        sum(count_by_component(model).values()) == told["parameters"]
+        and 0.2 < told["copied"] / told["parameters"] < 0.9
+    )
     assert torch.equal(state["output_layer.weight"], state["embedding.word_embeddings.weight"])
 
 
@@ -165,24 +211,44 @@ def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "tensor layers parameters copied"
     assert "decoder.layers.N.mixer.in_proj.weight 0-1 partly: q, k 7,168 4,096" in lines
-    assert "decoder.layers.N.mixer.beta 0-1 new 32 0" in lines and "decoder.layers.N.mlp.gate_up 0-1 copied 6,144 6,144" in lines
     assert (
-        "left behind of the folder's: decoder.layers.N.mixer.in_proj.weight (0-1): v; decoder.layers.N.mixer.out_proj.weight (0-1)" in lines
+        "decoder.layers.N.mixer.beta 0-1 new 32 0" in lines
+        and "decoder.layers.N.mlp.gate_up 0-1 copied 6,144 6,144" in lines
+    )
+    assert (
+        "left behind of the folder's: decoder.layers.N.mixer.in_proj.weight (0-1): v; decoder.layers.N.mixer.out_proj.weight (0-1)"
+        in lines
     )
     manifest = find(tmp_path / "ck").manifest
-    assert manifest["progress"]["step"] == 0 and manifest["config"]["name"] == "llama-fem_softmax" and "heldout_loss" not in manifest
+    assert (
+        manifest["progress"]["step"] == 0
+        and manifest["config"]["name"] == "llama-fem_softmax"
+        and "heldout_loss" not in manifest
+    )
 
 
-def test_attentions_own_switches_stay_with_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attentions_own_switches_stay_with_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A window: left behind with the last layer of attention, and said; biases: kept in a hybrid's attention."""
     mistral = stock_folder("mistral", tmp_path / "mistral")
     model, _, _ = graft(mistral, tmp_path / "ck", "fem_softmax")
-    assert "fem_softmax has no model.attention.sliding_window; the folder's 5 is left behind" in capsys.readouterr().err
+    assert (
+        "fem_softmax has no model.attention.sliding_window; the folder's 5 is left behind"
+        in capsys.readouterr().err
+    )
     assert model.attention == AttentionConfig()
     qwen = stock_folder("qwen2", tmp_path / "qwen")
-    _, state, told = graft(qwen, tmp_path / "ck2", "fem_softmax", "model.pattern=[transformer, fem_softmax]")
-    biases = [tensors(qwen)[f"model.layers.0.self_attn.{part}_proj.bias"].view(GROUPS, -1, HEAD) for part in "qkv"]
-    assert torch.equal(state["decoder.layers.0.mixer.in_proj.bias"], torch.cat(biases, dim=1).flatten())
+    _, state, told = graft(
+        qwen, tmp_path / "ck2", "fem_softmax", "model.pattern=[transformer, fem_softmax]"
+    )
+    biases = [
+        tensors(qwen)[f"model.layers.0.self_attn.{part}_proj.bias"].view(GROUPS, -1, HEAD)
+        for part in "qkv"
+    ]
+    assert torch.equal(
+        state["decoder.layers.0.mixer.in_proj.bias"], torch.cat(biases, dim=1).flatten()
+    )
     assert "decoder.layers.N.mixer.in_proj.bias (1): q, k, v" in told["left_behind"]
 
 
@@ -191,7 +257,12 @@ def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
     qwen = stock_folder("qwen3", tmp_path / "qwen", head_dim=HEAD)
     theirs = {part: tensors(qwen)[f"model.layers.1.self_attn.{part}_norm.weight"] for part in "qk"}
     for mixer, place in (("fem_softmax", "prior."), ("transformer", "")):
-        model, state, _ = graft(qwen, tmp_path / mixer, mixer, *(["model.num_query_groups=null"] if mixer == "transformer" else []))
+        model, state, _ = graft(
+            qwen,
+            tmp_path / mixer,
+            mixer,
+            *(["model.num_query_groups=null"] if mixer == "transformer" else []),
+        )
         assert model.qk_norm and theirs["q"].std() > 0.01
         for part, weight in theirs.items():
             assert torch.equal(state[f"decoder.layers.1.mixer.{place}{part}_norm.weight"], weight)
@@ -199,15 +270,37 @@ def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
     assert not model.qk_norm and "decoder.layers.N.mixer.q_norm.weight (0-1)" in told["left_behind"]
 
 
-def test_one_line_where_nothing_can_stand_on_it(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_where_nothing_can_stand_on_it(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fem = export(small("fem_softmax"), tmp_path / "fem")
     for source, mixer, options, told in (
-        (llama, "cem", ("--set", "model.hidden_size=64"), "model.hidden_size is 64 here and 32 in the folder"),
-        (llama, "cem", ("--set", "model.num_layers=4"), "model.num_layers is 4 here and 2 in the folder"),
-        (llama, "cem", ("--set", f"model.vocab_size={VOCAB - 1}"), "model.vocab_size is 49 here and 50 in the folder"),
+        (
+            llama,
+            "cem",
+            ("--set", "model.hidden_size=64"),
+            "model.hidden_size is 64 here and 32 in the folder",
+        ),
+        (
+            llama,
+            "cem",
+            ("--set", "model.num_layers=4"),
+            "model.num_layers is 4 here and 2 in the folder",
+        ),
+        (
+            llama,
+            "cem",
+            ("--set", f"model.vocab_size={VOCAB - 1}"),
+            "model.vocab_size is 49 here and 50 in the folder",
+        ),
         (llama, "cen", (), "model.mixer = 'cen' is not a choice; did you mean cem?"),
         (llama, "fla.GatedLinearAttention", (), "another package's layer"),
-        (llama, "fem_softmax", ("--set", "model.num_attention_heads=3"), "model.num_attention_heads=3 does not divide"),
+        (
+            llama,
+            "fem_softmax",
+            ("--set", "model.num_attention_heads=3"),
+            "model.num_attention_heads=3 does not divide",
+        ),
         (fem, "cem", (), "layer 0 of the folder is fem_softmax; import it without --mixer"),
     ):
         assert hf("import", source, tmp_path / "ck", "--mixer", mixer, *options) == 2

@@ -39,22 +39,40 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One text over and over, as long as a sequence: every sample is the same, in whatever order and on whichever rank."""
-    folder = write_folder(tmp_path_factory.mktemp("resume") / "data", vocab_size=VOCAB, documents=[TEXT * 60 + TEXT[:1]])
+    folder = write_folder(
+        tmp_path_factory.mktemp("resume") / "data",
+        vocab_size=VOCAB,
+        documents=[TEXT * 60 + TEXT[:1]],
+    )
     (folder / "manifest.json").unlink()  # so that no tokenizer is known
     return folder
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def imported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, float]:
     """A checkpoint, and the loss of the folder that it was made of, by transformers."""
     place = tmp_path_factory.mktemp("imported")
     if request.param == "qwen2":
         folder = stock_folder("qwen2", place / "hf", eos_token_id=[3, 4])
     else:  # 50 entries padded to 64: at TP2 one rank holds most of the padding
-        pattern = ("fem_softmax", "cem") if request.param != "every mixer" else (*MIXERS, *MIXERS[: len(MIXERS) % 2])  # two stages' layers
-        model = small(pattern=pattern, num_layers=len(pattern), tie_embeddings=True, make_vocab_size_divisible_by=64)
+        pattern = (
+            ("fem_softmax", "cem")
+            if request.param != "every mixer"
+            else (*MIXERS, *MIXERS[: len(MIXERS) % 2])
+        )  # two stages' layers
+        model = small(
+            pattern=pattern,
+            num_layers=len(pattern),
+            tie_embeddings=True,
+            make_vocab_size_divisible_by=64,
+        )
         # Gains below one in every layer, as trained models have: else rounding would grow from layer to layer.
-        state = {name: tensor / 2 if tensor.ndim > 1 else tensor for name, tensor in random_state(model, dtype=torch.float32).items()}
+        state = {
+            name: tensor / 2 if tensor.ndim > 1 else tensor
+            for name, tensor in random_state(model, dtype=torch.float32).items()
+        }
         folder = export(model, place / "hf", state=state, card={"seq_length": CONTEXT})
     assert hf("import", folder, place / "ck") == 0
     with torch.no_grad():
@@ -63,9 +81,24 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def arguments(checkpoint: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
-    settings = [f"run_dir={run_dir}", f"model={checkpoint}/model.yaml", f"checkpoint.load={checkpoint}", f"data.seq_length={LENGTH}"]
-    settings += [f"data.train.0.prefix={data / 'train'}", "data.valid=[]", "data.test=[]", "optimizer.warmup_steps=0"]
-    settings += ["train.steps=2", "train.micro_batch_size=1", "train.global_batch_size=2", "train.precision=fp32"]
+    settings = [
+        f"run_dir={run_dir}",
+        f"model={checkpoint}/model.yaml",
+        f"checkpoint.load={checkpoint}",
+        f"data.seq_length={LENGTH}",
+    ]
+    settings += [
+        f"data.train.0.prefix={data / 'train'}",
+        "data.valid=[]",
+        "data.test=[]",
+        "optimizer.warmup_steps=0",
+    ]
+    settings += [
+        "train.steps=2",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=2",
+        "train.precision=fp32",
+    ]
     return [DEMO, *settings, *more]
 
 
@@ -76,8 +109,13 @@ def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> Non
     assert hf("export", run_dir, run_dir / "hf") == 0
     wanted, got = tensors(checkpoint.parent / "hf"), tensors(run_dir / "hf")
     equal(got, {name: tensor.to(got[name].dtype) for name, tensor in wanted.items()})
-    there, here = (json.loads((folder / "config.json").read_text()) for folder in (checkpoint.parent / "hf", run_dir / "hf"))
-    assert {key: here.get(key) for key in OF_THE_MODEL} == {key: there.get(key) for key in OF_THE_MODEL}
+    there, here = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (checkpoint.parent / "hf", run_dir / "hf")
+    )
+    assert {key: here.get(key) for key in OF_THE_MODEL} == {
+        key: there.get(key) for key in OF_THE_MODEL
+    }
 
 
 STILL = ("train.steps=1", "optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer.weight_decay=0")
@@ -90,9 +128,20 @@ LAYOUTS = {
 
 
 # Every layout and every model once, tied embeddings at each end of a pipeline; the others are slow.
-QUICK = [("every mixer", "TP2"), ("fem", "TP2+SP"), ("fem", "PP2"), ("qwen2", "DP2"), ("qwen2", "TP2")]
+QUICK = [
+    ("every mixer", "TP2"),
+    ("fem", "TP2+SP"),
+    ("fem", "PP2"),
+    ("qwen2", "DP2"),
+    ("qwen2", "TP2"),
+]
 PAIRS = [
-    pytest.param(model, layout, id=f"{model}-{layout}", marks=[] if (model, layout) in QUICK else pytest.mark.slow)
+    pytest.param(
+        model,
+        layout,
+        id=f"{model}-{layout}",
+        marks=[] if (model, layout) in QUICK else pytest.mark.slow,
+    )
     for model in MODELS
     for layout in LAYOUTS
 ]
@@ -113,20 +162,39 @@ def test_one_process(imported: tuple[Path, float], data: Path, tmp_path: Path) -
     assert main(arguments(imported[0], data, tmp_path / "learns")) == 0
     found = losses(tmp_path / "learns")
     assert found[1][0] == pytest.approx(imported[1], rel=1e-6) and found[2][0] < found[1][0]
-    assert [find(place).inherited.foreign for place in (imported[0], tmp_path / "learns")] == [True, False]
+    assert [find(place).inherited.foreign for place in (imported[0], tmp_path / "learns")] == [
+        True,
+        False,
+    ]
 
 
 def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path) -> None:
     """A graft trained shorter, stopped and resumed; its run's weights longer than ever; and those shorter again."""
-    assert hf("import", stock_folder("llama", tmp_path / "hf"), tmp_path / "ck", "--mixer", "fem_gla") == 0
+    assert (
+        hf("import", stock_folder("llama", tmp_path / "hf"), tmp_path / "ck", "--mixer", "fem_gla")
+        == 0
+    )
     checkpoint = tmp_path / "ck"
-    for run, steps, length, context in (("a", 1, 16, 64), ("a", 2, 16, 64), ("b", 1, 128, 128), ("c", 1, 16, 128)):
-        settings = (f"checkpoint.load={checkpoint}", f"train.steps={steps}", f"data.seq_length={length}")
+    for run, steps, length, context in (
+        ("a", 1, 16, 64),
+        ("a", 2, 16, 64),
+        ("b", 1, 128, 128),
+        ("c", 1, 16, 128),
+    ):
+        settings = (
+            f"checkpoint.load={checkpoint}",
+            f"train.steps={steps}",
+            f"data.seq_length={length}",
+        )
         assert main(arguments(tmp_path / "ck", data, tmp_path / run, *settings)) == 0
         assert find(tmp_path / run).progress.step == steps
         assert hf("export", tmp_path / run, tmp_path / "out", "--overwrite") == 0
         told = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert (told["max_position_embeddings"], told["bos_token_id"], told["eos_token_id"]) == (context, 1, 2)
+        assert (told["max_position_embeddings"], told["bos_token_id"], told["eos_token_id"]) == (
+            context,
+            1,
+            2,
+        )
         checkpoint = tmp_path / run if run != "a" or steps == 2 else checkpoint
 
 
@@ -137,4 +205,9 @@ def test_no_run_resumes_from_weights_alone_or_starts_from_another_models(
     checkpoint, _ = imported
     shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints")
     for run, more in (("run", ()), ("other", ("model.rope_base=7",))):
-        refused(main, "pretrain", *arguments(checkpoint, data, tmp_path / run, *more), IMPORTED=checkpoint)
+        refused(
+            main,
+            "pretrain",
+            *arguments(checkpoint, data, tmp_path / run, *more),
+            IMPORTED=checkpoint,
+        )

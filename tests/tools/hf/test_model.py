@@ -22,7 +22,17 @@ from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import rewrite
-from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, here, random_state, small, tokens
+from tests.tools.hf.small import (
+    NAMES,
+    VOCAB,
+    Exported,
+    close,
+    export,
+    here,
+    random_state,
+    small,
+    tokens,
+)
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
@@ -59,7 +69,9 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
     given, ids = exported(name), tokens(2, 21)
     (trained,) = build(given.config, Layout(), 21, seed=0)
     answer = trained.load_state_dict(given.state, strict=False)
-    assert not answer.unexpected_keys and all(key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys)
+    assert not answer.unexpected_keys and all(
+        key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys
+    )
     with torch.no_grad():
         wanted = trained(ids, torch.arange(21).expand(2, 21), None)[..., :VOCAB]
         # Rounding of float32: the same operations, the output layer's product over 50 rows or 64.
@@ -67,21 +79,36 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_are_read_as_if_alone(exported: Callable[[str], Exported], name: str) -> None:
+def test_packed_documents_are_read_as_if_alone(
+    exported: Callable[[str], Exported], name: str
+) -> None:
     """transformers' convention: position_ids that do not go on by one begin a document; here the third is the rest of a longer one."""
-    given, ids, packed = exported(name), tokens(2, 21), (((0, 5), (0, 1), (7, 15)), ((3, 20), (0, 1)))
+    given, ids, packed = (
+        exported(name),
+        tokens(2, 21),
+        (((0, 5), (0, 1), (7, 15)), ((3, 20), (0, 1))),
+    )
     model, without = (
         given.model,
         {} if (given.folder / "modeling_fem.py").exists() else {"use_cache": False},
     )  # beside its cache Llama joins
     rows = [[torch.arange(first, first + size)[None] for first, size in row] for row in packed]
     with torch.no_grad():
-        made = model(ids, position_ids=torch.stack([torch.cat(row, dim=1)[0] for row in rows]), **without)
+        made = model(
+            ids, position_ids=torch.stack([torch.cat(row, dim=1)[0] for row in rows]), **without
+        )
         assert made.past_key_values is None
         for whole, row, parts in zip(made.logits, ids, rows, strict=True):
-            pairs = zip(row[None].split([part.shape[1] for part in parts], dim=1), parts, strict=True)
-            alone = [model(part, position_ids=positions, use_cache=False).logits for part, positions in pairs]
-            close(whole[None], torch.cat(alone, dim=1), 1e-5)  # rounding of float32, in matrix products of other shapes
+            pairs = zip(
+                row[None].split([part.shape[1] for part in parts], dim=1), parts, strict=True
+            )
+            alone = [
+                model(part, position_ids=positions, use_cache=False).logits
+                for part, positions in pairs
+            ]
+            close(
+                whole[None], torch.cat(alone, dim=1), 1e-5
+            )  # rounding of float32, in matrix products of other shapes
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -91,7 +118,9 @@ def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
     labels, gradients = ids.clone(), []
     labels[0, :3] = -100
     logits = model(ids).logits.log_softmax(-1)
-    wanted = [logits[b, t, ids[b, t + 1]] for b in range(2) for t in range(7) if labels[b, t + 1] != -100]
+    wanted = [
+        logits[b, t, ids[b, t + 1]] for b in range(2) for t in range(7) if labels[b, t + 1] != -100
+    ]
     for recompute in (False, True):
         if recompute:
             model.gradient_checkpointing_enable()
@@ -101,7 +130,10 @@ def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
         assert loss.item() == pytest.approx(-torch.stack(wanted).mean().item(), rel=1e-6)
         loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(*gradients, strict=True))
+    assert all(
+        torch.equal(a, b) and a.isfinite().all() and a.any()
+        for a, b in zip(*gradients, strict=True)
+    )
     assert any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
@@ -110,13 +142,19 @@ def test_other_ways_in_and_out(plain: Any) -> None:
     ids = tokens(2, 9)
     with torch.no_grad():
         whole = plain(ids, output_hidden_states=True)
-        assert torch.equal(plain(inputs_embeds=plain.get_input_embeddings()(ids)).logits, whole.logits)
+        assert torch.equal(
+            plain(inputs_embeds=plain.get_input_embeddings()(ids)).logits, whole.logits
+        )
         for positions in (torch.arange(9)[None], torch.arange(9).expand(2, 9)):
             assert torch.equal(plain(ids, position_ids=positions).logits, whole.logits)
-        assert not torch.allclose(plain(ids, position_ids=torch.arange(9)[None] ** 2).logits, whole.logits)
+        assert not torch.allclose(
+            plain(ids, position_ids=torch.arange(9)[None] ** 2).logits, whole.logits
+        )
         close(plain(ids, logits_to_keep=2).logits, whole.logits[:, -2:], 1e-12)
         assert torch.equal(plain(ids, return_dict=False)[0], whole.logits)
-        assert len(whole.hidden_states) == 3 and torch.equal(whole.hidden_states[0], plain.get_input_embeddings()(ids))
+        assert len(whole.hidden_states) == 3 and torch.equal(
+            whole.hidden_states[0], plain.get_input_embeddings()(ids)
+        )
         close(plain.lm_head(whole.hidden_states[-1]), whole.logits, 1e-12)
 
 
@@ -128,10 +166,18 @@ def test_hidden_states_have_gradients(name: str) -> None:
     for state in made.hidden_states:
         state.retain_grad()
     made.loss.backward()
-    assert len(made.hidden_states) == 3 and all(state.grad is not None and state.grad.any() for state in made.hidden_states)
+    assert len(made.hidden_states) == 3 and all(
+        state.grad is not None and state.grad.any() for state in made.hidden_states
+    )
     embedding = model.get_input_embeddings().weight
     # float64 rounding: the loss is float32's, whose gradient both are computed from.
-    close(embedding.grad, torch.zeros_like(embedding).index_add(0, ids.flatten(), made.hidden_states[0].grad.flatten(0, 1)), 1e-12)
+    close(
+        embedding.grad,
+        torch.zeros_like(embedding).index_add(
+            0, ids.flatten(), made.hidden_states[0].grad.flatten(0, 1)
+        ),
+        1e-12,
+    )
     assert torch.equal(made.logits, model(ids).logits)
 
 
@@ -141,29 +187,62 @@ def test_arguments_that_clients_of_llama_give() -> None:
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
     with torch.no_grad():
         wanted = plain(ids, labels=ids)
-        nothing = {"cache_position": torch.arange(9), "token_type_ids": torch.zeros_like(ids), "max_length_q": 9, "is_causal": True}
+        nothing = {
+            "cache_position": torch.arange(9),
+            "token_type_ids": torch.zeros_like(ids),
+            "max_length_q": 9,
+            "is_causal": True,
+        }
         assert torch.equal(plain(ids, **nothing).logits, wanted.logits)
         assert plain(ids, labels=ids, shift_labels=shifted, **nothing).loss == wanted.loss
         assert plain(ids, labels=ids, shift_labels=shifted.flip(1).contiguous()).loss != wanted.loss
         # Rounding of float32: a mean of 16, or a sum through 8.
-        assert plain(ids, labels=ids, num_items_in_batch=8).loss.item() == pytest.approx(2 * wanted.loss.item(), rel=1e-6)
+        assert plain(ids, labels=ids, num_items_in_batch=8).loss.item() == pytest.approx(
+            2 * wanted.loss.item(), rel=1e-6
+        )
 
 
 def test_packed_documents_by_their_ends_or_numbers() -> None:
     """As transformers' collator for flattened batches gives them, with position_ids or without: as if alone, and positions may go on."""
-    plain, row, ends = here("fem_softmax", torch.float64), tokens(1, 12), torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
-    positions, numbers = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None], torch.tensor([[0] * 5 + [1] + [2] * 6], dtype=torch.int32)
+    plain, row, ends = (
+        here("fem_softmax", torch.float64),
+        tokens(1, 12),
+        torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32),
+    )
+    positions, numbers = (
+        torch.cat([torch.arange(n) for n in (5, 1, 6)])[None],
+        torch.tensor([[0] * 5 + [1] + [2] * 6], dtype=torch.int32),
+    )
     with torch.no_grad():
-        alone = torch.cat([plain(part, use_cache=False).logits for part in row.split([5, 1, 6], dim=1)], dim=1)
-        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
-        for told in (lengths, {"cu_seq_lens_q": ends}, {"cu_seq_lens_k": ends}, {"seq_idx": numbers}, lengths | {"seq_idx": numbers}):
+        alone = torch.cat(
+            [plain(part, use_cache=False).logits for part in row.split([5, 1, 6], dim=1)], dim=1
+        )
+        lengths = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": 6,
+            "max_length_k": 6,
+        }
+        for told in (
+            lengths,
+            {"cu_seq_lens_q": ends},
+            {"cu_seq_lens_k": ends},
+            {"seq_idx": numbers},
+            lengths | {"seq_idx": numbers},
+        ):
             for given in (None, positions, torch.arange(12)[None]):
                 made = plain(row, position_ids=given, attention_mask=torch.ones_like(row), **told)
                 assert made.past_key_values is None
-                close(made.logits, alone, 1e-10)  # rounding of float64, in matrix products of other shapes
+                close(
+                    made.logits, alone, 1e-10
+                )  # rounding of float64, in matrix products of other shapes
         whole = plain(row, use_cache=False).logits
-        assert torch.equal(plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, whole) and not torch.allclose(whole, alone)
-        both = plain(torch.cat((row, row)), seq_idx=torch.cat((numbers, torch.zeros_like(numbers)))).logits
+        assert torch.equal(
+            plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, whole
+        ) and not torch.allclose(whole, alone)
+        both = plain(
+            torch.cat((row, row)), seq_idx=torch.cat((numbers, torch.zeros_like(numbers)))
+        ).logits
         close(both, torch.cat((alone, whole)), 1e-10)
 
 
@@ -173,8 +252,15 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     kept = mask[0].bool()
     with torch.no_grad():
         # float64 rounding.
-        for positions in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):  # as transformers' generate has them
-            close(plain(ids, attention_mask=mask, position_ids=positions).logits[0, kept], plain(ids[:, kept]).logits[0], 1e-10)
+        for positions in (
+            None,
+            (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
+        ):  # as transformers' generate has them
+            close(
+                plain(ids, attention_mask=mask, position_ids=positions).logits[0, kept],
+                plain(ids[:, kept]).logits[0],
+                1e-10,
+            )
 
 
 def test_refused_inputs(plain: Any, raised: Refused) -> None:
@@ -184,18 +270,57 @@ def test_refused_inputs(plain: Any, raised: Refused) -> None:
         (plain, {"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}),
         (plain, {"input_ids": tokens(1, 5), "past_key_values": DynamicCache()}),
         (plain, {}),
-        (plain, {"input_ids": tokens(1, 5), "position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True}),
         (
             plain,
-            {"input_ids": tokens(1, 5), "position_ids": torch.tensor([[1, 0, 1, 0, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
+            {
+                "input_ids": tokens(1, 5),
+                "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
+                "use_cache": True,
+            },
+        ),
+        (
+            plain,
+            {
+                "input_ids": tokens(1, 5),
+                "position_ids": torch.tensor([[1, 0, 1, 0, 1]]),
+                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
+            },
         ),
         (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 4])}),
         (plain, {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])}),
         (plain, {"input_ids": tokens(1, 5), "seq_idx": torch.zeros(1, 4)}),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 3, 5])}),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 2, 5]), "past_key_values": plain.new_cache()}),
+        (
+            plain,
+            {
+                "input_ids": tokens(1, 5),
+                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
+                "cu_seq_lens_k": torch.tensor([0, 3, 5]),
+            },
+        ),
+        (
+            plain,
+            {
+                "input_ids": tokens(1, 5),
+                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
+                "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
+            },
+        ),
+        (
+            plain,
+            {
+                "input_ids": tokens(1, 5),
+                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
+                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
+            },
+        ),
+        (
+            plain,
+            {
+                "input_ids": tokens(1, 5),
+                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
+                "past_key_values": plain.new_cache(),
+            },
+        ),
         (plain, {"input_ids": tokens(1, 5), "is_causal": False}),
         (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
         (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
@@ -209,22 +334,37 @@ def test_refused_inputs(plain: Any, raised: Refused) -> None:
 def test_velocities_have_an_embedding_that_transformers_does_not_know() -> None:
     model = FemLMForCausalLM(FemLMConfig(small("yuriiformer").__dict__))
     embeds = model.get_input_embeddings()(torch.zeros(1, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match="inputs_embeds: this model's tokens have velocities, too, .* give input_ids"):
+    with pytest.raises(
+        ValueError,
+        match="inputs_embeds: this model's tokens have velocities, too, .* give input_ids",
+    ):
         model(inputs_embeds=embeds)
-    with pytest.raises(ValueError, match="velocities have an embedding of their own, which is not resized: train with all tokens"):
+    with pytest.raises(
+        ValueError,
+        match="velocities have an embedding of their own, which is not resized: train with all tokens",
+    ):
         model.resize_token_embeddings(VOCAB + 6)
 
 
 def test_the_configuration() -> None:
     """transformers' names win over ``architecture``; what is changed later, and what is written and read, too."""
-    config = FemLMConfig(small(init_std=0.03).__dict__, num_hidden_layers=4, tie_word_embeddings=True)
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (32, 4, 4, VOCAB)
+    config = FemLMConfig(
+        small(init_std=0.03).__dict__, num_hidden_layers=4, tie_word_embeddings=True
+    )
+    assert (
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.vocab_size,
+    ) == (32, 4, 4, VOCAB)
     assert config.initializer_range == 0.03 and config.recurrence == 1
     model = ModelConfig.from_dict(config.model_fields())
     assert model == small(init_std=0.03, num_layers=4, tie_embeddings=True)
     config.vocab_size = 60
     again = FemLMConfig(**json.loads(config.to_json_string(use_diff=True)))
-    assert again.vocab_size == 60 and ModelConfig.from_dict(again.model_fields()) == replace(model, vocab_size=60)
+    assert again.vocab_size == 60 and ModelConfig.from_dict(again.model_fields()) == replace(
+        model, vocab_size=60
+    )
 
 
 def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
@@ -240,7 +380,9 @@ def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
                 assert not (weight - start).any(), name
             else:
                 # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
-                assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel())), name
+                assert weight.std().item() == pytest.approx(
+                    0.03, rel=5 / math.sqrt(2 * weight.numel())
+                ), name
 
 
 def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
@@ -248,7 +390,10 @@ def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
     missing = "model.layers.0.mixer.beta model.layers.1.mixer.tdc.out_proj.weight model.norm.weight".split()
     rewrite(out, lambda held: [held.pop(name) for name in missing])
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-    assert not model.model.layers[0].mixer.beta.any() and not model.model.layers[1].mixer.tdc.out_proj.weight.any()
+    assert (
+        not model.model.layers[0].mixer.beta.any()
+        and not model.model.layers[1].mixer.tdc.out_proj.weight.any()
+    )
     assert (model.model.norm.weight == 1).all() and model.model.layers[1].mixer.beta.any()
 
 
@@ -258,12 +403,18 @@ def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[.
     assert raised.config.recurrence == 3 and raised.config.architecture["recurrence"] == 1
     with torch.no_grad():
         wanted = thrice(ids).logits
-        assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(plain(ids).logits, wanted)
+        assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(
+            plain(ids).logits, wanted
+        )
     greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy))
+    assert torch.equal(
+        raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy)
+    )
 
 
-def test_saved_again_it_is_the_same(plain: Any, tmp_path: Path, open_folder: Callable[..., Any]) -> None:
+def test_saved_again_it_is_the_same(
+    plain: Any, tmp_path: Path, open_folder: Callable[..., Any]
+) -> None:
     """save_pretrained takes the code along; a resized vocabulary is kept."""
     model = open_folder(plain.config._name_or_path)
     model.resize_token_embeddings(VOCAB + 6)
@@ -281,26 +432,47 @@ def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
     with torch.no_grad():
         before = plain(ids).logits
         second = load(small("cem"), random_state(small("cem")))
-        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(second.model.layers[0].mixer)
+        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(
+            second.model.layers[0].mixer
+        )
         second(ids)
         assert torch.equal(plain(ids).logits, before)
 
 
-def test_rope_is_told_and_set_by_transformers_names(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+def test_rope_is_told_and_set_by_transformers_names(
+    exported: Callable[[str], Exported], tmp_path: Path
+) -> None:
     """config.json has it in both spellings; one that is edited there, or set on the configuration, is what the model then computes."""
     given = exported("stretched")
     config = json.loads((given.folder / "config.json").read_text())
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "beta_fast": 2.0, "beta_slow": 0.25}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 12,
+        "beta_fast": 2.0,
+        "beta_slow": 0.25,
+    }
     assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, scaling)
     assert config["rope_parameters"] == {"rope_theta": 10000.0, **scaling}
     linear = RopeScaling("linear", 2.0)
-    edits: list[dict[str, Any]] = [{"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 7.0}]
+    edits: list[dict[str, Any]] = [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 7.0},
+    ]
     edits += [{"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}]
     read = [FemLMConfig(**{**config, **edit}).model() for edit in edits]
-    assert [(model.rope_base, model.rope_scaling) for model in read] == [(10000, linear), (7, given.config.rope_scaling), (10000, linear)]
+    assert [(model.rope_base, model.rope_scaling) for model in read] == [
+        (10000, linear),
+        (7, given.config.rope_scaling),
+        (10000, linear),
+    ]
     loaded = FemLMConfig(**config)
     loaded.rope_scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    assert loaded.model() == FemLMConfig(**loaded.to_dict()).model() == replace(loaded.model(), rope_scaling=linear)
+    assert (
+        loaded.model()
+        == FemLMConfig(**loaded.to_dict()).model()
+        == replace(loaded.model(), rope_scaling=linear)
+    )
     turned = replace(given.config, rope_scaling=RopeScaling("abf", 5.0))
     told = FemLMConfig(architecture=asdict(turned))
     assert told.model() == FemLMConfig(**told.to_dict()).model() == turned

@@ -30,9 +30,13 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("name", ["fem_softmax", "transformer"])
-def test_the_code_on_the_card_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_on_the_card_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the folder, without a question."""
-    folder = export(small(name), tmp_path / "model", tokenizer=write_tokenizer(tmp_path / "tokenizer", VOCAB))
+    folder = export(
+        small(name), tmp_path / "model", tokenizer=write_tokenizer(tmp_path / "tokenizer", VOCAB)
+    )
     (code,) = re.findall(r"```python\n(.*?)```", card(folder)[1], re.DOTALL)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
@@ -46,16 +50,32 @@ def test_the_code_on_the_card_runs(name: str, tmp_path: Path, monkeypatch: pytes
         ({"name": "fem_softmax"}, []),
         ({"name": "transformer", "mlp": "cem"}, []),
         ({"name": "cem"}, ["cem"]),
-        ({"num_layers": 3, "pattern": ("fem_softmax", "deltanet", "mamba2")}, ["deltanet", "mamba2"]),
+        (
+            {"num_layers": 3, "pattern": ("fem_softmax", "deltanet", "mamba2")},
+            ["deltanet", "mamba2"],
+        ),
         ({"name": "gated_deltanet"}, ["gated_deltanet"]),
-        ({"pattern": ("transformer", "fem_softmax"), "attention": AttentionConfig(sliding_window=5)}, ["transformer"]),
-        ({"name": "transformer", "attention": AttentionConfig(sliding_window=5)}, []),  # transformers' own Mistral
+        (
+            {
+                "pattern": ("transformer", "fem_softmax"),
+                "attention": AttentionConfig(sliding_window=5),
+            },
+            ["transformer"],
+        ),
+        (
+            {"name": "transformer", "attention": AttentionConfig(sliding_window=5)},
+            [],
+        ),  # transformers' own Mistral
     ],
 )
-def test_padding_between_turns(changes: dict[str, Any], counting: list[str], tmp_path: Path) -> None:
+def test_padding_between_turns(
+    changes: dict[str, Any], counting: list[str], tmp_path: Path
+) -> None:
     """The card names the mixers whose result it changes, and no others; nothing is said of a transformers' own class."""
     text = card(export(small(**changes), tmp_path / "model"))[1]
-    found = re.search(r"^- Pad only before or after a row's text: (.*) counts? places", text, re.MULTILINE)
+    found = re.search(
+        r"^- Pad only before or after a row's text: (.*) counts? places", text, re.MULTILINE
+    )
     assert (re.findall(r"`(\w+)`", found[1]) if found else []) == counting
     assert bool(LORA.search(text)) == ("modeling_fem.py" in text)
 
@@ -72,17 +92,23 @@ def test_lora(name: str, tmp_path: Path) -> None:
     options = eval(f"dict({snippet[1]})")
     assert ("target_parameters" in options) == hasattr(plain.model.layers[0].mlp, "gate_up")
     torch.manual_seed(0)  # draws the adapters
-    model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options))
+    model = peft.get_peft_model(
+        plain, peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **options)
+    )
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
     adapters = {key: weight for key, weight in model.named_parameters() if "lora_" in key}
-    assert len(adapters) >= 8 and all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in adapters.values())
+    assert len(adapters) >= 8 and all(
+        weight.grad is not None and weight.grad.abs().max() > 0 for weight in adapters.values()
+    )
     with torch.no_grad():
         adapted = model(input_ids=ids).logits
         with model.disable_adapter():
             assert (model(input_ids=ids).logits - adapted).abs().max() > 0.1
         # Rounding of float32: W + AB is rounded once, and through two layers of weights far from their start.
-        torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, adapted, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            model.merge_and_unload()(input_ids=ids).logits, adapted, rtol=1e-3, atol=1e-4
+        )
 
 
 def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
@@ -95,21 +121,56 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
         folder = export(model, tmp_path / name, tokenizer=tokenizer, weights_license=None)
         metadata, text = card(folder)
         has_code = name in ("fem_lm", "qwen2")  # of qwen2 the tokenizer's
-        assert has_code == any(folder.glob("*.py")) == (folder / "LICENSE").exists() == ("## License" in text)
-        assert "license" not in metadata and (not has_code or (folder / "LICENSE").read_text() == ours)
-        assert not has_code or f"under {project['license']} ([LICENSE](LICENSE)). No license of the weights is stated." in text
+        assert (
+            has_code
+            == any(folder.glob("*.py"))
+            == (folder / "LICENSE").exists()
+            == ("## License" in text)
+        )
+        assert "license" not in metadata and (
+            not has_code or (folder / "LICENSE").read_text() == ours
+        )
+        assert (
+            not has_code
+            or f"under {project['license']} ([LICENSE](LICENSE)). No license of the weights is stated."
+            in text
+        )
     assert hf("export", runs["transformer"], tmp_path / "stock", "--license", "cc-by-4.0") == 0
     metadata, text = card(tmp_path / "stock")
     assert (
-        metadata["license"] == "cc-by-4.0" and "The weights are under cc-by-4.0." in text and not (tmp_path / "stock" / "LICENSE").exists()
+        metadata["license"] == "cc-by-4.0"
+        and "The weights are under cc-by-4.0." in text
+        and not (tmp_path / "stock" / "LICENSE").exists()
     )
-    assert hf("export", runs["fem_softmax"], tmp_path / "fem", "--license", "lab-1.0=https://huggingface.co/lab/license") == 0
+    assert (
+        hf(
+            "export",
+            runs["fem_softmax"],
+            tmp_path / "fem",
+            "--license",
+            "lab-1.0=https://huggingface.co/lab/license",
+        )
+        == 0
+    )
     metadata, text = card(tmp_path / "fem")
-    assert metadata | {"license": "other", "license_name": "lab-1.0", "license_link": "https://huggingface.co/lab/license"} == metadata
+    assert (
+        metadata
+        | {
+            "license": "other",
+            "license_name": "lab-1.0",
+            "license_link": "https://huggingface.co/lab/license",
+        }
+        == metadata
+    )
     assert "The weights are under [lab-1.0](https://huggingface.co/lab/license)." in text
 
 
-@pytest.mark.parametrize("text", ["", "Apache 2.0", "other", "lab=", "=https://huggingface.co", "lab=two words"])
+@pytest.mark.parametrize(
+    "text", ["", "Apache 2.0", "other", "lab=", "=https://huggingface.co", "lab=two words"]
+)
 def test_no_license(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--license .*: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--license .*: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license",
+    ):
         License.read(text)

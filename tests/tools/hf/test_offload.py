@@ -23,7 +23,10 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in COMBINED else name for name in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in COMBINED else name for name in NAMES],
+)
 def test_weights_offloaded_to_the_cpu(name: str) -> None:
     """Every weight is on the meta device but for the time of its module's forward, here with the CPU as the device that computes."""
     model = here(name)
@@ -39,7 +42,13 @@ def test_a_device_map_with_layers_on_the_disk(
     exported: Callable[[str], Exported], open_folder: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     given = exported(name)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
     model = open_folder(given.folder, device_map=places, offload_folder=tmp_path)
     assert all(parameter.is_meta for parameter in model.model.layers[1].parameters())
     ids, mask = padded_batch()

@@ -32,7 +32,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     found = {}
     for mixer in MIXERS:
         folder = tmp_path_factory.mktemp(mixer)
-        found[mixer] = save(text_model(mixer, tie_embeddings=mixer == "transformer"), folder / "checkpoint"), folder / "exported"
+        found[mixer] = (
+            save(text_model(mixer, tie_embeddings=mixer == "transformer"), folder / "checkpoint"),
+            folder / "exported",
+        )
         assert hf("export", *found[mixer]) == 0
     return found
 
@@ -40,41 +43,78 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 @pytest.fixture
 def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], Path]:
     """A copy of a pair's checkpoint or export, for breaking."""
-    return lambda mixer, which: Path(shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}"))
+    return lambda mixer, which: Path(
+        shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}")
+    )
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_checkpoint_is_its_export(pairs: dict[str, tuple[Path, Path]], mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_its_export(
+    pairs: dict[str, tuple[Path, Path]], mixer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The class that export writes, the same numbers, tokenizer, special tokens and lengths; nothing reaches for a network."""
     monkeypatch.setattr(socket.socket, "connect", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)
     ours, theirs = (open_model(path) for path in pairs[mixer])
-    assert type(ours.model).__name__ == type(theirs.model).__name__ == {"transformer": "LlamaForCausalLM"}.get(mixer, "FemLMForCausalLM")
-    assert theirs.model.__module__.startswith("transformers.models" if mixer == "transformer" else "transformers_modules")
+    assert (
+        type(ours.model).__name__
+        == type(theirs.model).__name__
+        == {"transformer": "LlamaForCausalLM"}.get(mixer, "FemLMForCausalLM")
+    )
+    assert theirs.model.__module__.startswith(
+        "transformers.models" if mixer == "transformer" else "transformers_modules"
+    )
     with torch.no_grad():
         assert torch.equal(ours.model(IDS).logits, theirs.model(IDS).logits)
     for opened in (ours, theirs):
-        assert opened.tokenizer is not None and opened.config is not None and opened.config.mixer == mixer and not opened.model.training
-        assert opened.model.config.max_position_embeddings == 64 and opened.model.generation_config.eos_token_id == 256
+        assert (
+            opened.tokenizer is not None
+            and opened.config is not None
+            and opened.config.mixer == mixer
+            and not opened.model.training
+        )
+        assert (
+            opened.model.config.max_position_embeddings == 64
+            and opened.model.generation_config.eos_token_id == 256
+        )
         assert opened.manifest["progress"]["step"] == 12
         tied = opened.model.lm_head.weight is opened.model.model.embed_tokens.weight
         assert tied == (mixer == "transformer")
     assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()  # type: ignore[union-attr]
-    assert (ours.kind, theirs.kind, ours.name, theirs.name) == ("checkpoint", "exported folder", "small", "exported")
+    assert (ours.kind, theirs.kind, ours.name, theirs.name) == (
+        "checkpoint",
+        "exported folder",
+        "small",
+        "exported",
+    )
 
 
 def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
     """Weights come in that type; the constants of RoPE are computed, not rounded."""
     for path in pairs["transformer"]:
         opened = open_model(path, dtype=torch.bfloat16)
-        assert opened.dtype == torch.bfloat16 and {weight.dtype for weight in opened.model.parameters()} == {torch.bfloat16}
+        assert opened.dtype == torch.bfloat16 and {
+            weight.dtype for weight in opened.model.parameters()
+        } == {torch.bfloat16}
         assert opened.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_weights_are_held_once(pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_held_once(
+    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One source at a time is held besides what is made of it, and no target keeps more alive than itself."""
-    weights, reads, read = Weights(pairs["transformer"][0] / "step_00000012"), list[list[str]](), Weights.read
-    recipes = {"a": Recipe((name := "decoder.layers.0.mixer.in_proj.weight",), (32, 32), lambda tensors: tensors[0][:32])}
+    weights, reads, read = (
+        Weights(pairs["transformer"][0] / "step_00000012"),
+        list[list[str]](),
+        Weights.read,
+    )
+    recipes = {
+        "a": Recipe(
+            (name := "decoder.layers.0.mixer.in_proj.weight",),
+            (32, 32),
+            lambda tensors: tensors[0][:32],
+        )
+    }
     recipes["b"] = Recipe((name,), (32, 32), lambda tensors: tensors[0][32:64])
 
     def counted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
@@ -84,23 +124,41 @@ def test_weights_are_held_once(pairs: dict[str, tuple[Path, Path]], monkeypatch:
     monkeypatch.setattr(Weights, "read", counted)
     make, kept = from_store.state_of, dict[str, Tensor]()
     made = make(weights, recipes, torch.float32, torch.device("cpu"))
-    assert reads == [[name]] and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
+    assert (
+        reads == [[name]]
+        and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
+    )
     # The model takes these tensors, it does not copy them.
-    monkeypatch.setattr(from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept))
+    monkeypatch.setattr(
+        from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept)
+    )
     opened = open_model(pairs["transformer"][0])
-    assert kept and all(opened.model.get_parameter(key).data_ptr() == tensor.data_ptr() for key, tensor in kept.items())
+    assert kept and all(
+        opened.model.get_parameter(key).data_ptr() == tensor.data_ptr()
+        for key, tensor in kept.items()
+    )
 
 
-def test_without_a_tokenizer_there_is_a_reason(copy: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_without_a_tokenizer_there_is_a_reason(
+    copy: Callable[[str, int], Path], tmp_path: Path
+) -> None:
     checkpoint, folder = copy("fem_softmax", 0), copy("fem_softmax", 1)
     shutil.rmtree(checkpoint / "tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()
     for path in (checkpoint, folder):
         opened = open_model(path)
-        assert opened.tokenizer is None and opened.no_tokenizer is not None and "--tokenizer DIR" in opened.no_tokenizer
+        assert (
+            opened.tokenizer is None
+            and opened.no_tokenizer is not None
+            and "--tokenizer DIR" in opened.no_tokenizer
+        )
         named = open_model(path, tokenizer=byte_tokenizer(tmp_path / "tokenizer"))
-        assert named.tokenizer is not None and named.no_tokenizer is None and named.model.config.eos_token_id in (256, None)
+        assert (
+            named.tokenizer is not None
+            and named.no_tokenizer is None
+            and named.model.config.eos_token_id in (256, None)
+        )
         assert tokenizer_of(path) is None
 
 
@@ -108,7 +166,9 @@ def test_without_a_tokenizer_there_is_a_reason(copy: Callable[[str, int], Path],
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["checkpoint", "export"])
-def test_a_fingerprint_changes_with_what_is_computed_alone(copy: Callable[[str, int], Path], tmp_path: Path, which: int) -> None:
+def test_a_fingerprint_changes_with_what_is_computed_alone(
+    copy: Callable[[str, int], Path], tmp_path: Path, which: int
+) -> None:
     path = copy("fem_softmax", which)
     first = fingerprint(path)
     assert len(first) == 64 and fingerprint(open_model(path)) == first
@@ -120,13 +180,20 @@ def test_a_fingerprint_changes_with_what_is_computed_alone(copy: Callable[[str, 
     assert fingerprint(open_model(moved, tokenizer=other)) == fingerprint(moved, other)
 
 
-def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(copy: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
+    copy: Callable[[str, int], Path], tmp_path: Path
+) -> None:
     folder = copy("fem_softmax", 1)
     found = [fingerprint(folder)]
     rewrite(folder, lambda held: None)  # a file written otherwise
     changed(folder / "config.json", transformers_version="0")
     assert fingerprint(folder) == found[0]
-    rewrite(folder, lambda held: held["model.layers.1.mixer.beta"].view(torch.int32).flatten()[3].bitwise_xor_(1))
+    rewrite(
+        folder,
+        lambda held: (
+            held["model.layers.1.mixer.beta"].view(torch.int32).flatten()[3].bitwise_xor_(1)
+        ),
+    )
     found.append(fingerprint(folder))
     architecture = json.loads((folder / "config.json").read_text())["architecture"]
     changed(folder / "config.json", architecture=architecture | {"norm_eps": 1e-3})
@@ -148,26 +215,56 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(copy: Callab
 Q = "model.layers.0.self_attn.q_proj.weight"
 BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "unknown": ("transformer", lambda folder: changed(folder / "config.json", model_type="lama")),
-    "no language model": ("transformer", lambda folder: changed(folder / "config.json", model_type="vit")),
-    "own code": ("transformer", lambda folder: changed(folder / "config.json", model_type="own", auto_map={"AutoConfig": "x.Y"})),
-    "more layers": ("transformer", lambda folder: changed(folder / "config.json", num_hidden_layers=3)),
-    "fewer layers": ("transformer", lambda folder: changed(folder / "config.json", num_hidden_layers=1)),
-    "a shape": ("transformer", lambda folder: rewrite(folder, lambda held: held.update({Q: torch.zeros(3, 3)}))),
-    "a weight": ("fem_softmax", lambda folder: rewrite(folder, lambda held: held.pop("model.layers.1.mixer.beta"))),
+    "no language model": (
+        "transformer",
+        lambda folder: changed(folder / "config.json", model_type="vit"),
+    ),
+    "own code": (
+        "transformer",
+        lambda folder: changed(
+            folder / "config.json", model_type="own", auto_map={"AutoConfig": "x.Y"}
+        ),
+    ),
+    "more layers": (
+        "transformer",
+        lambda folder: changed(folder / "config.json", num_hidden_layers=3),
+    ),
+    "fewer layers": (
+        "transformer",
+        lambda folder: changed(folder / "config.json", num_hidden_layers=1),
+    ),
+    "a shape": (
+        "transformer",
+        lambda folder: rewrite(folder, lambda held: held.update({Q: torch.zeros(3, 3)})),
+    ),
+    "a weight": (
+        "fem_softmax",
+        lambda folder: rewrite(folder, lambda held: held.pop("model.layers.1.mixer.beta")),
+    ),
     "code": ("fem_softmax", lambda folder: (folder / "modeling_fem.py").unlink()),
-    "code from elsewhere": ("fem_softmax", lambda folder: changed(folder / "config.json", auto_map={"AutoConfig": "else/where--x.Y"})),
-    "a mixer": ("fem_softmax", lambda folder: changed(folder / "config.json", architecture={"mixer": "none"})),
+    "code from elsewhere": (
+        "fem_softmax",
+        lambda folder: changed(folder / "config.json", auto_map={"AutoConfig": "else/where--x.Y"}),
+    ),
+    "a mixer": (
+        "fem_softmax",
+        lambda folder: changed(folder / "config.json", architecture={"mixer": "none"}),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_folder_is_one_line(copy: Callable[[str, int], Path], raised: Refused, case: str) -> None:
+def test_a_broken_folder_is_one_line(
+    copy: Callable[[str, int], Path], raised: Refused, case: str
+) -> None:
     mixer, spoil = BROKEN[case]
     spoil(folder := copy(mixer, 1))
     raised(open_model, folder)
 
 
-def test_what_cannot_be_opened_is_one_line(copy: Callable[[str, int], Path], tmp_path: Path, raised: Refused) -> None:
+def test_what_cannot_be_opened_is_one_line(
+    copy: Callable[[str, int], Path], tmp_path: Path, raised: Refused
+) -> None:
     path = copy("fem_softmax", 0)
     larger = byte_tokenizer(tmp_path / "larger", pad_token="<pad>", unk_token="<unk>")
     for named in (path, copy("fem_softmax", 1)):
@@ -180,7 +277,10 @@ def test_what_cannot_be_opened_is_one_line(copy: Callable[[str, int], Path], tmp
     data = max(path.glob("step_*/*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     raised(open_model, data)
     whole = data.read_bytes()
-    for content, word in ((whole[:-1], "bytes instead of"), (bytes(200) + whole[200:], "is damaged")):  # the latter of the right size
+    for content, word in (
+        (whole[:-1], "bytes instead of"),
+        (bytes(200) + whole[200:], "is damaged"),
+    ):  # the latter of the right size
         data.write_bytes(content)
         with pytest.raises(ConfigError, match=word) as error:
             open_model(data.parent)

@@ -37,7 +37,9 @@ def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Re
         out = model.train()(ids, labels=ids)
     out.loss.backward()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return Results(out.loss.item(), out.logits.detach(), torch.cat([g.flatten() for g in gradients]))
+    return Results(
+        out.loss.item(), out.logits.detach(), torch.cat([g.flatten() for g in gradients])
+    )
 
 
 @functools.cache
@@ -62,7 +64,9 @@ def test_autocast_is_as_close_as_bfloat16_weights(name: str) -> None:
     found, wanted = results(here(name), autocast()), plain(name)
     assert abs(found.loss - wanted.loss) <= BFLOAT16 * wanted.loss
     assert relative(found.logits, wanted.logits) <= 1.25 * error(name, torch.bfloat16)
-    assert relative(found.gradients, wanted.gradients) <= 4 * error(name, torch.bfloat16, "gradients")
+    assert relative(found.gradients, wanted.gradients) <= 4 * error(
+        name, torch.bfloat16, "gradients"
+    )
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -71,12 +75,23 @@ def test_autocast_decodes_and_recomputes(name: str) -> None:
     model, checkpointed, ids = here(name), here(name), tokens(2, 40)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     both = [results(each, autocast()) for each in (model, checkpointed)]
-    assert torch.equal(both[0].logits, both[1].logits) and torch.equal(both[0].gradients, both[1].gradients)
+    assert torch.equal(both[0].logits, both[1].logits) and torch.equal(
+        both[0].gradients, both[1].gradients
+    )
     cache, (prompt, mask) = model.eval().new_cache(), padded_batch()
     with torch.no_grad(), autocast():
-        steps = [model(piece, past_key_values=cache).logits for piece in ids.split([36, 1, 1, 2], dim=1)]
+        steps = [
+            model(piece, past_key_values=cache).logits for piece in ids.split([36, 1, 1, 2], dim=1)
+        ]
         for given in ({}, {"cache_implementation": "static", "disable_compile": True}):
-            made = model.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0, **given)
+            made = model.generate(
+                prompt,
+                attention_mask=mask,
+                max_new_tokens=3,
+                do_sample=False,
+                pad_token_id=0,
+                **given,
+            )
             assert made.shape == (3, 11)
     assert relative(torch.cat(steps, 1), plain(name).logits) <= 1.25 * error(name, torch.bfloat16)
 
@@ -91,14 +106,22 @@ def test_float16_weights_compute(name: str) -> None:
     assert (logits.argmax(-1) == plain(name).logits.argmax(-1)).float().mean() > 0.95
     model, (prompt, mask) = here(name).to(torch.float16), padded_batch()
     greedy = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    made = [model.generate(prompt, **greedy, **given) for given in ({}, {"cache_implementation": "static", "disable_compile": True})]
+    made = [
+        model.generate(prompt, **greedy, **given)
+        for given in ({}, {"cache_implementation": "static", "disable_compile": True})
+    ]
     assert torch.equal(*made)
     cache = model.new_cache()
     with torch.no_grad():
-        steps = [model(piece, past_key_values=cache).logits for piece in tokens(2, 40).split([36, 1, 1, 2], dim=1)]
+        steps = [
+            model(piece, past_key_values=cache).logits
+            for piece in tokens(2, 40).split([36, 1, 1, 2], dim=1)
+        ]
         if name != "yuriiformer":  # PyTorch concatenates no float16 in a region of bfloat16
             with autocast():
-                assert relative(model(tokens(2, 40)).logits, plain(name).logits) <= 1.25 * error(name, torch.bfloat16)
+                assert relative(model(tokens(2, 40)).logits, plain(name).logits) <= 1.25 * error(
+                    name, torch.bfloat16
+                )
     assert relative(torch.cat(steps, 1), plain(name).logits) <= error(name, torch.bfloat16) / 4
 
 
@@ -125,7 +148,11 @@ class Quantised(nn.Module):
 def test_quantised_products_compute(name: str) -> None:
     """As the weights that they stand for, wherever a block has a torch.nn.Linear; and beside products that autocast rounds."""
     model, ids = here(name).eval(), tokens(2, 40)
-    linears = {path: module for path, module in model.model.layers.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        path: module
+        for path, module in model.model.layers.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     assert linears
     for linear in linears.values():
         linear.weight.data.copy_(Quantised(linear, "weight").whole())
@@ -134,6 +161,10 @@ def test_quantised_products_compute(name: str) -> None:
         for named in ("weight", "packed"):
             for path, linear in linears.items():
                 model.model.layers.set_submodule(path, Quantised(linear, named))
-            assert relative(model(ids, use_cache=False).logits, wanted) < 1e-6  # float32's rounding of scale and weight
+            assert (
+                relative(model(ids, use_cache=False).logits, wanted) < 1e-6
+            )  # float32's rounding of scale and weight
         with autocast():
-            assert relative(model(ids, use_cache=False).logits, wanted) <= 1.25 * error(name, torch.bfloat16)
+            assert relative(model(ids, use_cache=False).logits, wanted) <= 1.25 * error(
+                name, torch.bfloat16
+            )

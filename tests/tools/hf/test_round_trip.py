@@ -15,7 +15,16 @@ from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from pretrain.checkpoint.folder import find
-from tests.tools.hf.checkpoints import STOCK, changed, equal, hf, save, stock_folder, tensors, weights
+from tests.tools.hf.checkpoints import (
+    STOCK,
+    changed,
+    equal,
+    hf,
+    save,
+    stock_folder,
+    tensors,
+    weights,
+)
 from tests.tools.hf.runs import files
 from tests.tools.hf.small import VOCAB, random_state, small
 from tests.wording import Wording
@@ -24,7 +33,9 @@ from tools.hf.recipes import VOCABULARY
 
 MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
 QKV_BIAS = AttentionConfig(qkv_bias=True)
-EVERYTHING = small(num_layers=len(MIXERS), pattern=MIXERS, num_query_groups=2, attention=QKV_BIAS).__dict__
+EVERYTHING = small(
+    num_layers=len(MIXERS), pattern=MIXERS, num_query_groups=2, attention=QKV_BIAS
+).__dict__
 # All of the catalogue in one model, a layer each: plain; tied, looped with an adapter for each iteration, every MLP CEM's, the vocabulary
 # of several paddings. And by way of transformers' own classes, whose configurations cannot say all (padding, nulls).
 TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
@@ -36,7 +47,11 @@ TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     ),
     "llama": ({"mixer": "transformer", "make_vocab_size_divisible_by": 56}, torch.float32),
     "qwen2": (
-        {"mixer": "transformer", "attention": AttentionConfig(qkv_bias=True, sliding_window=7), "tie_embeddings": True},
+        {
+            "mixer": "transformer",
+            "attention": AttentionConfig(qkv_bias=True, sliding_window=7),
+            "tie_embeddings": True,
+        },
         torch.float32,
     ),
 }
@@ -46,7 +61,11 @@ TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Weights, configuration and progress, and the folders' files, twice."""
     changes, dtype = TRIPS[name]
-    model = ModelConfig(**EVERYTHING | changes) if name.startswith("every") else small(num_query_groups=2, **changes)
+    model = (
+        ModelConfig(**EVERYTHING | changes)
+        if name.startswith("every")
+        else small(num_query_groups=2, **changes)
+    )
     state = random_state(model, dtype=dtype)
     for key in VOCABULARY & state.keys():
         state[key][VOCAB:] = 0  # what pads the vocabulary is in no export
@@ -59,18 +78,33 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert hf("import", exports[-1], last) == 0
         equal(weights(last), state)
         found = find(last)
-        assert found.path.name == first.path.name and ModelConfig.from_dict(found.manifest["config"]["model"]) == model
+        assert (
+            found.path.name == first.path.name
+            and ModelConfig.from_dict(found.manifest["config"]["model"]) == model
+        )
         told = ("progress", "data", "heldout_loss", "config", "contents")
-        assert {key: found.manifest[key] for key in told} == {key: first.manifest[key] for key in told}
+        assert {key: found.manifest[key] for key in told} == {
+            key: first.manifest[key] for key in told
+        }
     assert model.padded_vocab_size() > VOCAB and files(exports[0]) == files(exports[1])
-    assert {"config.json", "model.safetensors", "training.json", "README.md"} <= files(exports[0]).keys()
+    assert {"config.json", "model.safetensors", "training.json", "README.md"} <= files(
+        exports[0]
+    ).keys()
     assert bool(list(exports[0].glob("*.py"))) == name.startswith("every")
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer", "ends"), [("llama", None, 4), ("mistral", None, [6, 4]), ("qwen2", None, 4), ("llama", "fem_softmax", [6, 4])]
+    ("name", "mixer", "ends"),
+    [
+        ("llama", None, 4),
+        ("mistral", None, [6, 4]),
+        ("qwen2", None, 4),
+        ("llama", "fem_softmax", [6, 4]),
+    ],
 )
-def test_special_tokens_need_no_tokenizer(name: str, mixer: str | None, ends: int | list[int], tmp_path: Path) -> None:
+def test_special_tokens_need_no_tokenizer(
+    name: str, mixer: str | None, ends: int | list[int], tmp_path: Path
+) -> None:
     """A folder without one keeps them and its context length, as a checkpoint, as another mixer, through our own format; -1 is no token."""
     place = stock_folder(name, tmp_path / "hf", bos_token_id=3, eos_token_id=4, pad_token_id=None)
     changed(place / "config.json", pad_token_id=-1)
@@ -82,15 +116,24 @@ def test_special_tokens_need_no_tokenizer(name: str, mixer: str | None, ends: in
         assert hf("export", tmp_path / f"ck{trip}", place) == 0
         for file in ("config.json", "generation_config.json"):
             told = json.loads((place / file).read_text())
-            assert (told["bos_token_id"], told["eos_token_id"], told.get("pad_token_id")) == (3, ends, None)
-    for found in (open_model(tmp_path / "ck1").model.config.to_dict(), json.loads((place / "config.json").read_text())):
+            assert (told["bos_token_id"], told["eos_token_id"], told.get("pad_token_id")) == (
+                3,
+                ends,
+                None,
+            )
+    for found in (
+        open_model(tmp_path / "ck1").model.config.to_dict(),
+        json.loads((place / "config.json").read_text()),
+    ):
         assert (found["max_position_embeddings"], found["eos_token_id"]) == (64, ends)
 
 
 @pytest.mark.parametrize("name", STOCK)
 def test_a_stock_folder(name: str, tmp_path: Path) -> None:
     """import -> export gives transformers' own tensors back, and its class, whose logits are the original's to the bit."""
-    folder = stock_folder(name, tmp_path / "hf", torch.bfloat16 if name == "mistral" else torch.float32)
+    folder = stock_folder(
+        name, tmp_path / "hf", torch.bfloat16 if name == "mistral" else torch.float32
+    )
     assert hf("import", folder, tmp_path / "ck") == 0
     assert hf("export", tmp_path / "ck", tmp_path / "again") == 0
     equal(tensors(tmp_path / "again"), tensors(folder))
@@ -111,7 +154,11 @@ def test_the_configuration_that_transformers_reads_wins(
     for file in exports["fem_softmax"].iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     raw = json.loads((folder / "config.json").read_text())
-    older = {key: value for key, value in raw["architecture"].items() if key not in ("attention", "causal")}
+    older = {
+        key: value
+        for key, value in raw["architecture"].items()
+        if key not in ("attention", "causal")
+    }
     changed(folder / "config.json", architecture=older | {"norm_eps": 1e-5}, recurrence=3)
     capsys.readouterr()
     assert hf("import", folder, tmp_path / "ck") == 0

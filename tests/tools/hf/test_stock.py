@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem_megatron.config import ModelConfig
@@ -41,20 +49,37 @@ ALL = AttentionConfig(qkv_bias=True, sliding_window=7, head_dim=12)
 UNBIASED = replace(ALL, qkv_bias=False)
 CASES = {
     "llama": (BASE, "Llama"),
-    "grouped, tied": (replace(GROUPED, tie_embeddings=True, norm_eps=1e-5, rope_base=500000, init_std=0.03), "Llama"),
+    "grouped, tied": (
+        replace(GROUPED, tie_embeddings=True, norm_eps=1e-5, rope_base=500000, init_std=0.03),
+        "Llama",
+    ),
     "one group": (replace(BASE, num_query_groups=1), "Llama"),
     "wide heads": (replace(BASE, attention=AttentionConfig(head_dim=16)), "Llama"),
     "linear": (replace(BASE, rope_scaling=RopeScaling("linear", 2.0)), "Llama"),
     "llama3": (replace(BASE, rope_scaling=LLAMA3), "Llama"),
-    "yarn": (replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 10, beta_fast=2.0, beta_slow=0.25)), "Llama"),
-    "yarn, its factor": (replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 4096, attention_factor=1.3)), "Llama"),
+    "yarn": (
+        replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 10, beta_fast=2.0, beta_slow=0.25)),
+        "Llama",
+    ),
+    "yarn, its factor": (
+        replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 4096, attention_factor=1.3)),
+        "Llama",
+    ),
     "window": (replace(GROUPED, attention=AttentionConfig(sliding_window=7)), "Mistral"),
     # LlamaConfig refuses heads that do not divide the width.
-    "odd heads": (replace(BASE, hidden_size=36, num_attention_heads=8, attention=AttentionConfig(head_dim=6)), "Mistral"),
+    "odd heads": (
+        replace(BASE, hidden_size=36, num_attention_heads=8, attention=AttentionConfig(head_dim=6)),
+        "Mistral",
+    ),
     "biases": (replace(GROUPED, attention=AttentionConfig(qkv_bias=True)), "Qwen2"),
     "biases and all": (replace(GROUPED, attention=ALL, rope_scaling=LLAMA3), "Qwen2"),
     "normed": (replace(GROUPED, qk_norm=True, norm_eps=1e-3, tie_embeddings=True), "Qwen3"),
-    "normed and all": (replace(GROUPED, qk_norm=True, attention=UNBIASED, rope_scaling=RopeScaling("yarn", 8.0, 16)), "Qwen3"),
+    "normed and all": (
+        replace(
+            GROUPED, qk_norm=True, attention=UNBIASED, rope_scaling=RopeScaling("yarn", 8.0, 16)
+        ),
+        "Qwen3",
+    ),
 }
 # float32: the same operations in another order, 1e-7 each. bfloat16:
 # 8 bits a number; transformers also rounds the normalised x before its weight.
@@ -68,26 +93,46 @@ def one_process() -> Iterator[None]:
 
 
 def cook(recipes: Recipes, source: dict[str, Tensor]) -> dict[str, Tensor]:
-    made = {name: recipe.make([source[key] for key in recipe.sources]) for name, recipe in recipes.items()}
-    assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {name: recipe.shape for name, recipe in recipes.items()}
+    made = {
+        name: recipe.make([source[key] for key in recipe.sources])
+        for name, recipe in recipes.items()
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {
+        name: recipe.shape for name, recipe in recipes.items()
+    }
     return made
 
 
-def trained_logits(model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def trained_logits(
+    model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """What the training code computes, float64 [b, t, VOCAB]."""
     from fem_megatron.megatron.model import Layout, build
 
     (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
-    answer = chunk.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=False)
-    assert not answer.unexpected_keys and all(key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys)
+    answer = chunk.load_state_dict(
+        {name: tensor.to(dtype) for name, tensor in state.items()}, strict=False
+    )
+    assert not answer.unexpected_keys and all(
+        key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys
+    )
     with torch.no_grad():
-        return chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None)[..., : model.vocab_size].double()
+        return chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None)[
+            ..., : model.vocab_size
+        ].double()
 
 
-def stock_logits(config: PretrainedConfig, weights: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def stock_logits(
+    config: PretrainedConfig,
+    weights: dict[str, Tensor],
+    ids: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     answer = stock.load_state_dict(weights, strict=False)
-    assert not answer.unexpected_keys and set(answer.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    assert not answer.unexpected_keys and set(answer.missing_keys) <= (
+        {"lm_head.weight"} if config.tie_word_embeddings else set()
+    )
     stock.tie_weights()
     with torch.no_grad():
         return stock.to(dtype).eval()(ids).logits.double()
@@ -101,13 +146,20 @@ def tokens() -> Tensor:
 def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     """The same logits; weights that come back to the bit; a configuration that comes back through a file."""
     model, family = CASES[name]
-    generator = torch.Generator().manual_seed(0)  # every number another, so that no two rows can change places unseen
+    generator = torch.Generator().manual_seed(
+        0
+    )  # every number another, so that no two rows can change places unseen
     shapes = parameter_shapes(model)
-    state = {key: 0.15 * torch.randn(shape, generator=generator) + ("norm" in key) for key, shape in shapes.items()}
+    state = {
+        key: 0.15 * torch.randn(shape, generator=generator) + ("norm" in key)
+        for key, shape in shapes.items()
+    }
     there = cook(to_stock(model), state)
     for dtype, tolerance in TOLERANCES.items():
         wanted = trained_logits(model, state, tokens(), dtype)
-        assert (stock_logits(stock_config(model), there, tokens(), dtype) - wanted).norm() <= tolerance * wanted.norm()
+        assert (
+            stock_logits(stock_config(model), there, tokens(), dtype) - wanted
+        ).norm() <= tolerance * wanted.norm()
 
     back = cook(from_stock(model), there)
     assert back.keys() == state.keys()
@@ -115,25 +167,57 @@ def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
         kept = VOCAB if key in VOCABULARY else len(tensor)
         assert torch.equal(back[key][:kept], tensor[:kept]) and not back[key][kept:].any(), key
 
-    stock_config(model, dtype=torch.bfloat16, max_position_embeddings=64, eos_token_id=3).save_pretrained(tmp_path)
+    stock_config(
+        model, dtype=torch.bfloat16, max_position_embeddings=64, eos_token_id=3
+    ).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["dtype"], written["max_position_embeddings"], written["eos_token_id"]) == ("bfloat16", 64, 3)
-    assert written["architectures"] == [f"{family}ForCausalLM"] and written.get("bos_token_id") is None and "auto_map" not in written
-    assert model_of(written) == replace(model, make_vocab_size_divisible_by=ModelConfig().make_vocab_size_divisible_by)
+    assert (written["dtype"], written["max_position_embeddings"], written["eos_token_id"]) == (
+        "bfloat16",
+        64,
+        3,
+    )
+    assert (
+        written["architectures"] == [f"{family}ForCausalLM"]
+        and written.get("bos_token_id") is None
+        and "auto_map" not in written
+    )
+    assert model_of(written) == replace(
+        model, make_vocab_size_divisible_by=ModelConfig().make_vocab_size_divisible_by
+    )
     assert model_of(AutoConfig.from_pretrained(tmp_path).to_dict()) == model_of(written)
 
 
-SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 THEIRS = {
-    "llama": LlamaConfig(**SMALL, head_dim=6, rms_norm_eps=1e-4, rope_parameters={"rope_type": "default", "rope_theta": 300.0}),
+    "llama": LlamaConfig(
+        **SMALL,
+        head_dim=6,
+        rms_norm_eps=1e-4,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
     "mistral": MistralConfig(**SMALL, sliding_window=9, tie_word_embeddings=True),
     "mistral, no window": MistralConfig(**SMALL, sliding_window=None),
     "qwen2": Qwen2Config(**SMALL),
-    "qwen2, window": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0),
-    "qwen2, window of no layer": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=2),
+    "qwen2, window": Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0
+    ),
+    "qwen2, window of no layer": Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=2
+    ),
     "qwen3": Qwen3Config(**SMALL, head_dim=12),
-    "qwen3, window": Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0, tie_word_embeddings=True),
+    "qwen3, window": Qwen3Config(
+        **SMALL,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=0,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -148,11 +232,23 @@ def test_a_model_of_transformers_own_is_continued(name: str) -> None:
             weight.add_(0.2 * torch.randn_like(weight))
     model, weights = model_of(config.to_dict()), stock.state_dict()
     wanted = stock_logits(config, weights, tokens())
-    assert (trained_logits(model, cook(from_stock(model), weights), tokens()) - wanted).norm() <= 2e-6 * wanted.norm()
+    assert (
+        trained_logits(model, cook(from_stock(model), weights), tokens()) - wanted
+    ).norm() <= 2e-6 * wanted.norm()
 
 
-OLD_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL, "max_position_embeddings": 96}
-LLAMA_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+OLD_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    **SMALL,
+    "max_position_embeddings": 96,
+}
+LLAMA_31 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 READ_31 = RopeScaling("llama3", 8.0, 8192)
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
@@ -163,18 +259,36 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
         ({}, 10000, RopeScaling()),
         ({"rope_theta": 500000.0, "rope_scaling": None}, 500000, RopeScaling()),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000, RopeScaling("linear", 2.0)),
-        ({"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA_31}}, 500000, READ_31),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA_31}}, 500000, READ_31),
+        (
+            {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA_31}},
+            500000,
+            READ_31,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA_31}},
+            500000,
+            READ_31,
+        ),
         # What yarn leaves out: the length is the file's, the factor follows from mscale.
         ({"rope_scaling": YARN}, 10000, RopeScaling("yarn", 4.0, 96)),
         (
-            {"rope_scaling": YARN | {"original_max_position_embeddings": 32, "mscale": 2.0, "mscale_all_dim": 1.0}},
+            {
+                "rope_scaling": YARN
+                | {"original_max_position_embeddings": 32, "mscale": 2.0, "mscale_all_dim": 1.0}
+            },
             10000,
-            RopeScaling("yarn", 4.0, 32, attention_factor=(0.2 * math.log(4.0) + 1) / (0.1 * math.log(4.0) + 1)),
+            RopeScaling(
+                "yarn",
+                4.0,
+                32,
+                attention_factor=(0.2 * math.log(4.0) + 1) / (0.1 * math.log(4.0) + 1),
+            ),
         ),
     ],
 )
-def test_both_spellings_of_rope_are_read(given: dict[str, Any], base: int, scaling: RopeScaling) -> None:
+def test_both_spellings_of_rope_are_read(
+    given: dict[str, Any], base: int, scaling: RopeScaling
+) -> None:
     """rope_theta beside rope_scaling, as files of transformers 4 have it, and rope_parameters."""
     model = model_of({**OLD_LLAMA, **given})
     assert (model.rope_base, model.rope_scaling) == (base, scaling)
@@ -183,13 +297,27 @@ def test_both_spellings_of_rope_are_read(given: dict[str, Any], base: int, scali
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_frequencies_of_a_real_size_are_transformers_own(kind: str) -> None:
     """Llama 3.1's: heads of 128, base 500000; its slow, its fast and its medium waves."""
-    model = replace(BASE, hidden_size=4096, num_attention_heads=32, rope_base=500000, rope_scaling=RopeScaling(kind, 8.0))
-    wanted, factor = ROPE_INIT_FUNCTIONS[kind](stock_config(model, max_position_embeddings=131072), torch.device("cpu"))
+    model = replace(
+        BASE,
+        hidden_size=4096,
+        num_attention_heads=32,
+        rope_base=500000,
+        rope_scaling=RopeScaling(kind, 8.0),
+    )
+    wanted, factor = ROPE_INIT_FUNCTIONS[kind](
+        stock_config(model, max_position_embeddings=131072), torch.device("cpu")
+    )
     plain = 1.0 / (500000 ** (torch.arange(0, 128, 2) / 128))
     rope = Rope.of(model)
-    assert rope is not None and rope.factor == pytest.approx(factor, rel=1e-15) and (factor > 1) == (kind == "yarn")
+    assert (
+        rope is not None
+        and rope.factor == pytest.approx(factor, rel=1e-15)
+        and (factor > 1) == (kind == "yarn")
+    )
     got = frequencies(rope, 128)
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)  # float32's resolution, several times
+    torch.testing.assert_close(
+        got, wanted, rtol=1e-6, atol=0.0
+    )  # float32's resolution, several times
     changed = (got / plain - 1).abs() > 1e-6
     assert changed.all() if kind == "linear" else 0 < int(changed.sum()) < len(got)
 
@@ -200,7 +328,14 @@ FOREIGN: list[dict[str, Any]] = [
     {"architectures": ["LlamaForSequenceClassification"]},
     {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "truncate": False}},
+    {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        }
+    },
     {"rope_theta": 10000.5},
     {"partial_rotary_factor": 0.5},
     {"attention_bias": True},
@@ -214,7 +349,12 @@ FOREIGN: list[dict[str, Any]] = [
     {"head_dim": 5},
     {"num_attention_heads": 0},
     {"initializer_range": 0.0},
-    {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "max_window_layers": 1},
+    {
+        "model_type": "qwen2",
+        "architectures": None,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
     {"model_type": "qwen3", "architectures": None, "attention_bias": True},
     {"model_type": "mistral", "architectures": None, "layer_types": ["full_attention"] * 2},
 ]
@@ -226,7 +366,12 @@ def test_what_is_not_exactly_it_is_refused_in_one_line(raised: Refused) -> None:
 
 
 def test_what_transformers_has_no_class_for_is_said(raised: Refused) -> None:
-    changes: list[dict[str, Any]] = [{"mixer": "fem_softmax"}, {"pattern": ("transformer", "fem_gla")}, {"mlp": "cem"}, {"mlp": "none"}]
+    changes: list[dict[str, Any]] = [
+        {"mixer": "fem_softmax"},
+        {"pattern": ("transformer", "fem_gla")},
+        {"mlp": "cem"},
+        {"mlp": "none"},
+    ]
     changes += [{"qk_norm": True, "attention": AttentionConfig(qkv_bias=True)}]
     for change in [*changes, {"recurrence": 2}, {"causal": False}, {"rope": False}]:
         raised(stock_config, replace(BASE, **change), error=StockError)

@@ -25,7 +25,9 @@ CLASSES = (
 def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(tmp_path: Path, kind: str) -> None:
     for name in CLASSES:
         folder = write_reader(tmp_path / name, kind, name)
-        assert ids(load_tokenizer(folder)) == [Reader.from_file(str(folder / "tokenizer.json")).encode(text).ids for text in TEXTS], name
+        assert ids(load_tokenizer(folder)) == [
+            Reader.from_file(str(folder / "tokenizer.json")).encode(text).ids for text in TEXTS
+        ], name
 
 
 def test_classes_keep_their_special_tokens(tmp_path: Path) -> None:
@@ -37,7 +39,10 @@ def test_classes_keep_their_special_tokens(tmp_path: Path) -> None:
     assert load_tokenizer(folder).eos_token == "<|endoftext|>"
     out = export(small("transformer", vocab_size=640), tmp_path / "out", tokenizer=folder)
     settings = json.loads((out / "tokenizer_config.json").read_text())
-    assert settings["eos_token"] == "<|endoftext|>" and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        settings["eos_token"] == "<|endoftext|>"
+        and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    )
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
 
 
@@ -49,13 +54,19 @@ def test_every_family_opens_with_its_own_ids(tmp_path: Path, family: str) -> Non
     assert (out / "tokenization_fem.py").is_file() == (family == "qwen2")
     with quiet_transformers():
         for trust in (True, False):
-            assert ids(auto_tokenizer(out, trust_remote_code=trust)) == ids(load_tokenizer(folder)), trust
+            assert ids(auto_tokenizer(out, trust_remote_code=trust)) == ids(
+                load_tokenizer(folder)
+            ), trust
 
 
-def test_verify_compares_ids_also_as_transformers_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_ids_also_as_transformers_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of equal weights and entries: another pattern, and a biased Transformer's folder that transformers 5 opens as Qwen2Tokenizer."""
     model, reader = small(**FAMILIES["qwen2"]), write_reader(tmp_path / "reader", "regex", None)
-    folder, other = (export(model, tmp_path / name, tokenizer=reader) for name in ("folder", "other"))
+    folder, other = (
+        export(model, tmp_path / name, tokenizer=reader) for name in ("folder", "other")
+    )
     text = (folder / "tokenizer.json").read_text()
     assert "{1,3}" in text
     (other / "tokenizer.json").write_text(text.replace("{1,3}", "{1,4}"))
@@ -65,5 +76,8 @@ def test_verify_compares_ids_also_as_transformers_reads_them(tmp_path: Path, cap
     assert main(["verify", str(folder), str(other), "--device", "cpu"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "the tokenizers differ: the same entries, but other ids for \"It's 7 o'clock" in last
-    assert f"; transformers opens {other / 'tokenizer.json'} as Qwen2Tokenizer: the same entries, but other ids for" in last
+    assert (
+        f"; transformers opens {other / 'tokenizer.json'} as Qwen2Tokenizer: the same entries, but other ids for"
+        in last
+    )
     assert str(folder) not in last

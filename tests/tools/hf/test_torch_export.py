@@ -11,7 +11,14 @@ from torch.export import Dim, export
 
 from tests.tools.hf.small import NAMES, close, here, tokens
 
-SHAPES = ((1, 5), (2, 17), (5, 2), (1, 1), (2, 70), (1, 300))  # under and over a window, a chunk of 64, CEM's 48 hidden channels
+SHAPES = (
+    (1, 5),
+    (2, 17),
+    (5, 2),
+    (1, 1),
+    (2, 70),
+    (1, 300),
+)  # under and over a window, a chunk of 64, CEM's 48 hidden channels
 STEPS = 7
 
 
@@ -30,7 +37,12 @@ class Logits(nn.Module):
 def some(quick: tuple[str, ...], *modes: Any) -> list[Any]:
     """Every name with every mode; what is not of the first mode or not ``quick`` is slow."""
     pairs = [(name, mode) for name in NAMES for mode in modes]
-    return [pair if pair[0] in quick and pair[1] == modes[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+    return [
+        pair
+        if pair[0] in quick and pair[1] == modes[0]
+        else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in pairs
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode"), some(("hybrid", "cem"), "masked", "plain", "strict"))
@@ -57,7 +69,9 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.cache, self.assigned = model, model.new_cache(places), assigned
         first = torch.zeros(batch, 1, dtype=torch.long)
-        model(first, attention_mask=first, past_key_values=self.cache)  # a masked token makes the tensors and leaves nothing in them
+        model(
+            first, attention_mask=first, past_key_values=self.cache
+        )  # a masked token makes the tensors and leaves nothing in them
         for n, layer in enumerate(self.cache.layers):
             layer.room.taken.zero_()
             for name, tensor in (*layer.state.items(), ("taken", layer.room.taken)):
@@ -82,15 +96,24 @@ def test_a_decoding_step_with_a_static_cache(name: str, strict: bool) -> None:
     """Each step writes the program's buffers; the logits are those of whole sequences, and the cache of eager steps stays as it was."""
     model, ids = here(name, torch.float64), tokens(2, STEPS)
     program = export(Step(model, 2, STEPS, assigned=not strict), (ids[:, :1],), strict=strict)
-    assert len(program.run_decompositions().graph_signature.buffers_to_mutate) >= 2 * len(model.model.layers)
+    assert len(program.run_decompositions().graph_signature.buffers_to_mutate) >= 2 * len(
+        model.model.layers
+    )
     step: Any = program.module()
-    close(torch.cat([step(token) for token in ids.split(1, dim=1)], dim=1), model(ids, use_cache=False).logits, 1e-10)  # float64 rounding
+    close(
+        torch.cat([step(token) for token in ids.split(1, dim=1)], dim=1),
+        model(ids, use_cache=False).logits,
+        1e-10,
+    )  # float64 rounding
 
 
 @torch.no_grad()
 def test_a_static_cache_is_no_constant_of_a_program() -> None:
     ids = tokens(2, 1)
-    with pytest.raises(ValueError, match=r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True, or assign"):
+    with pytest.raises(
+        ValueError,
+        match=r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True, or assign",
+    ):
         export(Step(here("fem_softmax"), 2, STEPS, assigned=False), (ids,), strict=False)
 
 
@@ -104,4 +127,6 @@ def test_torch_compile_with_the_default_cache() -> None:
         output = compiled(ids)
         assert torch.equal(output.logits, model(ids).logits)
         step = model(ids[:, :1], past_key_values=output.past_key_values).logits
-        close(step, model(torch.cat((ids, ids[:, :1]), dim=1)).logits[:, -1:], 1e-5)  # float32: sums in another order
+        close(
+            step, model(torch.cat((ids, ids[:, :1]), dim=1)).logits[:, -1:], 1e-5
+        )  # float32: sums in another order

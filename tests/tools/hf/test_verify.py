@@ -30,8 +30,16 @@ PLAIN = text_model("transformer", num_query_groups=2, num_layers=3)
 IN_PROJ = "model.layers.1.mixer.in_proj.weight"
 
 
-def exported(model: ModelConfig, state: dict[str, torch.Tensor], out: Path, tokenizer: Path, dtype: torch.dtype = torch.float32) -> Path:
-    return export(model, out, state=state, tokenizer=tokenizer, dtype=dtype, card={"seq_length": 64})
+def exported(
+    model: ModelConfig,
+    state: dict[str, torch.Tensor],
+    out: Path,
+    tokenizer: Path,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    return export(
+        model, out, state=state, tokenizer=tokenizer, dtype=dtype, card={"seq_length": 64}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("verify")
     for name, model in (("fem", FEM), ("plain", PLAIN)):
         # Gains below one in every layer, as trained models have: else rounding to bf16 would grow from layer to layer.
-        state = {key: tensor / 3 if tensor.ndim > 1 else tensor for key, tensor in random_state(model, dtype=torch.float32).items()}
+        state = {
+            key: tensor / 3 if tensor.ndim > 1 else tensor
+            for key, tensor in random_state(model, dtype=torch.float32).items()
+        }
         tokenizer = save(model, out / name, state) / "tokenizer"
         exported(model, state, out / f"{name}_hf", tokenizer)
         exported(model, state, out / f"{name}_bf16", tokenizer, torch.bfloat16)
@@ -62,30 +73,49 @@ def verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(code: int, a: str | Path, b: str | Path, *more: str) -> tuple[str, dict[str, Any]]:
         capsys.readouterr()
-        given = ["verify", str(folder / a), str(folder / b), "--json", str(tmp_path / "found.json"), "--device", "cpu", *more]
+        given = [
+            "verify",
+            str(folder / a),
+            str(folder / b),
+            "--json",
+            str(tmp_path / "found.json"),
+            "--device",
+            "cpu",
+            *more,
+        ]
         assert main(given) == code
         found = json.loads((tmp_path / "found.json").read_text())
-        assert found["equal"] == (code == 0) == (found["faults"] == []) and (code == 1 or found["first"] is None)
+        assert found["equal"] == (code == 0) == (found["faults"] == []) and (
+            code == 1 or found["first"] is None
+        )
         return capsys.readouterr().out, found
 
     return run
 
 
 @pytest.mark.parametrize(("a", "b"), [("fem", "fem_hf"), ("plain_hf", "plain")])
-def test_a_checkpoint_and_its_export_are_equal_to_the_bit(folder: Path, verify: Verify, wording: Wording, a: str, b: str) -> None:
+def test_a_checkpoint_and_its_export_are_equal_to_the_bit(
+    folder: Path, verify: Verify, wording: Wording, a: str, b: str
+) -> None:
     text, found = verify(0, a, b)
     wording(text, FOLDER=folder)
     assert found["bitwise"] and found["configuration"] == {} and found["tokenizers"] is None
     assert found["weights"]["compared"] > 20 and found["weights"]["differing"] == []
     layers = ["embedding", "layer 0", "layer 1", "layer 2", "final norm", "logits"]
     assert [row["layer"] for row in found["layers"] if row["layer"] != "rotary_emb"] == layers
-    assert found["tokens"] == found["argmax_agrees"] > 82 + 100  # 1 + 17 + 64 ids, and the texts' bytes, an id each
+    assert (
+        found["tokens"] == found["argmax_agrees"] > 82 + 100
+    )  # 1 + 17 + 64 ids, and the texts' bytes, an id each
 
 
 @pytest.mark.parametrize("name", ["fem", "plain"])
 def test_rounded_weights_are_equal_at_their_own_tolerance(verify: Verify, name: str) -> None:
     text, found = verify(0, name, f"{name}_bf16")
-    assert not found["bitwise"] and found["tolerance"] == 2e-2 and "the default of bfloat16" in text.splitlines()[-1]
+    assert (
+        not found["bitwise"]
+        and found["tolerance"] == 2e-2
+        and "the default of bfloat16" in text.splitlines()[-1]
+    )
     text, found = verify(1, name, f"{name}_bf16", "--tolerance", "1e-4")
     assert found["first"]["where"] == "embedding"  # the first that was rounded
 
@@ -98,12 +128,17 @@ def test_rounded_weights_are_equal_at_their_own_tolerance(verify: Verify, name: 
         ("plain", "lm_head.weight", "logits"),
     ],
 )
-def test_the_broken_tensor_is_named(verify: Verify, other: Callable[[str], Path], name: str, tensor: str, where: str) -> None:
+def test_the_broken_tensor_is_named(
+    verify: Verify, other: Callable[[str], Path], name: str, tensor: str, where: str
+) -> None:
     broken = other(f"{name}_hf")
     rewrite(broken, lambda found: found[tensor][7, 3].add_(0.12))
     text, found = verify(1, name, broken)
     assert (found["first"]["where"], found["first"]["weights"]) == (where, [tensor])
-    assert f"{where}: first difference, 0.12 in weights ({tensor}), " in text and "; everything before agrees to 0\n" in text
+    assert (
+        f"{where}: first difference, 0.12 in weights ({tensor}), " in text
+        and "; everything before agrees to 0\n" in text
+    )
     before = [place for place in found["places"] if layer_of(place["where"]) < layer_of(where)]
     assert before and all(place["absolute"] == 0 for place in before)
     assert next(place["where"] for place in found["places"] if place["absolute"]) == where
@@ -111,32 +146,52 @@ def test_the_broken_tensor_is_named(verify: Verify, other: Callable[[str], Path]
     assert differing["where"] == tensor and differing["absolute"] == pytest.approx(0.12, rel=1e-5)
 
 
-def test_a_weight_that_no_prompt_reads_is_found(verify: Verify, other: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_weight_that_no_prompt_reads_is_found(
+    verify: Verify, other: Callable[[str], Path], tmp_path: Path
+) -> None:
     row = next(row for row in range(101, 256) if all(row not in ids for ids in fixed_ids(257, 64)))
     (tmp_path / "prompts.txt").write_text("abc\n\n")
     broken = other("fem_hf")
     rewrite(broken, lambda found: found["model.embed_tokens.weight"][row].zero_())
     _, found = verify(1, "fem", broken, "--prompts", str(tmp_path / "prompts.txt"))
-    assert found["logits"]["absolute"] == 0 and found["tokens"] == 82 + 3 and found["first"]["where"] == "embedding"
+    assert (
+        found["logits"]["absolute"] == 0
+        and found["tokens"] == 82 + 3
+        and found["first"]["where"] == "embedding"
+    )
 
 
-def test_a_setting_alone_is_told_from_a_weight(verify: Verify, other: Callable[[str], Path]) -> None:
+def test_a_setting_alone_is_told_from_a_weight(
+    verify: Verify, other: Callable[[str], Path]
+) -> None:
     edited = other("plain_hf")
     rope = json.loads((edited / "config.json").read_text())["rope_parameters"]
     changed(edited / "config.json", rope_parameters=rope | {"rope_theta": 500.0})
     text, found = verify(1, "plain", edited)
-    assert found["configuration"] == {"rope_parameters.rope_theta": [10000.0, 500.0]} and found["first"]["where"] == "rotary_emb"
+    assert (
+        found["configuration"] == {"rope_parameters.rope_theta": [10000.0, 500.0]}
+        and found["first"]["where"] == "rotary_emb"
+    )
     assert "its weights agree, so configuration, code or rounding differs" in text
-    changed(edited / "config.json", rope_parameters=rope, max_position_embeddings=512)  # nothing is computed from it
-    assert "configuration: differs: max_position_embeddings 64 and 512" in verify(0, "plain", edited)[0]
+    changed(
+        edited / "config.json", rope_parameters=rope, max_position_embeddings=512
+    )  # nothing is computed from it
+    assert (
+        "configuration: differs: max_position_embeddings 64 and 512"
+        in verify(0, "plain", edited)[0]
+    )
 
 
 def test_other_tokenizers_are_told(verify: Verify, other: Callable[[str], Path]) -> None:
     edited = other("plain_hf")
     text = (edited / "tokenizer.json").read_text()
-    (edited / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1).replace('"b":', '"a":', 1).replace('"aa":', '"b":', 1))
+    (edited / "tokenizer.json").write_text(
+        text.replace('"a":', '"aa":', 1).replace('"b":', '"a":', 1).replace('"aa":', '"b":', 1)
+    )
     _, found = verify(1, "plain_hf", edited)
-    assert "2 of them differ, such as 'a'" in found["tokenizers"] and found["logits"]["absolute"] == 0
+    assert (
+        "2 of them differ, such as 'a'" in found["tokenizers"] and found["logits"]["absolute"] == 0
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (edited / file).unlink()
     assert f"tokenizers: not compared, none with {edited}" in verify(0, "plain_hf", edited)[0]
@@ -144,9 +199,22 @@ def test_other_tokenizers_are_told(verify: Verify, other: Callable[[str], Path])
 
 def test_other_models_are_compared_as_far_as_they_go(verify: Verify, tmp_path: Path) -> None:
     _, found = verify(1, "fem", "plain_hf")
-    assert found["weights"] is None and found["configuration"]["mixer"] == ["fem_softmax", "transformer"]
-    text, found = verify(1, "fem", save(small("fem_softmax", num_layers=1, hidden_size=16), tmp_path / "smaller", tokenizer=False))
-    assert "the vocabularies have 257 and 50 entries" in text and found["configuration"]["architecture.hidden_size"] == [32, 16]
+    assert found["weights"] is None and found["configuration"]["mixer"] == [
+        "fem_softmax",
+        "transformer",
+    ]
+    text, found = verify(
+        1,
+        "fem",
+        save(
+            small("fem_softmax", num_layers=1, hidden_size=16),
+            tmp_path / "smaller",
+            tokenizer=False,
+        ),
+    )
+    assert "the vocabularies have 257 and 50 entries" in text and found["configuration"][
+        "architecture.hidden_size"
+    ] == [32, 16]
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, refused: Refused) -> None:
@@ -167,12 +235,17 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, refused: Refused) -
 
 def test_one_difference() -> None:
     nan, inf = math.nan, math.inf
-    found = difference("x", torch.tensor([1.0, -4.0, nan, inf]), torch.tensor([1.5, -4.0, nan, inf]))
+    found = difference(
+        "x", torch.tensor([1.0, -4.0, nan, inf]), torch.tensor([1.5, -4.0, nan, inf])
+    )
     assert (found.absolute, found.scale, found.relative) == (0.5, 4.0, 0.125)
     assert difference("x", torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0])).absolute == inf
     assert difference("x", torch.zeros(2), torch.zeros(3)).absolute == inf
     assert difference("x", torch.zeros(2), torch.zeros(2)).relative == 0
-    assert difference("x", torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 1e-30])).relative == 1
+    assert (
+        difference("x", torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 1e-30])).relative
+        == 1
+    )
     long, last = torch.zeros(2, 2**22 + 5)  # more than is compared at once
     last[-1] = 3
     assert difference("x", long, last).absolute == 3
@@ -186,7 +259,11 @@ def test_predictions_against_a_count() -> None:
     found = Predictions().and_of(a, b).and_of(a[1:], b[1:])
     assert (found.tokens, found.agree) == (3, 2)
     # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 ln 1/2 + 3/4 ln 3/2; the likeliest of two equal ones is the first.
-    assert found.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7) == found.largest_kl
+    assert (
+        found.kl
+        == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7)
+        == found.largest_kl
+    )
 
 
 def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
@@ -196,8 +273,16 @@ def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with torch.no_grad():
         wanted = model(torch.tensor([ids]), output_hidden_states=True)
-    assert torch.equal(seen["logits"], wanted.logits[0]) and torch.equal(seen["embedding"], wanted.hidden_states[0][0])
-    assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0]) and torch.equal(seen["final norm"], wanted.hidden_states[-1][0])
+    assert torch.equal(seen["logits"], wanted.logits[0]) and torch.equal(
+        seen["embedding"], wanted.hidden_states[0][0]
+    )
+    assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0]) and torch.equal(
+        seen["final norm"], wanted.hidden_states[-1][0]
+    )
     looped = FemLMForCausalLM(hf_config(text_model("cem", recurrence=2), torch.float32)).eval()
     seen = trace(looped, ids)
-    assert {"layer 0, mixer", "layer 0, mixer, time 2", "layer 1, mlp, time 2"} <= seen.keys() and "layer 0, time 2" not in seen
+    assert {
+        "layer 0, mixer",
+        "layer 0, mixer, time 2",
+        "layer 1, mlp, time 2",
+    } <= seen.keys() and "layer 0, time 2" not in seen

@@ -40,11 +40,24 @@ def text_model(mixer: str, **changes: Any) -> ModelConfig:
     return small(mixer, vocab_size=ENTRIES, **changes)
 
 
-def save(model: ModelConfig, out: Path, state: dict[str, Tensor] | None = None, *, tokenizer: bool = True, step: int = 12) -> Path:
+def save(
+    model: ModelConfig,
+    out: Path,
+    state: dict[str, Tensor] | None = None,
+    *,
+    tokenizer: bool = True,
+    step: int = 12,
+) -> Path:
     """An import's folder: a checkpoint of weights alone, random unless given, and its tokenizer."""
     state = random_state(model, dtype=torch.float32) if state is None else state
     config = replace(RunConfig(), name="small", model=model)
-    save_weights(out, state.items(), replace(config, data=replace(config.data, seq_length=64)), Progress(step, 96, 960), "data-key")
+    save_weights(
+        out,
+        state.items(),
+        replace(config, data=replace(config.data, seq_length=64)),
+        Progress(step, 96, 960),
+        "data-key",
+    )
     if tokenizer:
         byte_tokenizer(out / "tokenizer")
     return out

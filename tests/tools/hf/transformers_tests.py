@@ -33,7 +33,11 @@ from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM, FemLMModel
 from tools.hf.stock import stock_config, why_not_stock
 
-FOLDER = Path(os.environ.get("FEM_TRANSFORMERS_TESTS", Path(__file__).parents[3] / ".venv" / "transformers-tests"))
+FOLDER = Path(
+    os.environ.get(
+        "FEM_TRANSFORMERS_TESTS", Path(__file__).parents[3] / ".venv" / "transformers-tests"
+    )
+)
 SOURCES = FOLDER / f"transformers-{transformers.__version__}" / "tests"
 MIXINS = {"test_modeling_common": "ModelTesterMixin", "test_training_mixin": "TrainingTesterMixin"}
 PACKAGE = "transformers_own_tests"
@@ -54,7 +58,9 @@ class Unmarked:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A mark that leaves the function as it is, with arguments or without."""
-        return lambda *given, **_: given[0] if given and callable(given[0]) else lambda function: function
+        return lambda *given, **_: (
+            given[0] if given and callable(given[0]) else lambda function: function
+        )
 
 
 class Parameterized:
@@ -68,7 +74,9 @@ class Parameterized:
         def write(function: Any) -> None:
             for place, case in enumerate(cases):
                 given = case if isinstance(case, tuple) else (case,)
-                body[f"{function.__name__}_{place}_{given[0]}"] = lambda self, given=given: function(self, *given)
+                body[f"{function.__name__}_{place}_{given[0]}"] = lambda self, given=given: (
+                    function(self, *given)
+                )
 
         return write
 
@@ -83,12 +91,19 @@ def load() -> dict[str, Any]:
     """The modules of MIXINS, for tests on a CPU."""
     if PACKAGE not in sys.modules:
         sys.modules[PACKAGE] = _module(PACKAGE, __path__=[str(SOURCES)])
-        for module, mixin in {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}.items():
+        for module, mixin in {
+            "exporters.test_export": "ExportTesterMixin",
+            "generation.test_utils": "GenerationTesterMixin",
+        }.items():
             package = f"{PACKAGE}.{module.partition('.')[0]}"
             sys.modules[package] = _module(package, __path__=[])
-            sys.modules[f"{PACKAGE}.{module}"] = _module(f"{PACKAGE}.{module}", **{mixin: type(mixin, (), {})})
+            sys.modules[f"{PACKAGE}.{module}"] = _module(
+                f"{PACKAGE}.{module}", **{mixin: type(mixin, (), {})}
+            )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "parameterized", _module("parameterized", parameterized=Parameterized))
+        patch.setitem(
+            sys.modules, "parameterized", _module("parameterized", parameterized=Parameterized)
+        )
         patch.setattr(pytest, "mark", Unmarked())
         # Otherwise an installed DeepSpeed is imported, for checks that need a GPU.
         patch.setattr(transformers.integrations.deepspeed, "is_deepspeed_available", lambda: False)
@@ -105,7 +120,10 @@ class Tester:
     def __init__(self, model: ModelConfig) -> None:
         self.model, self.stock = model, why_not_stock(model) is None
         self.hidden_size, self.vocab_size = model.hidden_size, VOCAB
-        self.num_hidden_layers, self.num_attention_heads = model.num_layers, model.num_attention_heads
+        self.num_hidden_layers, self.num_attention_heads = (
+            model.num_layers,
+            model.num_attention_heads,
+        )
         self.base_model_class: Any = LlamaModel if self.stock else FemLMModel
         self.causal_lm_class: Any = LlamaForCausalLM if self.stock else FemLMForCausalLM
 
@@ -131,7 +149,9 @@ def case(model: ModelConfig) -> type[TestCase]:
         "has_attentions": tester.stock,
         "test_can_init_all_missing_weights_before_2023": True,
     }
-    return type("Case", (*bases, modules["test_modeling_common"].GenerationTesterMixin, TestCase), content)
+    return type(
+        "Case", (*bases, modules["test_modeling_common"].GenerationTesterMixin, TestCase), content
+    )
 
 
 def _off_zero(model: ModelConfig, weight: Weight) -> float | Normal:
@@ -152,7 +172,11 @@ def _known() -> Iterator[None]:
 
 def outcomes(checked: type[TestCase], check: str) -> dict[str, str]:
     """The check with each of its parameters -> "passed", or "failed: " or "skipped: " and what it says."""
-    names = [name for name in dir(checked) if re.fullmatch(rf"test_{check}(_\d+_\w+)?", name) and callable(getattr(checked, name))]
+    names = [
+        name
+        for name in dir(checked)
+        if re.fullmatch(rf"test_{check}(_\d+_\w+)?", name) and callable(getattr(checked, name))
+    ]
     assert names, f"transformers {transformers.__version__} has no check {check}"
     found = {}
     for name in names:
@@ -161,6 +185,8 @@ def outcomes(checked: type[TestCase], check: str) -> dict[str, str]:
             set_seed(0)
             sys.modules[f"{PACKAGE}.test_modeling_common"].global_rng.seed(0)
             checked(name).run(result)
-        said = [f"failed: {text}" for _, text in (*result.failures, *result.errors)] + [f"skipped: {text}" for _, text in result.skipped]
+        said = [f"failed: {text}" for _, text in (*result.failures, *result.errors)] + [
+            f"skipped: {text}" for _, text in result.skipped
+        ]
         found[name.removeprefix("test_")] = said[0] if said else "passed"
     return found

@@ -22,13 +22,20 @@ from tools.scaling.table import as_table
 
 BASE: dict[str, Any] = {
     "model": {"mixer": "transformer", "vocab_size": 512},
-    "data": {"train": [{"prefix": "data/train"}], "valid": [{"prefix": "data/valid"}], "seq_length": 64},
+    "data": {
+        "train": [{"prefix": "data/train"}],
+        "valid": [{"prefix": "data/valid"}],
+        "seq_length": 64,
+    },
     "train": {"steps": 100, "global_batch_size": 4, "precision": "fp32"},
     "optimizer": {"lr": 1e-3, "min_lr": 2e-4, "warmup_tokens": 10_000_000},
 }
 STUDY: dict[str, Any] = {
     "base": "base.yaml",
-    "variants": {"transformer": ["model.mixer=transformer"], "cem": ["model.mixer=cem", "optimizer.lr=5e-4"]},
+    "variants": {
+        "transformer": ["model.mixer=transformer"],
+        "cem": ["model.mixer=cem", "optimizer.lr=5e-4"],
+    },
     "shape": {"head_size": 16, "aspect_ratio": 32},
     "sizes": [32, 64, {"width": 96, "layers": 2}],
     "budgets": [4e10, {"flops": 1.5e11, "sizes": [64, 96, 128]}],
@@ -36,11 +43,17 @@ STUDY: dict[str, Any] = {
 }
 
 
-def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None, **base: Any) -> Path:
+def write(
+    folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None, **base: Any
+) -> Path:
     """A study's file, changed, and its base, sections of it changed."""
     values = yaml.safe_load(yaml.safe_dump(STUDY, sort_keys=False))
     change(values)
-    (folder / "base.yaml").write_text(yaml.safe_dump({key: {**BASE.get(key, {}), **base.get(key, {})} for key in {**BASE, **base}}))
+    (folder / "base.yaml").write_text(
+        yaml.safe_dump(
+            {key: {**BASE.get(key, {}), **base.get(key, {})} for key in {**BASE, **base}}
+        )
+    )
     (folder / "study.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return folder / "study.yaml"
 
@@ -48,7 +61,13 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda valu
 def trunked(values: dict[str, Any], **changed: Any) -> None:
     """Runs of 100, 200 and 400 steps of 256 tokens, of which the last tenth decays: two forks of each longest run."""
     del values["budgets"]
-    values |= {"sizes": [32, 48], "tokens": [25_600, 51_200, 102_400], "seeds": [1, 2], "warmup_steps": 20, "trunks": True}
+    values |= {
+        "sizes": [32, 48],
+        "tokens": [25_600, 51_200, 102_400],
+        "seeds": [1, 2],
+        "warmup_steps": 20,
+        "trunks": True,
+    }
     values |= {"settings": ["optimizer.schedule=wsd"], **changed}
 
 
@@ -57,29 +76,71 @@ def planned(path: Path) -> tuple[Study, list[PlannedRun]]:
     return study, plan_study(study)
 
 
-def write_run(study: Study, run: PlannedRun, *, up_to: int | None = None, state: str = "complete", words: tuple[str, ...] = ()) -> Path:
+def write_run(
+    study: Study,
+    run: PlannedRun,
+    *,
+    up_to: int | None = None,
+    state: str = "complete",
+    words: tuple[str, ...] = (),
+) -> Path:
     """A run's directory as pretrain leaves it after ``up_to`` steps; ``words``: settings that the study does not know of."""
     folder = Path(study.directory) / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    config = resolved(prepare(load_run(study.base, (*run.settings, *words, f"name={run.name}", f"run_dir={folder}")), 1).config)
+    config = resolved(
+        prepare(
+            load_run(study.base, (*run.settings, *words, f"name={run.name}", f"run_dir={folder}")),
+            1,
+        ).config
+    )
     (folder / "config.yaml").write_text(dump_yaml(config))
     steps, lines = up_to or run.steps, list[dict[str, Any]]()
     for step in range(run.begin_step + 1, steps + 1):
         seen = float(loss(np.array(run.parameters), np.array(step * run.batch_tokens)))
         tokens = step * run.batch_tokens
-        lines.append({"step": step, "consumed_tokens": tokens, "loss": seen - 0.01, "lr": 1e-3, "skipped": False, "step_seconds": 0.5})
+        lines.append(
+            {
+                "step": step,
+                "consumed_tokens": tokens,
+                "loss": seen - 0.01,
+                "lr": 1e-3,
+                "skipped": False,
+                "step_seconds": 0.5,
+            }
+        )
         if step % config.train.eval_interval == 0 or step == run.steps:
             lines.append({"step": step, "valid_loss": seen})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    progress = {"format": 1, "state": state, "step": steps, "steps": run.steps, "signal": None, "message": "out of memory"}
+    progress = {
+        "format": 1,
+        "state": state,
+        "step": steps,
+        "steps": run.steps,
+        "signal": None,
+        "message": "out of memory",
+    }
     (folder / "progress.json").write_text(json.dumps(progress))
     return folder
 
 
 # --- runs by Chinchilla's law, with log-normal noise -------------------------------------------------------------------------------
 
-E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28  # Hoffmann et al.'s constants, as they print them
-TRUTH = {"E": E, "A": A, "B": B, "alpha": ALPHA, "beta": BETA, "a": BETA / (ALPHA + BETA), "b": ALPHA / (ALPHA + BETA)}
+E, A, B, ALPHA, BETA = (
+    1.69,
+    406.4,
+    410.7,
+    0.34,
+    0.28,
+)  # Hoffmann et al.'s constants, as they print them
+TRUTH = {
+    "E": E,
+    "A": A,
+    "B": B,
+    "alpha": ALPHA,
+    "beta": BETA,
+    "a": BETA / (ALPHA + BETA),
+    "b": ALPHA / (ALPHA + BETA),
+}
 BUDGETS = (1e18, 1e19, 1e20, 1e21, 1e22)
 
 
@@ -90,10 +151,19 @@ def loss(n: Array, d: Array) -> Array:
 
 def best_n(flops: float) -> float:
     """N of the least loss at ``6 N D`` FLOPs: where the derivative along the budget vanishes."""
-    return float((ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA)) * (flops / 6) ** (BETA / (ALPHA + BETA)))
+    return float(
+        (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA)) * (flops / 6) ** (BETA / (ALPHA + BETA))
+    )
 
 
-def runs(noise: float, seed: int, budgets: tuple[float, ...] = BUDGETS, sizes: int = 7, span: float = 6.0, share: float = 1.0) -> Points:
+def runs(
+    noise: float,
+    seed: int,
+    budgets: tuple[float, ...] = BUDGETS,
+    sizes: int = 7,
+    span: float = 6.0,
+    share: float = 1.0,
+) -> Points:
     """Runs at each budget, sizes from 1/span to span times the optimum; with ``share`` they learn as if they had C / share FLOPs."""
     rng = np.random.default_rng(seed)
     n = np.concatenate([best_n(flops) * np.geomspace(1 / span, span, sizes) for flops in budgets])
@@ -107,8 +177,20 @@ def runs(noise: float, seed: int, budgets: tuple[float, ...] = BUDGETS, sizes: i
 def points(n: Array, d: Array, losses: Array, budget: Array | None = None, **more: Array) -> Points:
     """Points from arrays; ``budget``, width, rate and seed are NaN where they are not given."""
     nothing = np.full(len(n), np.nan)
-    given = {"budget": nothing if budget is None else budget, "width": nothing, "rate": nothing, "seed": nothing} | more
-    return Points(run=np.array([f"run{index}" for index in range(len(n))]), n=n, d=d, c=6 * n * d, loss=losses, **given)
+    given = {
+        "budget": nothing if budget is None else budget,
+        "width": nothing,
+        "rate": nothing,
+        "seed": nothing,
+    } | more
+    return Points(
+        run=np.array([f"run{index}" for index in range(len(n))]),
+        n=n,
+        d=d,
+        c=6 * n * d,
+        loss=losses,
+        **given,
+    )
 
 
 def table(noise: float = 0.002) -> pd.DataFrame:
@@ -116,11 +198,30 @@ def table(noise: float = 0.002) -> pd.DataFrame:
     rows = []
     for seed, (variant, share) in enumerate({"transformer": 1.0, "cem": 0.8}.items()):
         some = runs(noise, seed, budgets=BUDGETS[:4], sizes=5, span=4.0, share=share)
-        for run, n, d, flops, found in zip(some.run, some.n, some.d, some.c, some.loss, strict=True):
+        for run, n, d, flops, found in zip(
+            some.run, some.n, some.d, some.c, some.loss, strict=True
+        ):
             name = f"{variant}-{run}"
-            same = {"run": name, "config_hash": name, "variant": variant, "parametrization": "standard", "budget": flops}
-            same |= {"parameters": round(n), "flops_per_token": flops / d, "data": "d", "tokenizer": "t", "source": "run_dir"}
+            same = {
+                "run": name,
+                "config_hash": name,
+                "variant": variant,
+                "parametrization": "standard",
+                "budget": flops,
+            }
+            same |= {
+                "parameters": round(n),
+                "flops_per_token": flops / d,
+                "data": "d",
+                "tokenizer": "t",
+                "source": "run_dir",
+            }
             for step, higher in ((30, 1.2), (70, 1.05), (100, 1.0)):
-                done = {"tokens": round(d * step / 100), "flops": flops * step / 100, "loss": found * higher, "wall_seconds": 0.6 * step}
+                done = {
+                    "tokens": round(d * step / 100),
+                    "flops": flops * step / 100,
+                    "loss": found * higher,
+                    "wall_seconds": 0.6 * step,
+                }
                 rows.append({**same, **done, "step": step, "final": step == 100})
     return as_table(rows)

@@ -30,8 +30,18 @@ Made = tuple[Path, Study, list[PlannedRun]]
 def make(folder: Path, **changed: Any) -> Made:
     """A study of three runs of the Transformer, or as ``changed``, and its data; no run is there."""
     write_folder(folder / "data", tokens=changed.pop("tokens_of_data", 900))
-    few: dict[str, Any] = {"variants": {"transformer": []}, "sizes": [32, 48, 64], "budgets": [1e10], "min_steps": 20, "max_epochs": 1e6}
-    path = write(folder, lambda values: values.update({**few, "directory": str(folder / "runs"), **changed}), model={"vocab_size": None})
+    few: dict[str, Any] = {
+        "variants": {"transformer": []},
+        "sizes": [32, 48, 64],
+        "budgets": [1e10],
+        "min_steps": 20,
+        "max_epochs": 1e6,
+    }
+    path = write(
+        folder,
+        lambda values: values.update({**few, "directory": str(folder / "runs"), **changed}),
+        model={"vocab_size": None},
+    )
     return path, *planned(path)
 
 
@@ -76,16 +86,36 @@ def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
     assert list(final.index) == [run.name for run in runs]
     for run in runs:
         row, own = final.loc[run.name], table[table["run"] == run.name]
-        assert (row["parameters"], row["tokens"], row["steps"]) == (run.parameters, run.tokens, run.steps)
-        assert (row["variant"], row["budget"], row["learning_rate"]) == (run.variant, run.budget, run.learning_rate)
+        assert (row["parameters"], row["tokens"], row["steps"]) == (
+            run.parameters,
+            run.tokens,
+            run.steps,
+        )
+        assert (row["variant"], row["budget"], row["learning_rate"]) == (
+            run.variant,
+            run.budget,
+            run.learning_rate,
+        )
         assert row["flops"] == run.tokens * run.flops_per_token
         assert row["loss"] == float(loss(run.parameters, run.tokens))  # type: ignore[arg-type]
-        assert own["final"].tolist() == [False] * (len(own) - 1) + [True] and len(own) >= plan.validations
+        assert (
+            own["final"].tolist() == [False] * (len(own) - 1) + [True]
+            and len(own) >= plan.validations
+        )
         assert own["wall_seconds"].tolist() == [0.5 * step for step in own["step"]]
         first, second = int(own["step"].iloc[0]), int(own["step"].iloc[1])
-        since = [float(loss(run.parameters, step * run.batch_tokens)) - 0.01 for step in range(first + 1, second + 1)]  # type: ignore[arg-type]
-        assert own["train_loss"].iloc[1] == pytest.approx(math.fsum(since) / len(since), rel=1e-12)  # a sum in another order
-    assert json.loads(plan.runs_csv.with_name("collected.json").read_text()) == {"planned": 3, "complete": 3, "left_out": {}}
+        since = [
+            float(loss(run.parameters, step * run.batch_tokens)) - 0.01  # type: ignore[arg-type]
+            for step in range(first + 1, second + 1)
+        ]
+        assert own["train_loss"].iloc[1] == pytest.approx(
+            math.fsum(since) / len(since), rel=1e-12
+        )  # a sum in another order
+    assert json.loads(plan.runs_csv.with_name("collected.json").read_text()) == {
+        "planned": 3,
+        "complete": 3,
+        "left_out": {},
+    }
     parquet = tmp_path / "out" / "runs.parquet"
     collected(study, "--out", str(parquet))
     assert read_table(parquet).equals(table)
@@ -97,7 +127,13 @@ def test_of_a_resumed_run_the_last_attempt_counts(study: Made) -> None:
 
     def again(lines: list[str]) -> list[str]:
         last = [json.loads(line) for line in lines[-6:]]
-        new = [{key: value + 0.125 if key in ("valid_loss", "loss") else value for key, value in line.items()} for line in last]
+        new = [
+            {
+                key: value + 0.125 if key in ("valid_loss", "loss") else value
+                for key, value in line.items()
+            }
+            for line in last
+        ]
         wrong = [{**line, "step_seconds": 9.0} if "loss" in line else line for line in last]
         return [*lines[:-6], *map(json.dumps, wrong + new), '{"step": 3, "valid_lo']
 
@@ -107,7 +143,9 @@ def test_of_a_resumed_run_the_last_attempt_counts(study: Made) -> None:
     assert row["wall_seconds"] == 0.5 * runs[1].steps
 
 
-def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_are_missing_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     study = make(tmp_path, seeds=[1, 2, 3, 4])
     _, plan, runs = study
@@ -115,57 +153,101 @@ def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureF
     write_run(plan, runs[1], state="stopped", up_to=1)
     told = refused(study, capsys, code=1)
     assert "12 of 12 runs are not complete" in told and "and 2 more" in told
-    assert f"{runs[0].name}: failed at step {runs[0].steps // 2} of {runs[0].steps}: out of memory" in told
+    assert (
+        f"{runs[0].name}: failed at step {runs[0].steps // 2} of {runs[0].steps}: out of memory"
+        in told
+    )
     assert f"{runs[2].name}: not begun" in told
     assert f"python -m tools.scaling run {study[0]}" in told and "--partial" in told
     assert "none of its 12 runs is complete" in refused(study, capsys, "--partial")
     for run in runs[2:]:
         write_run(plan, run)
     table = collected(study, "--partial")
-    assert set(final_runs(table)["run"]) == {run.name for run in runs[2:]}, "an unfinished run has no last row"
-    assert set(json.loads(plan.runs_csv.with_name("collected.json").read_text())["left_out"]) == {runs[0].name, runs[1].name}
+    assert set(final_runs(table)["run"]) == {run.name for run in runs[2:]}, (
+        "an unfinished run has no last row"
+    )
+    assert set(json.loads(plan.runs_csv.with_name("collected.json").read_text())["left_out"]) == {
+        runs[0].name,
+        runs[1].name,
+    }
 
 
-def test_a_diverged_run_is_left_out_of_a_partial_table(study: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_is_left_out_of_a_partial_table(
+    study: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, plan, (run, *_) = study
     nan = json.dumps({"step": run.steps, "valid_loss": math.nan})
     metrics(plan, run, lambda lines: [*lines, nan])
-    assert f"{run.name}: valid_loss = nan at step {run.steps}: the run diverged" in refused(study, capsys)
+    assert f"{run.name}: valid_loss = nan at step {run.steps}: the run diverged" in refused(
+        study, capsys
+    )
     write_run(plan, run, state="failed", up_to=3)
     metrics(plan, run, lambda lines: [*lines, nan])
     table = collected(study, "--partial")
     assert run.name not in set(final_runs(table)["run"]) and table["loss"].notna().all()
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, plan, runs = study
     metrics(plan, runs[2], lambda lines: [line for line in lines if "valid_loss" not in line])
-    assert f"{runs[2].name}: it has no validation at its last step, {runs[2].steps}" in refused(study, capsys)
+    assert f"{runs[2].name}: it has no validation at its last step, {runs[2].steps}" in refused(
+        study, capsys
+    )
     for change, told in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
         other = write_folder(tmp_path / f"other_{told}", **change)
-        write_run(plan, runs[2], words=(f"data.train.0.prefix={other / 'train'}", f"data.valid.0.prefix={other / 'valid'}"))
+        write_run(
+            plan,
+            runs[2],
+            words=(
+                f"data.train.0.prefix={other / 'train'}",
+                f"data.valid.0.prefix={other / 'valid'}",
+            ),
+        )
         message = refused(study, capsys)
-        assert f"{told}: runs {runs[0].name} and {runs[2].name} have " in message and "cannot be compared" in message
+        assert (
+            f"{told}: runs {runs[0].name} and {runs[2].name} have " in message
+            and "cannot be compared" in message
+        )
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
-    assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(study, capsys)
+    assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(
+        study, capsys
+    )
     # What changes nothing of what is learnt may differ, and two variants that differ in that alone are one run; in the sequences' length
     # they cannot be compared.
-    write_run(plan, runs[2], words=("log.interval=3", "train.micro_batch_size=2", "checkpoint.interval=7", "train.recompute=full"))
+    write_run(
+        plan,
+        runs[2],
+        words=(
+            "log.interval=3",
+            "train.micro_batch_size=2",
+            "checkpoint.interval=7",
+            "train.recompute=full",
+        ),
+    )
     collected(study)
-    for word, told in (("log.interval=3", "have the same configuration"), ("data.seq_length=32", "have data of different identity")):
+    for word, told in (
+        ("log.interval=3", "have the same configuration"),
+        ("data.seq_length=32", "have data of different identity"),
+    ):
         twice = make(tmp_path, variants={"a": [], "b": [word]}, directory=str(tmp_path / word))
         for run in twice[2]:
             write_run(twice[1], run)
         assert f"runs {twice[2][0].name} and {twice[2][1].name} {told}" in refused(twice, capsys)
 
 
-def test_a_checkpoint_tells_what_data_it_was_trained_on(tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_tells_what_data_it_was_trained_on(
+    tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(study[1].directory) / study[2][0].name
     step = folder / "checkpoints" / "step_00000010"
     step.mkdir(parents=True)
     (step.parent / "latest").write_text(step.name + "\n")
     config = load_run(folder / "config.yaml")
-    (step / "manifest.json").write_text(json.dumps({"data": check_contents(check_data(config)).key}))
+    (step / "manifest.json").write_text(
+        json.dumps({"data": check_contents(check_data(config)).key})
+    )
     assert collected(study)["data"].nunique() == 1
     write_folder(tmp_path / "data", tokens=950)
     assert main(["collect", str(study[0])]) == 2
@@ -180,10 +262,21 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any
         if "valid_loss" in line:
             history.setdefault(line["step"], {})["valid_loss"] = line["valid_loss"]
         elif line["step"] % interval == 0:
-            whole: dict[str, Any] = {"grad_norm": 1.0, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "mfu": None}
-            history.setdefault(line["step"], {}).update(_scalars(StepRecord(**line, **whole, peak_memory_bytes=1, eta_seconds=1.0)))
+            whole: dict[str, Any] = {
+                "grad_norm": 1.0,
+                "tokens_per_second": 1.0,
+                "tflops_per_device": 1.0,
+                "mfu": None,
+            }
+            history.setdefault(line["step"], {}).update(
+                _scalars(StepRecord(**line, **whole, peak_memory_bytes=1, eta_seconds=1.0))
+            )
     config = {**plain(load_run(folder / "config.yaml")), "_wandb": {"runtime": 3}}
-    return {"name": run.name, "config": config, "history": [{"step": step, **row} for step, row in history.items()]}
+    return {
+        "name": run.name,
+        "config": config,
+        "history": [{"step": step, **row} for step, row in history.items()],
+    }
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -196,21 +289,32 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def test_from_weights_and_biases(tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_weights_and_biases(
+    tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same table as from the directories, but for the training losses and seconds, of which the logger writes every tenth."""
     _, plan, runs = study
     ours, export = collected(study), tmp_path / "export.jsonl"
     lines = [exported(plan, run) for run in runs]
     resumed, old = (line["history"] for line in lines[:2])
-    resumed[:0] = [{name: value if name == "step" else 99.0 for name, value in row.items()} for row in resumed[-2:]]  # trained again
-    old[:] = [{"_step": row.pop("step"), **row} for row in old]  # of a run without the metric "step"
+    resumed[:0] = [
+        {name: value if name == "step" else 99.0 for name, value in row.items()}
+        for row in resumed[-2:]
+    ]  # trained again
+    old[:] = [
+        {"_step": row.pop("step"), **row} for row in old
+    ]  # of a run without the metric "step"
     export.write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path(plan.directory).rename(tmp_path / "elsewhere")
     theirs = collected(study, "--wandb", str(export))
-    same = [column for column in ours.columns if column not in ("train_loss", "wall_seconds", "source")]
+    same = [
+        column for column in ours.columns if column not in ("train_loss", "wall_seconds", "source")
+    ]
     assert theirs[same].equals(ours[same]) and set(theirs["source"]) == {"wandb"}
     # Every step took half a second; steps after the last logged one, nine at most, are not there.
-    assert final_runs(theirs)["wall_seconds"].tolist() == pytest.approx(final_runs(ours)["wall_seconds"].tolist(), abs=5.0)
+    assert final_runs(theirs)["wall_seconds"].tolist() == pytest.approx(
+        final_runs(ours)["wall_seconds"].tolist(), abs=5.0
+    )
     Path(plan.directory).rename(tmp_path / "collected")
     for told, change in BROKEN.items():
         broken = json.loads(json.dumps(lines[1]))
@@ -220,13 +324,27 @@ def test_from_weights_and_biases(tmp_path: Path, study: Made, capsys: pytest.Cap
         assert told in message and str(export) in message
 
 
-def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fork_is_collected_as_a_straight_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Losses, tokens, FLOPs and seconds count from the trunk's beginning; from directories and from Weights & Biases."""
     monkeypatch.chdir(tmp_path)
-    more = {"sizes": [32], "budgets": [], "tokens": [7_680, 15_360], "settings": ["optimizer.schedule=wsd"], "warmup_steps": 5}
+    more = {
+        "sizes": [32],
+        "budgets": [],
+        "tokens": [7_680, 15_360],
+        "settings": ["optimizer.schedule=wsd"],
+        "warmup_steps": 5,
+    }
     found = []
     for trunks in (False, True):  # in one file after another
-        study = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        study = make(
+            tmp_path,
+            tokens_of_data=20_000,
+            **more,
+            trunks=trunks,
+            directory=str(tmp_path / f"runs{trunks}"),
+        )
         for run in study[2]:
             write_run(study[1], run)
         found.append((study[2], collected(study)))
@@ -234,15 +352,23 @@ def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pyte
     assert (fork.trunk, fork.begin_step, fork.steps, trunk.steps) == (trunk.name, 27, 30, 60)
     last = final_runs(wanted).drop(columns="train_loss")  # whose means begin at other validations
     assert final_runs(ours).drop(columns="train_loss").equals(last)
-    assert ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30] and ours["train_loss"].notna().all()
+    assert (
+        ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30]
+        and ours["train_loss"].notna().all()
+    )
     lines = [exported(plan, run, interval=1) for run in (fork, trunk)]
     (tmp_path / "export.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     folder = Path(plan.directory)
     folder.rename(tmp_path / "elsewhere")
-    assert final_runs(collected(study, "--wandb", "export.jsonl"))["wall_seconds"].tolist() == [15.0, 30.0]
+    assert final_runs(collected(study, "--wandb", "export.jsonl"))["wall_seconds"].tolist() == [
+        15.0,
+        30.0,
+    ]
     (tmp_path / "export.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
-    assert f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
+    assert (
+        f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
+    )
     write_run(plan, trunk)
     write_run(plan, straight[0])  # as it was trained before the study had trunks
     assert final_runs(collected(study)).drop(columns="train_loss").equals(last)
@@ -258,7 +384,13 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     variants = {"transformer": [], "again": ["optimizer.lr=2e-3"]}
-    more = {"tokens": [2560], "variants": variants, "sizes": [32], "settings": ["checkpoint.interval=5"], "shape": {"head_size": 16}}
+    more = {
+        "tokens": [2560],
+        "variants": variants,
+        "sizes": [32],
+        "settings": ["checkpoint.interval=5"],
+        "shape": {"head_size": 16},
+    }
     study = make(tmp_path, budgets=[], min_steps=10, warmup=0.1, **more)
     _, plan, runs = study
     folders = [Path(plan.directory) / run.name for run in runs]
@@ -275,10 +407,17 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(runs[0], folders[0])
     final = final_runs(collected(study)).set_index("run")
     for run, folder in zip(runs, folders, strict=True):
-        row, lines = final.loc[run.name], [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        row, lines = (
+            final.loc[run.name],
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+        )
         last = {line["step"]: line for line in lines if "loss" in line}
         assert row["tokens"] == last[run.steps]["consumed_tokens"] == run.tokens
         assert row["loss"] == [line["valid_loss"] for line in lines if "valid_loss" in line][-1]
         assert row["flops"] == run.tokens * flops_per_token(load_run(folder / "config.yaml"))
-        assert row["wall_seconds"] == pytest.approx(sum(line["step_seconds"] for line in last.values()), rel=1e-12)  # order of a sum
-        assert (sum("loss" in line for line in lines) > run.steps) == (run is runs[0]), "steps are there twice"
+        assert row["wall_seconds"] == pytest.approx(
+            sum(line["step_seconds"] for line in last.values()), rel=1e-12
+        )  # order of a sum
+        assert (sum("loss" in line for line in lines) > run.steps) == (run is runs[0]), (
+            "steps are there twice"
+        )

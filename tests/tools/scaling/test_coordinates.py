@@ -15,7 +15,16 @@ from pretrain.schedule import Schedule
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.coordinates import Case
-from tools.scaling.flatness import LIMIT, Record, Verdict, coordinates, judge, shown_sites, table, worst
+from tools.scaling.flatness import (
+    LIMIT,
+    Record,
+    Verdict,
+    coordinates,
+    judge,
+    shown_sites,
+    table,
+    worst,
+)
 
 RUN = """
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 2, init_std: 0.06, vocab_size: 256}
@@ -37,7 +46,16 @@ def run(tmp_path: Path) -> Path:
 def power_law(scale: float, change: float, site: str = "layer_00/mixer") -> list[Record]:
     """Records of two steps over three widths, growing with these exponents at the last."""
     return [
-        Record("m", "mup", width, seed, step, site, 3.0 * width ** (scale * step), 0.1 * width**change * step)
+        Record(
+            "m",
+            "mup",
+            width,
+            seed,
+            step,
+            site,
+            3.0 * width ** (scale * step),
+            0.1 * width**change * step,
+        )
         for width in (64, 128, 256)
         for seed in (1, 2)
         for step in (0, 1)
@@ -46,15 +64,25 @@ def power_law(scale: float, change: float, site: str = "layer_00/mixer") -> list
 
 def test_a_power_law_is_told_by_its_exponent_and_judged_by_its_ratio() -> None:
     scale, change = judge(power_law(0.25, -1.0))
-    assert (scale.exponent, change.exponent, scale.ratio, change.ratio) == pytest.approx((0.25, -1.0, 4**0.25, 4.0))
-    assert (scale.words, change.words) == ("flat", "shrinks as width^-1.00") and worst([scale, change]) is change
+    assert (scale.exponent, change.exponent, scale.ratio, change.ratio) == pytest.approx(
+        (0.25, -1.0, 4**0.25, 4.0)
+    )
+    assert (scale.words, change.words) == ("flat", "shrinks as width^-1.00") and worst(
+        [scale, change]
+    ) is change
     text = table([scale, change]).splitlines()
     assert text[0].split() == ["site", "64", "128", "256", "max/min", "exponent", "verdict"]
     assert text[2].split()[:2] == ["layer_00/mixer", "change"]
     scale, change = judge(power_law(-0.5, 0.0, site="logits"))
     assert scale.ratio == pytest.approx(2.0) and worst([scale, change]) is change
-    assert not scale.judged and scale.words.startswith("(")  # muP's logits shrink at the start, by theory
-    for values, words in (((1.0, 0.0), "does not move"), ((1.0, math.nan), "not finite"), ((math.inf, 1.0), "not finite")):
+    assert not scale.judged and scale.words.startswith(
+        "("
+    )  # muP's logits shrink at the start, by theory
+    for values, words in (
+        ((1.0, 0.0), "does not move"),
+        ((1.0, math.nan), "not finite"),
+        ((math.inf, 1.0), "not finite"),
+    ):
         fault = Verdict("residual", "change", (64, 128), values, judged=True)
         assert (fault.flat, fault.words, math.isnan(fault.exponent)) == (False, words, True)
     assert not Verdict("residual", "scale", (64, 128), (1.0, LIMIT + 1e-9), judged=True).flat
@@ -75,7 +103,12 @@ def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
         assert all(change == 0 for _, change in sites.read().values())
         sites.remove()
         engine.close()
-    assert list(seen) == ["embedding", *(f"layer_{n:02}/{part}" for n in range(2) for part in ("mixer", "mlp")), "residual", "logits"]
+    assert list(seen) == [
+        "embedding",
+        *(f"layer_{n:02}/{part}" for n in range(2) for part in ("mixer", "mlp")),
+        "residual",
+        "logits",
+    ]
     total = sum(value for site, value in seen.items() if site not in ("residual", "logits"))
     # fp32, sums in another order.
     torch.testing.assert_close(total, seen["residual"], rtol=1e-5, atol=1e-5)
@@ -90,13 +123,24 @@ def check(run: Path, out: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "mixers", [("transformer", "fem_softmax"), pytest.param(("transformer", "cem"), marks=pytest.mark.slow)], ids=["attention", "cem"]
+    "mixers",
+    [("transformer", "fem_softmax"), pytest.param(("transformer", "cem"), marks=pytest.mark.slow)],
+    ids=["attention", "cem"],
 )
 def test_mup_is_flat_and_the_standard_parametrization_is_not(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mixers: tuple[str, ...]
 ) -> None:
     """The verdict of the commands; by theory standard updates grow at least with the width, 4 times here, muP's with its power 0."""
-    words = ("--mixer", ",".join(mixers), "--compare", "--widths", "64,128,256", "--seeds", "1", MUP[1])
+    words = (
+        "--mixer",
+        ",".join(mixers),
+        "--compare",
+        "--widths",
+        "64,128,256",
+        "--seeds",
+        "1",
+        MUP[1],
+    )
     assert check(run, tmp_path / "out", *words) == 0
     told = capsys.readouterr().out
     for mixer in mixers:
@@ -106,25 +150,59 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
     assert "drawn by Zipf's law from 256" in told
     title, _, *lines = (tmp_path / "out" / "coordinates.md").read_text().splitlines()
     assert title == "| variant | standard | mup |"
-    ratios = {name.strip(" `"): (float(standard), float(mup)) for _, name, standard, mup, _ in (line.split("|") for line in lines)}
-    assert list(ratios) == list(mixers) and all(mup < 2 < standard for standard, mup in ratios.values())
-    records = [Record(*row) for row in pd.read_csv(tmp_path / "out" / "coordinates.csv").itertuples(index=False, name=None)]
+    ratios = {
+        name.strip(" `"): (float(standard), float(mup))
+        for _, name, standard, mup, _ in (line.split("|") for line in lines)
+    }
+    assert list(ratios) == list(mixers) and all(
+        mup < 2 < standard for standard, mup in ratios.values()
+    )
+    records = [
+        Record(*row)
+        for row in pd.read_csv(tmp_path / "out" / "coordinates.csv").itertuples(
+            index=False, name=None
+        )
+    ]
     # Mixers x parametrizations x widths x (steps and the start) x sites.
-    assert len(records) == len(mixers) * 2 * 3 * 5 * 7 and all(record.change == 0 for record in records if record.step == 0)
+    assert len(records) == len(mixers) * 2 * 3 * 5 * 7 and all(
+        record.change == 0 for record in records if record.step == 0
+    )
     # Sharper than the verdict: a learning rate wrong by the root of the width moves some layer's change by 0.23 (FEM) to 0.40 here, and
     # the right ones scatter by 0.13 with one seed.
     for mixer in mixers:
-        verdicts = judge([record for record in records if (record.variant, record.parametrization) == (mixer, "mup")])
-        assert all(abs(verdict.exponent) < 0.2 for verdict in verdicts if verdict.site.startswith("layer"))
+        verdicts = judge(
+            [
+                record
+                for record in records
+                if (record.variant, record.parametrization) == (mixer, "mup")
+            ]
+        )
+        assert all(
+            abs(verdict.exponent) < 0.2 for verdict in verdicts if verdict.site.startswith("layer")
+        )
     # At the base width both parametrizations are one model and one optimizer.
-    base = [[one.scale for one in records if (one.width, one.parametrization) == (64, name)] for name in ("mup", "standard")]
+    base = [
+        [one.scale for one in records if (one.width, one.parametrization) == (64, name)]
+        for name in ("mup", "standard")
+    ]
     assert base[0] == base[1]
 
 
-def test_a_case_that_is_not_flat_is_an_exit_code(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(run, tmp_path / "out", "--widths", "64,256", "--seeds", "1", "model.mixer=transformer") == 1
+def test_a_case_that_is_not_flat_is_an_exit_code(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        check(
+            run, tmp_path / "out", "--widths", "64,256", "--seeds", "1", "model.mixer=transformer"
+        )
+        == 1
+    )
     assert "the worst is" in capsys.readouterr().out.splitlines()[-3]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coordinates.csv", "coordinates.md", "coordinates.png"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "coordinates.csv",
+        "coordinates.md",
+        "coordinates.png",
+    ]
 
 
 @pytest.mark.slow
@@ -139,7 +217,14 @@ def test_every_mixer_is_flat_under_mup(run: Path, tmp_path: Path, mixer: str) ->
 
 
 MISTAKES = (
-    *("--widths 64", "--widths 64,x", "--widths 64,112", "--steps 0", "--seeds 0", "--mixer fla.GatedLinearAttention"),
+    *(
+        "--widths 64",
+        "--widths 64,x",
+        "--widths 64,112",
+        "--steps 0",
+        "--seeds 0",
+        "--mixer fla.GatedLinearAttention",
+    ),
     *("--mixer fem_sofmax", "model.tie_embeddings=true " + " ".join(MUP)),
 )
 
@@ -156,15 +241,35 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 
 
 def test_another_width_keeps_heads_and_ratios(run: Path) -> None:
-    words = ("model.ffn_hidden_size=256", "model.mixer=transformer", "model.num_query_groups=1", "parallel.tensor_model_parallel_size=4")
+    words = (
+        "model.ffn_hidden_size=256",
+        "model.mixer=transformer",
+        "model.num_query_groups=1",
+        "parallel.tensor_model_parallel_size=4",
+    )
     config = Case("transformer", run, words).config(256, 5)
     model = config.model
-    assert (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size, model.num_layers) == (8, 4, 1024, 2)
-    assert (config.train.steps, config.train.micro_batch_size, config.train.precision) == (5, 4, "fp32")
-    assert (config.optimizer.warmup_steps, config.optimizer.schedule, config.parallel.tensor_model_parallel_size) == (0, "constant", 1)
+    assert (
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.ffn_hidden_size,
+        model.num_layers,
+    ) == (8, 4, 1024, 2)
+    assert (config.train.steps, config.train.micro_batch_size, config.train.precision) == (
+        5,
+        4,
+        "fp32",
+    )
+    assert (
+        config.optimizer.warmup_steps,
+        config.optimizer.schedule,
+        config.parallel.tensor_model_parallel_size,
+    ) == (0, "constant", 1)
 
 
-def test_a_studys_variants_and_widths_by_its_own_rule(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_studys_variants_and_widths_by_its_own_rule(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = tmp_path / "study.yaml"
     study.write_text(
         "base: run.yaml\nvariants: {narrow: [model.mixer=transformer], tied: [model.mixer=transformer, model.tie_embeddings=true]}\n"
@@ -172,15 +277,24 @@ def test_a_studys_variants_and_widths_by_its_own_rule(run: Path, tmp_path: Path,
     )
     check(study, tmp_path / "out")
     assert "narrow, standard: 1 layers" in capsys.readouterr().out
-    rows = pd.read_csv(tmp_path / "out" / "coordinates.csv").value_counts(["variant", "width", "seed"])
-    assert set(rows.index) == {(name, width, seed) for name in ("narrow", "tied") for width in (32, 48) for seed in (1, 2)}
+    rows = pd.read_csv(tmp_path / "out" / "coordinates.csv").value_counts(
+        ["variant", "width", "seed"]
+    )
+    assert set(rows.index) == {
+        (name, width, seed) for name in ("narrow", "tied") for width in (32, 48) for seed in (1, 2)
+    }
     assert set(rows) == {5 * 5}  # steps x sites of one layer
 
 
 def test_a_deep_models_picture_shows_three_of_its_blocks() -> None:
-    records = [record for n in range(12) for record in power_law(0.1, 0.1, site=f"layer_{n:02}/mixer")]
+    records = [
+        record for n in range(12) for record in power_law(0.1, 0.1, site=f"layer_{n:02}/mixer")
+    ]
     assert shown_sites(records) == ["layer_00/mixer", "layer_06/mixer", "layer_11/mixer"]
-    both = [*records, *(dataclasses.replace(record, parametrization="standard") for record in records)]
+    both = [
+        *records,
+        *(dataclasses.replace(record, parametrization="standard") for record in records),
+    ]
     for some, panels in ((records, 2), (both, 4)):
         figure = coordinates(some)
         figure.canvas.draw()

@@ -43,29 +43,45 @@ def test_parabolas_give_their_minima_and_laws_back() -> None:
         assert parabola.inside
         assert parabola.n_opt.value == pytest.approx(0.1 * parabola.budget**0.5, rel=1e-9)
         assert parabola.d_opt.value == pytest.approx(parabola.budget**0.5 / 0.6, rel=1e-9)
-        assert float(parabola.at(parabola.n_opt.value)) == pytest.approx(parabola.loss.value, rel=1e-9)
+        assert float(parabola.at(parabola.n_opt.value)) == pytest.approx(
+            parabola.loss.value, rel=1e-9
+        )
         assert parabola.coefficients[2] == pytest.approx(0.05)
     assert fit.n_opt and fit.d_opt and fit.loss and fit.loss.offset
-    assert (fit.n_opt.coefficient.value, fit.n_opt.exponent.value) == pytest.approx((0.1, 0.5), rel=1e-8)
+    assert (fit.n_opt.coefficient.value, fit.n_opt.exponent.value) == pytest.approx(
+        (0.1, 0.5), rel=1e-8
+    )
     assert fit.d_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
-    assert (fit.loss.coefficient.value, fit.loss.exponent.value, fit.loss.offset.value) == pytest.approx((50, -0.1, 1), rel=1e-4)
+    assert (
+        fit.loss.coefficient.value,
+        fit.loss.exponent.value,
+        fit.loss.offset.value,
+    ) == pytest.approx((50, -0.1, 1), rel=1e-4)
 
 
 def test_what_makes_no_frontier_is_said() -> None:
     """A minimum outside is left out; a parabola that bends down has none; three sizes leave no interval; two are refused."""
     some = parabolas()
-    away = np.where(some.budget == 1e16, 5 - 0.1 * np.log(some.n) + 0.001 * np.log(some.n) ** 2, some.loss)
+    away = np.where(
+        some.budget == 1e16, 5 - 0.1 * np.log(some.n) + 0.001 * np.log(some.n) ** 2, some.loss
+    )
     fit, notes = fit_isoflop(dataclasses.replace(some, loss=away), QUICK, np.random.default_rng(0))
     assert [parabola.inside for parabola in fit.parabolas] == [False, True, True, True]
     assert any("1e+16 FLOPs: the minimum lies beyond the largest size" in note for note in notes)
-    assert any("3 minima: the least loss is a power law of FLOPs without an offset" in note for note in notes)
+    assert any(
+        "3 minima: the least loss is a power law of FLOPs without an offset" in note
+        for note in notes
+    )
     assert fit.n_opt and fit.n_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
     with pytest.raises(NotIdentified, match="1e\\+16 FLOPs: the parabola bends down"):
         fit_isoflop(parabolas(depth=-0.05), QUICK, np.random.default_rng(0))
     fit, notes = fit_isoflop(parabolas(sizes=3), QUICK, np.random.default_rng(0))
     assert len(notes) == 1 and fit.n_opt and (fit.n_opt.exponent.low, fit.n_opt.draws) == (None, [])
     few = some.take(np.flatnonzero((some.budget != 1e18) | (some.n < 0.6e8)))
-    with pytest.raises(ConfigError, match=r"1e\+18 FLOPs has 2 sizes \(2.5e\+07 and 5e\+07 parameters\).*approaches: \[parametric\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1e\+18 FLOPs has 2 sizes \(2.5e\+07 and 5e\+07 parameters\).*approaches: \[parametric\]",
+    ):
         fit_isoflop(few, QUICK, np.random.default_rng(0))
 
 
@@ -74,7 +90,9 @@ def test_a_power_law_with_offset_is_found(law: tuple[float, float, float]) -> No
     x = np.array(BUDGETS)
     y = law[2] + law[0] * x ** law[1]
     found = with_offset(x, y[None])[0]
-    assert found[2] + found[0] * x ** found[1] == pytest.approx(y, rel=1e-4)  # the exponent's grid ends at steps of 1e-5
+    assert found[2] + found[0] * x ** found[1] == pytest.approx(
+        y, rel=1e-4
+    )  # the exponent's grid ends at steps of 1e-5
     assert found[1] == pytest.approx(law[1], rel=1e-3)
 
 
@@ -91,10 +109,17 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
     for one in compare(variant("fem", runs(0.001, 1, share=0.8)), theirs, 0.9):
         found = one.overall
         assert found and found.low is not None and found.high is not None
-        assert found.low < found.value < found.high < found.low + 0.05 and found.value == pytest.approx(0.8, rel=0.02)
+        assert (
+            found.low < found.value < found.high < found.low + 0.05
+            and found.value == pytest.approx(0.8, rel=0.02)
+        )
         assert [multiplier.flops for multiplier in one.multipliers] == list(BUDGETS)
-        assert found.value == pytest.approx(np.exp(np.mean([np.log(multiplier.ratio.value) for multiplier in one.multipliers])))
-        assert one.words.startswith(f"fem reaches transformer's loss with {found.value:.2f} ({found.low:.2f}–{found.high:.2f})")
+        assert found.value == pytest.approx(
+            np.exp(np.mean([np.log(multiplier.ratio.value) for multiplier in one.multipliers]))
+        )
+        assert one.words.startswith(
+            f"fem reaches transformer's loss with {found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
+        )
         assert "neither" not in one.words
     worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)
     for one in compare(variant("fem", worse), theirs, 0.9):
@@ -109,17 +134,40 @@ def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
     """
     rng = np.random.default_rng(seed)
     c = np.repeat([4e11, 1.2e12, 3.6e12], 4)
-    n = np.array([67624, 137808, 210552, 367560, 67624, 137808, 288928, 537880, 210552, 448752, 624960, 894000.0])
+    n = np.array(
+        [
+            67624,
+            137808,
+            210552,
+            367560,
+            67624,
+            137808,
+            288928,
+            537880,
+            210552,
+            448752,
+            624960,
+            894000.0,
+        ]
+    )
     fits = []
     for seen in (c, c / 0.8):
         off = np.log(n / (1.5e5 * (seen / 4e11) ** 0.45))
-        losses = (5.3 * (seen / 4e11) ** -0.096 + 0.23 * off**2) * np.exp(rng.normal(0, 0.007, len(n)))
+        losses = (5.3 * (seen / 4e11) ** -0.096 + 0.23 * off**2) * np.exp(
+            rng.normal(0, 0.007, len(n))
+        )
         fits.append(fit_isoflop(points(n, c / (4 * n), losses, c), QUICK, rng)[0])
-    theirs, ours = (VariantFit(name, len(n), isoflop=fit) for name, fit in zip("ab", fits, strict=True))
+    theirs, ours = (
+        VariantFit(name, len(n), isoflop=fit) for name, fit in zip("ab", fits, strict=True)
+    )
     return fits, compare(ours, theirs, 0.9)[0]
 
 
-@pytest.mark.parametrize(("studies", "first"), [(200, 4_000), pytest.param(2000, 50_000, marks=pytest.mark.slow)], ids=["200", "2000"])
+@pytest.mark.parametrize(
+    ("studies", "first"),
+    [(200, 4_000), pytest.param(2000, 50_000, marks=pytest.mark.slow)],
+    ids=["200", "2000"],
+)
 def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) -> None:
     """Twelve runs under nine coefficients: 90% intervals of exponents and multipliers hold the truth in 88% or more.
 
@@ -138,7 +186,9 @@ def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) ->
                 without.add(seed)
             else:
                 held[name].append(estimate.low <= truth <= estimate.high)
-    assert len(without) <= studies // 1000, without  # a law that fewer than half of the resamples have gets no interval
+    assert len(without) <= studies // 1000, (
+        without
+    )  # a law that fewer than half of the resamples have gets no interval
     share = {name: float(np.mean(some)) for name, some in held.items()}
     assert all(0.88 <= value <= 0.97 for value in share.values()), share
     assert len(held["multiplier"]) > 0.95 * studies  # in the others a minimum lies outside
@@ -149,14 +199,22 @@ def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) ->
 RATES = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])  # the CEM paper's five
 
 
-def swept(best: Array, widths: Array, noise: float = 0.0, seeds: int = 1, tokens: float = 1e9) -> Points:
+def swept(
+    best: Array, widths: Array, noise: float = 0.0, seeds: int = 1, tokens: float = 1e9
+) -> Points:
     """Each width at each rate; the loss is 3 + 0.1 log(rate / best)^2."""
     rate = np.tile(np.repeat(RATES, seeds), len(widths))
     repeat = len(RATES) * seeds
     n = np.repeat(12.0 * widths**2, repeat)
-    losses = 3 + 0.1 * np.log(rate / np.repeat(best, repeat)) ** 2 + noise * np.random.default_rng(0).normal(size=len(n))
+    losses = (
+        3
+        + 0.1 * np.log(rate / np.repeat(best, repeat)) ** 2
+        + noise * np.random.default_rng(0).normal(size=len(n))
+    )
     seed = np.tile(np.arange(seeds, dtype=float), len(widths) * len(RATES))
-    return points(n, np.full(len(n), tokens), losses, width=np.repeat(widths, repeat), rate=rate, seed=seed)
+    return points(
+        n, np.full(len(n), tokens), losses, width=np.repeat(widths, repeat), rate=rate, seed=seed
+    )
 
 
 def test_the_best_rate_of_each_size_and_its_law() -> None:
@@ -168,26 +226,49 @@ def test_the_best_rate_of_each_size_and_its_law() -> None:
     assert [one.rate.value for one in fit.optima] == pytest.approx(best, rel=0.05)
     assert not any(one.edge for one in fit.optima)
     assert fit.by_width.exponent.value == pytest.approx(-0.3, abs=0.04)
-    assert fit.by_parameters.exponent.value == pytest.approx(fit.by_width.exponent.value / 2)  # N is 12 width^2
+    assert fit.by_parameters.exponent.value == pytest.approx(
+        fit.by_width.exponent.value / 2
+    )  # N is 12 width^2
     assert notes == ["learning rate: one seed a rate, so its power law has no interval"]
 
 
 def test_a_best_rate_at_the_edge_is_left_out_and_seeds_give_an_interval() -> None:
     widths = np.array([128.0, 256.0, 512.0])
-    fit, notes = fit_learning_rates(swept(np.array([0.02, 0.002, 0.0015]), widths, 0.001, seeds=3), QUICK, np.random.default_rng(0))
+    fit, notes = fit_learning_rates(
+        swept(np.array([0.02, 0.002, 0.0015]), widths, 0.001, seeds=3),
+        QUICK,
+        np.random.default_rng(0),
+    )
     assert fit and fit.by_width and fit.by_width.exponent.low is not None
-    assert [one.edge for one in fit.optima] == [True, False, False] and fit.optima[0].rate.value == 0.008
-    assert any("the best is the largest rate, 0.008: the optimum is not bracketed" in note for note in notes)
-    assert fit.by_width.exponent.value == pytest.approx(np.log(0.0015 / 0.002) / np.log(2), abs=0.06)
+    assert [one.edge for one in fit.optima] == [True, False, False] and fit.optima[
+        0
+    ].rate.value == 0.008
+    assert any(
+        "the best is the largest rate, 0.008: the optimum is not bracketed" in note
+        for note in notes
+    )
+    assert fit.by_width.exponent.value == pytest.approx(
+        np.log(0.0015 / 0.002) / np.log(2), abs=0.06
+    )
     assert all((one.rate.low or 1) < (one.rate.high or 0) for one in fit.optima[1:])
 
 
 def test_the_laws_take_the_best_rate_of_each_size_and_budget() -> None:
     some = runs(0.001, 1)
-    both = [dataclasses.replace(some, loss=some.loss * worse, rate=np.full(35, rate)) for worse, rate in ((1.0, 0.001), (1.1, 0.002))]
-    joined = Points(**{item.name: np.concatenate([getattr(one, item.name) for one in both]) for item in dataclasses.fields(Points)})
+    both = [
+        dataclasses.replace(some, loss=some.loss * worse, rate=np.full(35, rate))
+        for worse, rate in ((1.0, 0.001), (1.1, 0.002))
+    ]
+    joined = Points(
+        **{
+            item.name: np.concatenate([getattr(one, item.name) for one in both])
+            for item in dataclasses.fields(Points)
+        }
+    )
     chosen, note = best_rates(joined)
-    assert len(chosen) == 35 and (chosen.rate == 0.001).all() and note and "best measured rate" in note
+    assert (
+        len(chosen) == 35 and (chosen.rate == 0.001).all() and note and "best measured rate" in note
+    )
     untouched, nothing = best_rates(some)
     assert len(untouched) == 35 and nothing is None
 

@@ -19,7 +19,15 @@ from tools.scaling.fits import huber
 from tools.scaling.fits.parametric import NAMES, fit_parametric, leave_out
 from tools.scaling.fits.points import NotIdentified, Points
 from tools.scaling.fitting import fit_variant
-from tools.scaling.results import ParametricFit, StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
+from tools.scaling.results import (
+    ParametricFit,
+    StudyFit,
+    VariantFit,
+    load_fit,
+    optimal,
+    predict_loss,
+    save_fit,
+)
 from tools.scaling.study import FitConfig
 
 from .studies import BUDGETS, TRUTH, best_n, loss, points, runs
@@ -27,7 +35,13 @@ from .studies import BUDGETS, TRUTH, best_n, loss, points, runs
 DATA = Path(__file__).parents[2] / "fixtures" / "chinchilla_svg.csv"
 QUICK = FitConfig(resamples=300)
 # Besiroglu et al., table 1: estimate and standard error.
-REPLICATION = {"E": (1.8172, 0.03), "A": (482.01, 124.58), "B": (2085.43, 1293.23), "alpha": (0.3478, 0.02), "beta": (0.3658, 0.02)}
+REPLICATION = {
+    "E": (1.8172, 0.03),
+    "A": (482.01, 124.58),
+    "B": (2085.43, 1293.23),
+    "alpha": (0.3478, 0.02),
+    "beta": (0.3658, 0.02),
+}
 HOFFMANN = [1.6934, 406.4, 410.7, 0.3392, 0.2849]
 
 
@@ -55,7 +69,10 @@ def test_exact_losses_give_the_law_back() -> None:
 
 @pytest.mark.parametrize(
     ("repetitions", "least", "most"),
-    [(12, 8, 12), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((40, 31, 40), (200, 170, 190)))],
+    [
+        (12, 8, 12),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((40, 31, 40), (200, 170, 190))),
+    ],
     ids=["12", "40", "200"],
 )
 def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) -> None:
@@ -68,7 +85,9 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
     held = dict.fromkeys(names, 0)
     found = []
     for repetition in range(repetitions):
-        law = fitted(runs(noise=0.004, seed=1000 + repetition), dataclasses.replace(QUICK, seed=repetition))
+        law = fitted(
+            runs(noise=0.004, seed=1000 + repetition), dataclasses.replace(QUICK, seed=repetition)
+        )
         assert law.failed == 0
         found.append([getattr(law, name).value for name in names])
         for name in names:
@@ -77,7 +96,9 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
             held[name] += estimate.low <= TRUTH[name] <= estimate.high
     assert {name: count for name, count in held.items() if not least <= count <= most} == {}, held
     off = np.abs(np.median(found, axis=0) / [TRUTH[name] for name in names] - 1)
-    assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), off  # E and exponents scatter by 1 to 2% a repetition
+    assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), (
+        off
+    )  # E and exponents scatter by 1 to 2% a repetition
     assert (off[[1, 2]] < 0.08).all(), off  # A and B by 12%
 
 
@@ -93,12 +114,21 @@ def test_the_replication_of_chinchilla() -> None:
     deviations = np.std(law.draws, axis=0)
     for index, (name, (value, error)) in enumerate(REPLICATION.items()):
         assert abs(getattr(law, name).value - value) < 0.1 * error, name
-        assert 0.6 < deviations[index] / error < 1.4, name  # of 500 resamples, against two printed digits or fewer
+        assert 0.6 < deviations[index] / error < 1.4, (
+            name
+        )  # of 500 resamples, against two printed digits or fewer
     assert law.E.value == pytest.approx(1.8172, abs=5e-5)  # to the last digit printed
     assert law.a.value == pytest.approx(0.512, abs=0.002)
-    assert law.a.low is not None and law.a.low > 0.4564  # Hoffmann et al.'s exponent, 0.2849 / (0.3392 + 0.2849), is shut out
-    data, replication = huber.Data.of(some.n, some.d, some.loss), [value for value, _ in REPLICATION.values()]
-    theirs, replicated = huber.objective(data.centred(np.array([HOFFMANN, replication])), data, np.ones((2, 240)), 1e-3)[0]
+    assert (
+        law.a.low is not None and law.a.low > 0.4564
+    )  # Hoffmann et al.'s exponent, 0.2849 / (0.3392 + 0.2849), is shut out
+    data, replication = (
+        huber.Data.of(some.n, some.d, some.loss),
+        [value for value, _ in REPLICATION.values()],
+    )
+    theirs, replicated = huber.objective(
+        data.centred(np.array([HOFFMANN, replication])), data, np.ones((2, 240)), 1e-3
+    )[0]
     assert law.objective < replicated < 1.005 * law.objective and theirs > 1.2 * law.objective
 
 
@@ -108,9 +138,16 @@ def test_the_gradient_is_the_objectives() -> None:
     data = huber.Data.of(some.n, some.d, some.loss)
     weights = np.random.default_rng(1).integers(0, 3, (1, len(some))).astype(float)
     at = data.centred(np.array([[1.8, 300.0, 500.0, 0.32, 0.3]]))
-    up, down = (huber.objective(at + sign * step * np.eye(5), data, np.repeat(weights, 5, axis=0), 1e-3)[0] for sign in (1, -1))
-    assert huber.objective(at, data, weights, 1e-3)[1][0] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-9)
-    assert huber.huber(np.array([0.999e-3, 1.001e-3]), 1e-3) == pytest.approx(0.5e-6, rel=3e-3)  # no jump at delta
+    up, down = (
+        huber.objective(at + sign * step * np.eye(5), data, np.repeat(weights, 5, axis=0), 1e-3)[0]
+        for sign in (1, -1)
+    )
+    assert huber.objective(at, data, weights, 1e-3)[1][0] == pytest.approx(
+        (up - down) / (2 * step), rel=1e-5, abs=1e-9
+    )
+    assert huber.huber(np.array([0.999e-3, 1.001e-3]), 1e-3) == pytest.approx(
+        0.5e-6, rel=3e-3
+    )  # no jump at delta
 
 
 def test_a_wild_run_moves_the_law_little() -> None:
@@ -126,8 +163,14 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
     noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
     for some, said in (
         (runs(noise=0.004, seed=8).take(np.arange(6)), "5 parameters and there are 6 runs"),
-        (points(np.full(25, 1e8), d, loss(np.full(25, 1e8), d)), "have 1 and 5: E, A, B, alpha and beta are not identified"),
-        (points(n, d, (1.7 + 400 * d**-0.3) * noise), "not identified: .*(A|alpha)|does not converge"),
+        (
+            points(np.full(25, 1e8), d, loss(np.full(25, 1e8), d)),
+            "have 1 and 5: E, A, B, alpha and beta are not identified",
+        ),
+        (
+            points(n, d, (1.7 + 400 * d**-0.3) * noise),
+            "not identified: .*(A|alpha)|does not converge",
+        ),
     ):
         with pytest.raises((NotIdentified, ConfigError), match=said):
             fitted(some)
@@ -140,7 +183,9 @@ def test_a_descent_that_is_cut_short_is_not_a_fit() -> None:
     start = data.centred(np.array([[1.0, 100.0, 100.0, 0.2, 0.2]]))
     end, many = huber.minimise(start, data, weights, 1e-3)
     assert many[0] and not huber.minimise(start, data, weights, 1e-3, iterations=1)[1][0]
-    assert np.abs(huber.objective(end, data, weights, 1e-3)[1]).max() <= huber.GRADIENT_TOLERANCE * 1e-3 * len(some)
+    assert np.abs(
+        huber.objective(end, data, weights, 1e-3)[1]
+    ).max() <= huber.GRADIENT_TOLERANCE * 1e-3 * len(some)
 
 
 def test_leaving_a_budget_out_predicts_it() -> None:
@@ -149,8 +194,13 @@ def test_leaving_a_budget_out_predicts_it() -> None:
     left, notes = leave_out(some, fitted(some), 1e-3)
     assert [one.budget for one in left] == list(BUDGETS)
     assert notes == []
-    assert all(one.mean_error < 0.006 and one.mean_error <= one.worst_error < 0.02 and one.runs == 7 for one in left)
-    broken = dataclasses.replace(some, loss=np.where(some.budget == 1e20, some.loss * 1.1, some.loss))
+    assert all(
+        one.mean_error < 0.006 and one.mean_error <= one.worst_error < 0.02 and one.runs == 7
+        for one in left
+    )
+    broken = dataclasses.replace(
+        some, loss=np.where(some.budget == 1e20, some.loss * 1.1, some.loss)
+    )
     third = leave_out(broken, fitted(broken), 1e-3)[0][2]
     assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the loss that is there
 
@@ -161,7 +211,9 @@ def test_leaving_a_budget_out_predicts_it() -> None:
 @pytest.fixture(scope="module")
 def variant() -> VariantFit:
     """Fits of 35 runs with 0.2% noise."""
-    return fit_variant("transformer", runs(0.002, 1), FitConfig(resamples=200), np.random.default_rng(0))
+    return fit_variant(
+        "transformer", runs(0.002, 1), FitConfig(resamples=200), np.random.default_rng(0)
+    )
 
 
 def test_a_fit_comes_back_from_its_file(variant: VariantFit, tmp_path: Path) -> None:
@@ -191,7 +243,9 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
         assert best.n.low - width < best_n(flops) < best.n.high + width
     frontier = optimal(variant, 1e20, "isoflop")
     assert frontier.method == "isoflop" and frontier.n.value == pytest.approx(best_n(1e20), rel=0.1)
-    assert frontier.loss.value == pytest.approx(float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01)
+    assert frontier.loss.value == pytest.approx(
+        float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01
+    )
     bare = dataclasses.replace(variant, parametric=None, notes=["6 runs are too few"])
     with pytest.raises(ConfigError, match="transformer: no parametric law.*6 runs are too few"):
         predict_loss(bare, 1e8, 1e9)
@@ -211,9 +265,13 @@ def test_the_optimum_is_along_the_runs_own_flops() -> None:
         d = flops / (2 * n**1.2)
         least = law.loss(n, d).argmin()
         optimum = optimal(VariantFit("cem", len(own), parametric=law), flops)
-        assert (optimum.n.value, optimum.d.value) == pytest.approx((n[least], d[least]), rel=1e-3)  # steps of the search: 5e-5
+        assert (optimum.n.value, optimum.d.value) == pytest.approx(
+            (n[least], d[least]), rel=1e-3
+        )  # steps of the search: 5e-5
         best.append((n[least], d[least]))
-    assert (law.a.value, law.b.value) == pytest.approx(np.log(np.divide(best[1], best[0])) / np.log(1e3), abs=1e-4)
+    assert (law.a.value, law.b.value) == pytest.approx(
+        np.log(np.divide(best[1], best[0])) / np.log(1e3), abs=1e-4
+    )
 
 
 def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
@@ -226,5 +284,7 @@ def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
             held += (said.low or np.inf) <= seen <= (said.high or 0)
     assert 0.85 <= held / 350 <= 0.96
     near, far = (predict_loss(variant, n, n * 20) for n in (1e9, 1e13))
-    assert ((far.high or 0) - (far.low or 0)) / far.value > ((near.high or 0) - (near.low or 0)) / near.value
+    assert ((far.high or 0) - (far.low or 0)) / far.value > (
+        (near.high or 0) - (near.low or 0)
+    ) / near.value
     assert far.value == pytest.approx(float(loss(np.array(1e13), np.array(2e14))), abs=0.05)

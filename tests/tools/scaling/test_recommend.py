@@ -15,7 +15,14 @@ from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.laws import Estimate, PowerLaw
 from tools.scaling.planning import shaped, total_parameters
-from tools.scaling.results import LearningRateFit, ParametricFit, StudyFit, VariantFit, optimal, save_fit
+from tools.scaling.results import (
+    LearningRateFit,
+    ParametricFit,
+    StudyFit,
+    VariantFit,
+    optimal,
+    save_fit,
+)
 from tools.scaling.study import load_study
 
 LARGEST = 1.5e11  # the study's
@@ -23,50 +30,114 @@ LARGEST = 1.5e11  # the study's
 
 def law(a: float) -> ParametricFit:
     """L = 1.7 + a / N^0.35 + 30 / D^0.31."""
-    values = {"E": 1.7, "A": a, "B": 30.0, "alpha": 0.35, "beta": 0.31, "a": 0.31 / 0.66, "b": 0.35 / 0.66}
-    numbers = {"k": 6.0, "phi": 1.0, "noise": 0.004, "objective": 1e-6, "huber_delta": 1e-3, "interval": 0.9}
+    values = {
+        "E": 1.7,
+        "A": a,
+        "B": 30.0,
+        "alpha": 0.35,
+        "beta": 0.31,
+        "a": 0.31 / 0.66,
+        "b": 0.35 / 0.66,
+    }
+    numbers = {
+        "k": 6.0,
+        "phi": 1.0,
+        "noise": 0.004,
+        "objective": 1e-6,
+        "huber_delta": 1e-3,
+        "interval": 0.9,
+    }
     counts = {"points": 12, "starts": 1, "agreeing": 1, "resamples": 11, "failed": 0, "on_bound": 0}
     draws = [(1.7 + 0.01 * step, 40.0, 30.0, 0.35, 0.31) for step in range(-5, 6)]
-    return ParametricFit(**{key: Estimate(value) for key, value in values.items()}, **numbers, **counts, draws=draws)  # type: ignore[arg-type]
+    return ParametricFit(
+        **{key: Estimate(value) for key, value in values.items()},  # type: ignore[arg-type]
+        **numbers,  # type: ignore[arg-type]
+        **counts,  # type: ignore[arg-type]
+        draws=draws,
+    )
 
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A study and its fit, by which CEM is the better one."""
     monkeypatch.chdir(tmp_path)
-    return fitted(write(tmp_path), VariantFit("transformer", 12, parametric=law(40.0)), VariantFit("cem", 12, parametric=law(36.0)))
+    return fitted(
+        write(tmp_path),
+        VariantFit("transformer", 12, parametric=law(40.0)),
+        VariantFit("cem", 12, parametric=law(36.0)),
+    )
 
 
 def fitted(path: Path, *variants: VariantFit) -> Path:
     """The study with a fit.json of these alone."""
-    save_fit(StudyFit("study", "total", 0.9, "runs.csv", {variant.name: variant for variant in variants}), load_study(path).fit_json)
+    save_fit(
+        StudyFit(
+            "study", "total", 0.9, "runs.csv", {variant.name: variant for variant in variants}
+        ),
+        load_study(path).fit_json,
+    )
     return path
 
 
 @pytest.mark.parametrize("flops", [3e10, 1.6e12, 1.6e13])
-def test_the_run_is_the_optimum_and_pretrain_takes_it(flops: float, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["recommend", str(study), "--flops", str(flops), "--variant", "transformer", "--out", "out.yaml"]
+def test_the_run_is_the_optimum_and_pretrain_takes_it(
+    flops: float, study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "recommend",
+        str(study),
+        "--flops",
+        str(flops),
+        "--variant",
+        "transformer",
+        "--out",
+        "out.yaml",
+    ]
     if flops > 100 * LARGEST:
         assert main(command) == 2
         out, error = capsys.readouterr()
-        assert "107 times the study's largest run" in error and "1.5e13, and further with --extrapolate" in error
+        assert (
+            "107 times the study's largest run" in error
+            and "1.5e13, and further with --extrapolate" in error
+        )
         assert out == "" and error.count("\n") == 1 and not Path("out.yaml").exists()
         command.append("--extrapolate")
     assert main(command) == 0
     assert ("times the study's largest run" in capsys.readouterr().err) == (flops > 10 * LARGEST)
     prepared = prepare(load_run("out.yaml"), None, plan_only=True)
-    plan, model, optimizer = make_plan(prepared.config, 1), prepared.config.model, prepared.config.optimizer
-    assert abs(plan.tokens * plan.train_flops - flops) <= plan.train_flops * plan.schedule.step_tokens / 2  # the nearest step
+    plan, model, optimizer = (
+        make_plan(prepared.config, 1),
+        prepared.config.model,
+        prepared.config.optimizer,
+    )
+    assert (
+        abs(plan.tokens * plan.train_flops - flops)
+        <= plan.train_flops * plan.schedule.step_tokens / 2
+    )  # the nearest step
     best = optimal(VariantFit("transformer", 12, parametric=law(40.0)), flops).n.value
-    near = [total_parameters(shaped(load_study(study).shape, width).of(model)) for width in range(16, 8 * model.hidden_size, 16)]
-    assert max(plan.total_parameters / best, best / plan.total_parameters) == min(max(n / best, best / n) for n in near)
+    near = [
+        total_parameters(shaped(load_study(study).shape, width).of(model))
+        for width in range(16, 8 * model.hidden_size, 16)
+    ]
+    assert max(plan.total_parameters / best, best / plan.total_parameters) == min(
+        max(n / best, best / n) for n in near
+    )
     text = Path("out.yaml").read_text()
-    assert f"Predicted held-out loss: {float(law(40.0).loss(plan.total_parameters, plan.tokens)):.4f} (" in text
+    assert (
+        f"Predicted held-out loss: {float(law(40.0).loss(plan.total_parameters, plan.tokens)):.4f} ("
+        in text
+    )
     assert f"this is {flops / LARGEST:.3g} times as much" in text
-    assert (optimizer.lr, optimizer.min_lr, optimizer.warmup_steps) == (1e-3, 2e-4, round(0.05 * plan.schedule.steps))
+    assert (optimizer.lr, optimizer.min_lr, optimizer.warmup_steps) == (
+        1e-3,
+        2e-4,
+        round(0.05 * plan.schedule.steps),
+    )
 
 
-def test_without_a_variant_it_is_the_best_one_and_repeated_data_is_warned_of(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_variant_it_is_the_best_one_and_repeated_data_is_warned_of(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["recommend", str(study), "--flops", "2e11"]) == 0
     text = capsys.readouterr().out
     Path("printed.yaml").write_text(text)
@@ -81,18 +152,40 @@ def test_without_a_variant_it_is_the_best_one_and_repeated_data_is_warned_of(stu
 
 def test_a_law_of_the_learning_rate_is_followed(study: Path) -> None:
     by_width = PowerLaw("width", "learning rate", Estimate(0.32), Estimate(-1.0))
-    fitted(study, VariantFit("cem", 12, parametric=law(36.0), learning_rate=LearningRateFit([], None, by_width)))
+    fitted(
+        study,
+        VariantFit(
+            "cem", 12, parametric=law(36.0), learning_rate=LearningRateFit([], None, by_width)
+        ),
+    )
     assert main(["recommend", str(study), "--flops", "2e11", "--out", "out.yaml"]) == 0
     config = load_run("out.yaml")
-    assert config.optimizer.lr == pytest.approx(0.32 / config.model.hidden_size, rel=5e-3)  # three digits
+    assert config.optimizer.lr == pytest.approx(
+        0.32 / config.model.hidden_size, rel=5e-3
+    )  # three digits
     assert config.optimizer.min_lr == pytest.approx(config.optimizer.lr / 5)
     assert "the study's law of the best rate against width" in Path("out.yaml").read_text()
 
 
-def test_what_cannot_be_recommended_is_one_line(study: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
-    few, good = VariantFit("cem", 3, notes=["too few runs"]), VariantFit("cem", 12, parametric=law(36.0))
+def test_what_cannot_be_recommended_is_one_line(
+    study: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
+    few, good = (
+        VariantFit("cem", 3, notes=["too few runs"]),
+        VariantFit("cem", 12, parametric=law(36.0)),
+    )
     for variant, words in (
-        *((good, words) for words in ("0", "nan", "1e6", "2e11 --variant ecm", "2e11 --variant transformer", "2e11 --out no/out.yaml")),
+        *(
+            (good, words)
+            for words in (
+                "0",
+                "nan",
+                "1e6",
+                "2e11 --variant ecm",
+                "2e11 --variant transformer",
+                "2e11 --out no/out.yaml",
+            )
+        ),
         *((few, words) for words in ("1e11", "1e11 --variant cem")),
     ):
         assert main(["recommend", str(fitted(study, variant)), "--flops", *words.split()]) == 2

@@ -23,13 +23,20 @@ from tools.scaling.plotting import figures
 from tools.scaling.results import load_fit
 from tools.scaling.table import read_table, write_table
 
-PUBLISHED = {"cpu_small": "isoflop frontier loss_compute residuals", "mup_transfer_cpu": "learning_rate", "muon_cpu": "learning_rate"}
+PUBLISHED = {
+    "cpu_small": "isoflop frontier loss_compute residuals",
+    "mup_transfer_cpu": "learning_rate",
+    "muon_cpu": "learning_rate",
+}
 
 
 def made(folder: Path, frame: pd.DataFrame | None = None, **changed: Any) -> tuple[Path, Path]:
     """A study, and its results' folder with this table."""
     fit = {"resamples": 50} | changed.pop("fit", {})
-    path = write(folder, lambda values: values.update({"fit": fit, "results": str(folder / "results"), **changed}))
+    path = write(
+        folder,
+        lambda values: values.update({"fit": fit, "results": str(folder / "results"), **changed}),
+    )
     write_table(table() if frame is None else frame, folder / "results" / "runs.csv")
     return path, folder / "results"
 
@@ -46,16 +53,23 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # --- made-up tables -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``plot`` takes away what an earlier fit left, names what was not complete, and no machine's folders."""
     path, results = made(tmp_path)
     (results / "learning_rate.png").write_bytes(b"of an earlier fit")
-    (results / "collected.json").write_text('{"planned": 46, "complete": 45, "left_out": {"cem-x": "failed at step 3 of 9: NaN"}}')
+    (results / "collected.json").write_text(
+        '{"planned": 46, "complete": 45, "left_out": {"cem-x": "failed at step 3 of 9: NaN"}}'
+    )
     assert main(["fit", str(path)]) == 0
     out, fit = capsys.readouterr().out, load_fit(results / "fit.json")
     law = fit.variants["transformer"].parametric
     assert law and f"{law.E.value:.4g} ({law.E.low:.4g}–{law.E.high:.4g})" in out
-    assert all(comparison.overall and comparison.overall.value == pytest.approx(0.8, rel=0.05) for comparison in fit.comparisons)
+    assert all(
+        comparison.overall and comparison.overall.value == pytest.approx(0.8, rel=0.05)
+        for comparison in fit.comparisons
+    )
     assert len(fit.comparisons) == 2 and len(fit.variants["transformer"].left_out) == 4
     assert all(comparison.words in out for comparison in fit.comparisons)
     again = (results / "fit.json").read_bytes()
@@ -65,13 +79,23 @@ def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(tmp_path: Path,
     pictures = {file.stem: file.read_bytes() for file in results.glob("*.png")}
     assert set(pictures) == set(PUBLISHED["cpu_small"].split())
     assert main(["plot", str(path)]) == 0
-    assert {file.stem: file.read_bytes() for file in results.glob("*.png")} == pictures, "the same fit gives the same bytes"
+    assert {file.stem: file.read_bytes() for file in results.glob("*.png")} == pictures, (
+        "the same fit gives the same bytes"
+    )
     for name in pictures:
         height, width = imread(results / f"{name}.png").shape[:2]
         assert width >= 6 * DPI and height >= 3 * DPI
     html = (results / "report.html").read_text()
-    assert "not complete, cem-x: failed at step 3 of 9: NaN" in html and "40 of 46 planned" in html and str(tmp_path) not in html
-    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:)""", html) and "<script" not in html and "http" not in html
+    assert (
+        "not complete, cem-x: failed at step 3 of 9: NaN" in html
+        and "40 of 46 planned" in html
+        and str(tmp_path) not in html
+    )
+    assert (
+        not re.search(r"""(?:src|href)\s*=\s*["'](?!data:)""", html)
+        and "<script" not in html
+        and "http" not in html
+    )
     assert [base64.b64decode(code) for code in re.findall(r"base64,([^\"]*)", html)] == [
         pictures[name] for name in PUBLISHED["cpu_small"].split()
     ]
@@ -83,7 +107,9 @@ def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sizes make no parabola, and the way out that is named works. A law that does not converge is a note beside one that does."""
-    foreign = table()[table()["final"]][["variant", "parameters", "tokens", "flops", "budget", "loss"]]
+    foreign = table()[table()["final"]][
+        ["variant", "parameters", "tokens", "flops", "budget", "loss"]
+    ]
     path, results = made(tmp_path, fit={"approaches": ["isoflop"]})
     (results / "runs.csv").unlink()
     words = ("fit", str(path), "--table", str(tmp_path / "table.csv"))
@@ -93,7 +119,10 @@ def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     first = foreign[(foreign["budget"] == 1e19) & (foreign["variant"] == "transformer")].index
     foreign.drop(first[2:]).to_csv(tmp_path / "table.csv", index=False)
     line = refused(capsys, *words)
-    assert "table.csv: transformer: budget 1e+19 FLOPs has 2 sizes" in line and "approaches: [parametric]" in line
+    assert (
+        "table.csv: transformer: budget 1e+19 FLOPs has 2 sizes" in line
+        and "approaches: [parametric]" in line
+    )
     made(tmp_path, fit={"approaches": ["parametric"]})
     assert main(list(words)) == 0
 
@@ -104,7 +133,10 @@ def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     assert "does not converge" in refused(capsys, *words)
     path, results = made(tmp_path)
     assert main(["fit", str(path)]) == 0
-    assert "note: transformer: the parametric fit does not converge: 1 of 12 starts; it is left out" in capsys.readouterr().out
+    assert (
+        "note: transformer: the parametric fit does not converge: 1 of 12 starts; it is left out"
+        in capsys.readouterr().out
+    )
     found = load_fit(results / "fit.json").variants["transformer"]
     assert found.isoflop is not None and found.parametric is None
 
@@ -123,7 +155,10 @@ def test_a_fit_of_another_table_is_refused_and_one_without_a_law_says_so(
     assert main(["plot", str(path)]) == 0
     assert {file.stem for file in results.glob("*.png")} == {"isoflop"}
     assert "No law was fitted" in (results / "report.html").read_text()
-    assert "transformer: the parametric law has 5 parameters and there are 5 runs" in (results / "summary.md").read_text()
+    assert (
+        "transformer: the parametric law has 5 parameters and there are 5 runs"
+        in (results / "summary.md").read_text()
+    )
 
 
 def test_a_published_table_is_read_until_there_is_an_own_one(
@@ -137,12 +172,17 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
     assert main(["fit", str(path)]) == 0 and main(["plot", str(path)]) == 0
     assert {file.name for file in published.iterdir()} == {"runs.csv"}
     own = {file.name: file.read_bytes() for file in results.iterdir()}
-    assert f"read: {published / 'runs.csv'}\nwritten: {results / 'fit.json'}" in capsys.readouterr().out
+    assert (
+        f"read: {published / 'runs.csv'}\nwritten: {results / 'fit.json'}"
+        in capsys.readouterr().out
+    )
     (published / "fit.json").write_bytes(own["fit.json"])
     assert main(["plot", str(path), "--results", str(published)]) == 0
     assert (published / "isoflop.png").read_bytes() == own["isoflop.png"]
     assert {file.name: file.read_bytes() for file in results.iterdir()} == own
-    write_table(table(0.003), results / "runs.csv")  # now there is an own table, and the published fit is none of it
+    write_table(
+        table(0.003), results / "runs.csv"
+    )  # now there is an own table, and the published fit is none of it
     (results / "fit.json").unlink()
     for verb in (["plot", str(path)], ["recommend", str(path), "--flops", "1e22"]):
         assert str(results / "fit.json") in refused(capsys, *verb)
@@ -152,14 +192,22 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_report_is_what_its_table_and_its_fit_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_report_is_what_its_table_and_its_fit_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every table, number and statement of the tracked report, but for the pictures' bytes, which follow matplotlib's version."""
     monkeypatch.chdir(ROOT)
     tracked, folder = ROOT / "docs" / "studies" / name, tmp_path / name
-    shutil.copytree(tracked, folder, ignore=lambda _, names: [file for file in names if file.endswith((".md", ".html", ".png"))])
+    shutil.copytree(
+        tracked,
+        folder,
+        ignore=lambda _, names: [file for file in names if file.endswith((".md", ".html", ".png"))],
+    )
     assert main(["plot", f"configs/studies/{name}.yaml", "--results", str(folder)]) == 0
     for file in ("summary.md", "report.html"):
-        ours, theirs = (re.sub(r"base64,[^\"]*", "", (place / file).read_text()) for place in (folder, tracked))
+        ours, theirs = (
+            re.sub(r"base64,[^\"]*", "", (place / file).read_text()) for place in (folder, tracked)
+        )
         assert ours == theirs.replace(f"--results docs/studies/{name}", f"--results {name}")
 
 
@@ -179,12 +227,31 @@ def test_each_picture_can_be_read_alone(name: str) -> None:
         outer = [axes for axes in shown if axes.get_xlabel()]
         assert outer and any(axes.get_ylabel() for axes in shown)
         for axes in outer:
-            assert len([tick for tick in axes.get_xticklabels() if tick.get_text()]) >= 2, f"{picture}: an axis has ticks that can be read"
-        texts = [*figure.texts, *(text for axes in shown for text in (axes._left_title, axes.xaxis.label, axes.yaxis.label))]
-        boxes = [(text.get_text(), text.get_window_extent()) for text in [*texts, figure._suptitle] if text is not None and text.get_text()]
+            assert len([tick for tick in axes.get_xticklabels() if tick.get_text()]) >= 2, (
+                f"{picture}: an axis has ticks that can be read"
+            )
+        texts = [
+            *figure.texts,
+            *(
+                text
+                for axes in shown
+                for text in (axes._left_title, axes.xaxis.label, axes.yaxis.label)
+            ),
+        ]
+        boxes = [
+            (text.get_text(), text.get_window_extent())
+            for text in [*texts, figure._suptitle]
+            if text is not None and text.get_text()
+        ]
         boxes += [("legend", legend.get_window_extent()) for legend in figure.legends]
         for number, (text, box) in enumerate(boxes):
-            assert figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1, f"{picture}: {text!r} is cut off"
-            assert figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1, f"{picture}: {text!r} is cut off"
+            assert figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1, (
+                f"{picture}: {text!r} is cut off"
+            )
+            assert figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1, (
+                f"{picture}: {text!r} is cut off"
+            )
             for other, beside in boxes[number + 1 :]:
-                assert text == other or not box.overlaps(beside), f"{picture}: {text!r} over {other!r}"
+                assert text == other or not box.overlaps(beside), (
+                    f"{picture}: {text!r} over {other!r}"
+                )

@@ -37,12 +37,27 @@ def arguments(*words: str) -> Namespace:
 
 
 def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
-    study = load_study(write(tmp_path, lambda values: values.update(cluster={"processes": 4, "at_once": 3})))
+    study = load_study(
+        write(tmp_path, lambda values: values.update(cluster={"processes": 4, "at_once": 3}))
+    )
     runs = plan_study(study)
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
-    told = " ".join(running.launch_command(study, arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update"), "list.txt"))
-    for option in ("--nodes 2 --processes 2", "--at-once 3", "--dependency 7", "--time 10", "--update", f"--directory {study.directory}"):
+    told = " ".join(
+        running.launch_command(
+            study,
+            arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update"),
+            "list.txt",
+        )
+    )
+    for option in (
+        "--nodes 2 --processes 2",
+        "--at-once 3",
+        "--dependency 7",
+        "--time 10",
+        "--update",
+        f"--directory {study.directory}",
+    ):
         assert option in told
     assert "--dry-run" not in told
     for wrong in (("--nodes", "3"), ("--nodes", "0"), ("--at-once", "0")):
@@ -57,7 +72,16 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
 def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
     study = load_study(write(tmp_path))
     runs = plan_study(study)
-    rows = {run.name: {"name": run.name, "state": "new", "active": False, "step": None, "steps": run.steps} for run in runs}
+    rows = {
+        run.name: {
+            "name": run.name,
+            "state": "new",
+            "active": False,
+            "step": None,
+            "steps": run.steps,
+        }
+        for run in runs
+    }
     progress = running.Progress(study, runs, began=time.monotonic() - 100.0)
     assert progress.line(rows) == "study: 0 of 12 runs done, 0% of the FLOPs"
     for run in runs[:6]:
@@ -65,11 +89,15 @@ def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
     share = sum(run.flops for run in runs[:6]) / sum(run.flops for run in runs)
     rows[runs[-1].name] |= {"state": "running", "active": True, "step": 0}
     line = progress.line(rows)
-    assert f"6 of 12 runs done, {share:.0%} of the FLOPs; " in line and line.endswith(f"now {runs[-1].name} 0/{runs[-1].steps}")
+    assert f"6 of 12 runs done, {share:.0%} of the FLOPs; " in line and line.endswith(
+        f"now {runs[-1].name} 0/{runs[-1].steps}"
+    )
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_forks_start_after_their_trunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+def test_forks_start_after_their_trunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
     """Here once their trunk is finished, those of a failed one not at all; on Slurm as a second array that waits for them."""
     study = load_study(write(tmp_path, trunked))
     runs, started = plan_study(study), list[tuple[set[str], list[str]]]()
@@ -78,7 +106,11 @@ def test_forks_start_after_their_trunks(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(running, "standings", lambda study: rows)
 
     def follow(command: list[str], *_: object) -> tuple[int, bool]:
-        after = [value for word, value in zip(command, command[1:], strict=False) if word == "--dependency"]
+        after = [
+            value
+            for word, value in zip(command, command[1:], strict=False)
+            if word == "--dependency"
+        ]
         started.append((set(read_list(Path(command[command.index("--list") + 1]))), after))
         return int(local), False
 
@@ -113,13 +145,25 @@ sys.exit(100 + len(came))
     ids=["all done", "one failed", "killed", "refused by launch"],
 )
 def test_a_study_ends_as_its_runs_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], states: list[str] | None, killed: bool, code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    states: list[str] | None,
+    killed: bool,
+    code: int,
 ) -> None:
     """launch is a process that says "ready" and ends: a signal is handed to it once, and its runs' states make the exit code."""
     path = write(tmp_path, lambda values: values.update(directory=str(tmp_path / "runs")))
     write_folder(tmp_path / "data", tokens=3_000_000)
     names = [run.name for run in plan_study(load_study(path))]
-    rows = None if states is None else {name: {"state": state, "message": "no memory"} for name, state in zip(names, states, strict=True)}
+    rows = (
+        None
+        if states is None
+        else {
+            name: {"state": state, "message": "no memory"}
+            for name, state in zip(names, states, strict=True)
+        }
+    )
     program = LAUNCH if killed else f"import sys; sys.exit({3 if states is None else 0})"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "launch_command", lambda *_: [sys.executable, "-c", program])
@@ -138,7 +182,9 @@ def test_a_study_ends_as_its_runs_did(
     assert (f"failed: {names[-1]}: no memory" in said.err) == (code == 1)
 
 
-@pytest.mark.parametrize("words", [(), ("--cluster", "nowhere.yaml")], ids=["no data", "no profile"])
+@pytest.mark.parametrize(
+    "words", [(), ("--cluster", "nowhere.yaml")], ids=["no data", "no profile"]
+)
 def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
@@ -161,16 +207,36 @@ QUIET = "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=
 
 
 @pytest.mark.slow
-def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_killed_on_its_way_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
     shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
-    more = {"sizes": [16, 8], "budgets": [], "tokens": [80_000], "validations": 2, "shape": shape, "settings": [*QUIET, *data]}
+    more = {
+        "sizes": [16, 8],
+        "budgets": [],
+        "tokens": [80_000],
+        "validations": 2,
+        "shape": shape,
+        "settings": [*QUIET, *data],
+    }
     path, study, runs = make(tmp_path, **more)
     folders = [Path(study.directory) / run.name for run in runs]
     command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    first = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     began = time.monotonic()
-    while first.poll() is None and time.monotonic() - began < PATIENCE and len(trained(folders[1])) < 20:
+    while (
+        first.poll() is None
+        and time.monotonic() - began < PATIENCE
+        and len(trained(folders[1])) < 20
+    ):
         time.sleep(0.05)
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
@@ -182,7 +248,9 @@ def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.Captur
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert second.returncode == 0, second.stdout + second.stderr
     for run, folder, text, attempts in zip(runs, folders, before, (1, 2), strict=True):
-        assert trained(folder) == list(range(1, run.steps + 1)), run.name  # each step once: nothing was done anew
+        assert trained(folder) == list(range(1, run.steps + 1)), (
+            run.name
+        )  # each step once: nothing was done anew
         assert (folder / "metrics.jsonl").read_bytes().startswith(text)
         assert len(list((folder / "attempts").iterdir())) == attempts
     assert main(["collect", str(path)]) == 0, capsys.readouterr().err
@@ -190,22 +258,43 @@ def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Training losses, gradient norms and the last validation of every run; fewer steps were trained."""
     data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
-    more = {"sizes": [16], "budgets": [], "tokens": [7_680, 11_520, 15_360], "shape": {"head_size": 8, "min_layers": 1}, "warmup_steps": 5}
+    more = {
+        "sizes": [16],
+        "budgets": [],
+        "tokens": [7_680, 11_520, 15_360],
+        "shape": {"head_size": 8, "min_layers": 1},
+        "warmup_steps": 5,
+    }
     more["settings"] = [*QUIET, *data, "optimizer.schedule=wsd", "optimizer.decay_steps=10"]
     found = {}
     for trunks in (False, True):
-        path, study, runs = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        path, study, runs = make(
+            tmp_path,
+            tokens_of_data=20_000,
+            **more,
+            trunks=trunks,
+            directory=str(tmp_path / f"runs{trunks}"),
+        )
         command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
         assert main(["collect", str(path)]) == 0, capsys.readouterr().err
-        taught = {run.name: (losses(Path(study.directory) / run.name), run.begin_step) for run in runs}
+        taught = {
+            run.name: (losses(Path(study.directory) / run.name), run.begin_step) for run in runs
+        }
         found[trunks] = taught, final_runs(read_table(study.runs_csv))
     (straight, table), (forked, other) = found[False], found[True]
     assert [begin for _, begin in forked.values()] == [20, 35, 0]
     for name, (steps, begin) in forked.items():
-        assert steps == {step: told for step, told in straight[name][0].items() if step > begin}, name
-    assert other["loss"].tolist() == table["loss"].tolist() and other["config_hash"].tolist() == table["config_hash"].tolist()
+        assert steps == {step: told for step, told in straight[name][0].items() if step > begin}, (
+            name
+        )
+    assert (
+        other["loss"].tolist() == table["loss"].tolist()
+        and other["config_hash"].tolist() == table["config_hash"].tolist()
+    )

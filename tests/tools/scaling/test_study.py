@@ -30,11 +30,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path)
     study, runs = planned(path)
     assert len({run.name for run in runs}) == len(runs) == 2 * 3 * 2
-    assert [run.budget for run in runs] == sorted(run.budget or 0 for run in runs)  # the cheap ones first
+    assert [run.budget for run in runs] == sorted(
+        run.budget or 0 for run in runs
+    )  # the cheap ones first
     assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
     told = capsys.readouterr().out.splitlines()
     rows = pd.read_csv("plan.csv").set_index("name")
@@ -42,21 +46,44 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path, ca
     for line, run in zip(told[3:], runs, strict=False):
         config = prepare(load_run(study.base, run.settings), 1, plan_only=True).config
         plan = make_plan(config, 1)
-        assert (run.parameters, run.non_embedding_parameters) == (plan.total_parameters, plan.non_embedding_parameters)
-        assert (run.steps, run.tokens, run.flops_per_token) == (plan.schedule.steps, plan.tokens, plan.train_flops)
+        assert (run.parameters, run.non_embedding_parameters) == (
+            plan.total_parameters,
+            plan.non_embedding_parameters,
+        )
+        assert (run.steps, run.tokens, run.flops_per_token) == (
+            plan.schedule.steps,
+            plan.tokens,
+            plan.train_flops,
+        )
         assert run.flops == run.tokens * run.flops_per_token
-        assert run.budget is not None and abs(run.flops - run.budget) <= run.flops_per_token * run.batch_tokens / 2  # the nearest step
+        assert (
+            run.budget is not None
+            and abs(run.flops - run.budget) <= run.flops_per_token * run.batch_tokens / 2
+        )  # the nearest step
         assert config.optimizer.warmup_steps == pytest.approx(0.05 * run.steps, abs=0.5)
-        assert config.optimizer.lr == run.learning_rate == {"transformer": 1e-3, "cem": 5e-4}[run.variant]
-        assert config.optimizer.min_lr == pytest.approx(run.learning_rate / 5)  # the base's share of its peak
+        assert (
+            config.optimizer.lr
+            == run.learning_rate
+            == {"transformer": 1e-3, "cem": 5e-4}[run.variant]
+        )
+        assert config.optimizer.min_lr == pytest.approx(
+            run.learning_rate / 5
+        )  # the base's share of its peak
         assert -(-run.steps // config.train.eval_interval) == study.validations
         assert (config.model.hidden_size, config.model.num_layers) == (run.width, run.layers)
         assert run.hours == pytest.approx(run.flops / 1e10 / 3600)
         assert run.epochs is None
         numbers = (run.non_embedding_parameters, run.parameters, run.tokens, run.steps)
-        assert line.split()[0] == run.variant and {f"{number:,}" for number in numbers} <= set(line.split())
+        assert line.split()[0] == run.variant and {f"{number:,}" for number in numbers} <= set(
+            line.split()
+        )
     rest = "\n".join(told[3 + len(runs) :])
-    for words in ("12 runs", "layers = max(2, round(width / 32))", "the study's assumption: 0.01 TFLOP/s", "was not checked"):
+    for words in (
+        "12 runs",
+        "layers = max(2, round(width / 32))",
+        "the study's assumption: 0.01 TFLOP/s",
+        "was not checked",
+    ):
         assert words in rest
 
 
@@ -75,20 +102,31 @@ def test_lengths_in_tokens_are_the_baselines_for_all_variants(tmp_path: Path) ->
     assert {run.learning_rate for run in runs} == {1e-3, 3e-3}
 
 
-def test_data_that_is_there_is_counted_and_not_repeated_too_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_there_is_counted_and_not_repeated_too_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_folder(tmp_path / "data", tokens=100_000)
     _, runs = planned(write(tmp_path, lambda values: values.update(max_epochs=2.6)))
     assert all(run.epochs == pytest.approx(run.tokens / 100_000) for run in runs)
     most = max(run.epochs or 0 for run in runs)
-    assert main(["plan", str(write(tmp_path, lambda values: values.update(max_epochs=most * 0.99)))]) == 2
+    assert (
+        main(["plan", str(write(tmp_path, lambda values: values.update(max_epochs=most * 0.99)))])
+        == 2
+    )
     error = capsys.readouterr().err
     assert f"it reads its training data {most:.2f} times" in error
     fix = float(error.rpartition("max_epochs: ")[2])
-    assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[1]  # the fix that is named is one
+    assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[
+        1
+    ]  # the fix that is named is one
 
 
-@pytest.mark.parametrize("count", [total_parameters, pytest.param(non_embedding_parameters, marks=pytest.mark.slow)])
-def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path, count: Callable[..., int]) -> None:
+@pytest.mark.parametrize(
+    "count", [total_parameters, pytest.param(non_embedding_parameters, marks=pytest.mark.slow)]
+)
+def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
+    tmp_path: Path, count: Callable[..., int]
+) -> None:
     shape = ShapeRule(head_size=16, aspect_ratio=32)
     model = load_run(ROOT / "configs/run/scaling_cpu.yaml").model
     counts = {width: count(shaped(shape, width).of(model)) for width in range(16, 512, 16)}
@@ -96,34 +134,67 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path, c
         sizes = nearest_sizes(shape, model, target, count)
         away = {width: max(found / target, target / found) for width, found in counts.items()}
         assert away[sizes.width] == min(away.values())
-        assert sizes.heads * 16 == sizes.width and sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
-    _, runs = planned(write(tmp_path, lambda values: values.update(sizes={"parameters": [5e4, 2e5, 5e5]}, budgets=[1e11])))
+        assert (
+            sizes.heads * 16 == sizes.width
+            and sizes.ffn % shape.ffn_multiple == 0
+            and sizes.ffn >= sizes.width * 8 / 3
+        )
+    _, runs = planned(
+        write(
+            tmp_path,
+            lambda values: values.update(sizes={"parameters": [5e4, 2e5, 5e5]}, budgets=[1e11]),
+        )
+    )
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
-    assert all(0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True))  # steps of a head's width
+    assert all(
+        0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True)
+    )  # steps of a head's width
 
 
-def test_the_shorter_runs_are_forks_of_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+def test_the_shorter_runs_are_forks_of_the_longest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
     """By hand: of 100 + 200 + 400 steps of each model, rate and seed 10 + 20 + 400 are trained. The forks' keys are all that differs."""
     study, straight = planned(write(tmp_path, partial(trunked, trunks=False)))
     _, runs = planned(path := write(tmp_path, trunked))
-    assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [run.name for run in straight]
+    assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [
+        run.name for run in straight
+    ]
     for run, whole in zip(runs, straight, strict=True):
         config, wanted = load_run(study.base, run.settings), load_run(study.base, whole.settings)
         begin = {100: 90, 200: 180, 400: 0}[run.steps]
         trunk = run.name.replace(f"-d{run.tokens}-", "-d102400-")
         fork = f"runs/studies/study/{trunk}/checkpoints/step_{begin:08d}" if begin else None
-        assert (config.checkpoint.fork, config.checkpoint.keep) == (fork, () if begin else (90, 180))
-        assert replace(config, checkpoint=wanted.checkpoint) == wanted and wanted.optimizer.warmup_steps == 20
-        assert run.own_flops == pytest.approx((run.steps - begin) / run.steps * whole.flops, rel=1e-12)
-        assert run.hours == pytest.approx(run.own_flops / 1e10 / 3600) and (run.flops, run.tokens) == (whole.flops, whole.tokens)
+        assert (config.checkpoint.fork, config.checkpoint.keep) == (
+            fork,
+            () if begin else (90, 180),
+        )
+        assert (
+            replace(config, checkpoint=wanted.checkpoint) == wanted
+            and wanted.optimizer.warmup_steps == 20
+        )
+        assert run.own_flops == pytest.approx(
+            (run.steps - begin) / run.steps * whole.flops, rel=1e-12
+        )
+        assert run.hours == pytest.approx(run.own_flops / 1e10 / 3600) and (
+            run.flops,
+            run.tokens,
+        ) == (whole.flops, whole.tokens)
         assert (run.trunk, run.begin_step) == ((trunk, begin) if begin else ("", 0))
     assert main(["plan", str(path)]) == 0
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("trunks: "))
+    told = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("trunks: ")
+    )
     total = sum(run.flops for run in straight)
     assert "16 runs begin " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
     write_folder(tmp_path / "data", tokens=90_000)
     forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
-    wrong: tuple[dict[str, Any], ...] = ({}, {"settings": []}, {"settings": forks}, {"warmup_steps": None})
+    wrong: tuple[dict[str, Any], ...] = (
+        {},
+        {"settings": []},
+        {"settings": forks},
+        {"warmup_steps": None},
+    )
     for changed in wrong:
         assert main(["plan", str(write(tmp_path, partial(trunked, **changed)))]) == 2
         wording(error := capsys.readouterr().err)
@@ -134,11 +205,21 @@ TOO_SHORT = [2e8, 4e10]
 # Key of the study -> what it may not be.
 WRONG: dict[str, list[Any]] = {
     "varients": [{}],
-    "variants": [{}, {"a b": []}, *({"x": [word]} for word in ("model.mixr=cem", "model.hidden_size=64", "model.mixer"))],
+    "variants": [
+        {},
+        {"a b": []},
+        *({"x": [word]} for word in ("model.mixr=cem", "model.hidden_size=64", "model.mixer")),
+    ],
     "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"], ["checkpoint.mirror=m"]],
     "learning_rates": [[1e-3]],
     "sizes": [
-        *([32, 64], [32, 64, 64], [32, 64, 90], [32, 64, {"layers": 2}], [32, 64, {"width": 96, "heads": 7}]),
+        *(
+            [32, 64],
+            [32, 64, 64],
+            [32, 64, 90],
+            [32, 64, {"layers": 2}],
+            [32, 64, {"width": 96, "heads": 7}],
+        ),
         {"parameters": [1e5, 1.01e5, 5e5]},
     ],
     "budgets": [[3e10, 3e10], [0], [], TOO_SHORT],
@@ -152,18 +233,28 @@ WRONG: dict[str, list[Any]] = {
     "path": ["x"],
     "fit": [{"approaches": ["isoflops"]}, {"approaches": []}],
 }
-TOGETHER: tuple[dict[str, Any], ...] = ({"variants": {"x": [], "y": ["model.mixer=transformer"]}}, {"budgets": TOO_SHORT, "min_steps": 1})
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {"variants": {"x": [], "y": ["model.mixer=transformer"]}},
+    {"budgets": TOO_SHORT, "min_steps": 1},
+)
 
 
-def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
-    for changed in (*({key: value} for key, values in WRONG.items() for value in values), *TOGETHER):
+def test_a_wrong_study_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
+    for changed in (
+        *({key: value} for key, values in WRONG.items() for value in values),
+        *TOGETHER,
+    ):
         assert main(["plan", str(write(tmp_path, partial(dict.update, **changed)))]) == 2, changed
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
         wording(error)
 
 
-def test_a_short_runs_fix_is_long_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_runs_fix_is_long_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each fix suits the run that is named; the longest of them suits all."""
     budgets = TOO_SHORT
     while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
@@ -180,6 +271,8 @@ def test_a_plan_needs_no_torch_and_little_time() -> None:
         "; assert not heavy & set(sys.modules); assert time.process_time() < 12, time.process_time()"
     )
     study = ROOT / "configs/studies/fem_vs_transformer_h100.yaml"
-    done = subprocess.run([sys.executable, "-c", code, str(study)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(study)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "75 runs" in done.stdout

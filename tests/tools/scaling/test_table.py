@@ -25,11 +25,15 @@ def test_written_and_read_back_exactly(tmp_path: Path, suffix: str) -> None:
 
 def test_published_numbers_need_five_columns(tmp_path: Path) -> None:
     path = tmp_path / "published.csv"
-    path.write_text("variant,parameters,tokens,flops,loss\nchinchilla,4.4e7,1.25e9,3.3e17,3.2\nchinchilla,74000000.5,2e9,8.9e17,3.0\n")
+    path.write_text(
+        "variant,parameters,tokens,flops,loss\nchinchilla,4.4e7,1.25e9,3.3e17,3.2\nchinchilla,74000000.5,2e9,8.9e17,3.0\n"
+    )
     found = read_table(path)
     assert found["parameters"].tolist() == [44_000_000, 74_000_000]
     assert found["final"].tolist() == [True, True] and found["run"].is_unique
-    assert found["budget"].isna().all() and found["width"].isna().all(), "what is not told is missing, not zero"
+    assert found["budget"].isna().all() and found["width"].isna().all(), (
+        "what is not told is missing, not zero"
+    )
     assert found["flops_per_token"].tolist() == [3.3e17 / 1.25e9, 8.9e17 / 2e9]
 
 
@@ -40,7 +44,9 @@ def cell(column: str, value: object, row: int = 4) -> pd.DataFrame:
 
 
 def of_first_run(column: str, value: str) -> pd.DataFrame:
-    return table().assign(**{column: table()[column].where(table()["run"] != table()["run"].iloc[0], value)})
+    return table().assign(
+        **{column: table()[column].where(table()["run"] != table()["run"].iloc[0], value)}
+    )
 
 
 BAD: dict[str, Callable[[], pd.DataFrame]] = {
@@ -49,7 +55,9 @@ BAD: dict[str, Callable[[], pd.DataFrame]] = {
     "a loss that is text": lambda: cell("loss", "3,2"),
     "no tokens": lambda: cell("tokens", 0),
     "parameters in millions": lambda: cell("parameters", 44.5),
-    "two runs of one configuration": lambda: of_first_run("config_hash", table()["config_hash"].iloc[5]),
+    "two runs of one configuration": lambda: of_first_run(
+        "config_hash", table()["config_hash"].iloc[5]
+    ),
     "two tokenizers": lambda: of_first_run("tokenizer", "other"),
     "two data sets": lambda: of_first_run("data", "other"),
     "a step twice": lambda: pd.concat([table(), table().iloc[:1]]),

@@ -48,14 +48,29 @@ class Effort:
 
 
 QUICK = Effort({"prose": 40}, (("prose", "llama"),), 2, 3, 10_000_000, again=2)
-FULL = Effort({"prose": 50, "code": 50}, (("prose", "llama"), ("code", "llama"), ("prose", "gpt")), 3, 3, index.DOCUMENTS, again=2)
+FULL = Effort(
+    {"prose": 50, "code": 50},
+    (("prose", "llama"), ("code", "llama"), ("prose", "gpt")),
+    3,
+    3,
+    index.DOCUMENTS,
+    again=2,
+)
 
 
 class Bench:
     """One run: what it has made so far, each thing when it is first needed, in folders that later runs use again (``cache``) or not."""
 
-    def __init__(self, effort: Effort, cache: Path, scratch: Path, given: Path | None, peers_at: Path | None) -> None:
-        self.effort, self.cache, self.scratch, self.given, self.peers_at = effort, cache, scratch, given, peers_at
+    def __init__(
+        self, effort: Effort, cache: Path, scratch: Path, given: Path | None, peers_at: Path | None
+    ) -> None:
+        self.effort, self.cache, self.scratch, self.given, self.peers_at = (
+            effort,
+            cache,
+            scratch,
+            given,
+            peers_at,
+        )
         self.results = report.Results()
         self.began, self.load, self.neighbours = time.monotonic(), load(), Neighbours()
 
@@ -67,48 +82,99 @@ class Bench:
         """A corpus; with --corpus there is one, under its own name."""
         found = next((one for one in self.results.corpora if one.name == name), None)
         if found is None:
-            megabytes = sum(self.effort.megabytes.values()) if self.given else self.effort.megabytes[name]
+            megabytes = (
+                sum(self.effort.megabytes.values()) if self.given else self.effort.megabytes[name]
+            )
             found = corpus.make(name, megabytes, self.cache / "corpora", self.given)
             self.results.corpora.append(found)
-            self.tell(f"{name}: {found.documents:,} documents, {found.text_bytes / 1e6:.1f} MB of text")
+            self.tell(
+                f"{name}: {found.documents:,} documents, {found.text_bytes / 1e6:.1f} MB of text"
+            )
         return found
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """(corpus, tokenizer style) that are measured."""
-        return tuple(dict.fromkeys(("given" if self.given else name, style) for name, style in self.effort.pairs))
+        return tuple(
+            dict.fromkeys(
+                ("given" if self.given else name, style) for name, style in self.effort.pairs
+            )
+        )
 
     def kit(self, style: str) -> peers.Kit:
         """A tokenizer of ``style`` that data_prep trained on all corpora."""
         names = dict.fromkeys(name for name, _ in self.pairs)
         folders = [self.text(name).folder for name in names]
-        folder = self.cache / "tokenizers" / f"{style}-{self.effort.vocab_size}-{'-'.join(Path(name).parent.name for name in folders)}"
+        folder = (
+            self.cache
+            / "tokenizers"
+            / f"{style}-{self.effort.vocab_size}-{'-'.join(Path(name).parent.name for name in folders)}"
+        )
         if not (folder / "tokenizer.json").exists():
-            words = [sys.executable, "-m", "data_prep", "train-tokenizer", *folders, "--out", str(folder), "--style", style]
-            run([*words, "--vocab-size", str(self.effort.vocab_size), "--sample-mb", str(TRAINED_ON_MB)], self.scratch / "training")
+            words = [
+                sys.executable,
+                "-m",
+                "data_prep",
+                "train-tokenizer",
+                *folders,
+                "--out",
+                str(folder),
+                "--style",
+                style,
+            ]
+            run(
+                [
+                    *words,
+                    "--vocab-size",
+                    str(self.effort.vocab_size),
+                    "--sample-mb",
+                    str(TRAINED_ON_MB),
+                ],
+                self.scratch / "training",
+            )
             self.tell(f"a tokenizer of {self.effort.vocab_size} entries, {style}-style")
         return peers.make_kit(style, folder)
 
     def encoding(self) -> None:
         """Every side on every corpus."""
         python = peers.environment(self.peers_at, self.cache)
-        self.tell(f"peers: {', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}")
+        self.tell(
+            f"peers: {', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
+        )
         for name, style in self.pairs:
-            text, kit, rounds = self.text(name), self.kit(style), (self.effort.rounds, self.effort.again)
-            self.results.comparisons.append(encoding.compare(text, kit, python, rounds, self.scratch, self.tell))
+            text, kit, rounds = (
+                self.text(name),
+                self.kit(style),
+                (self.effort.rounds, self.effort.again),
+            )
+            self.results.comparisons.append(
+                encoding.compare(text, kit, python, rounds, self.scratch, self.tell)
+            )
             self.results.breakdowns.append(breakdown.measure(text, kit, self.scratch))
 
     def workers(self) -> None:
         """Two workers against one."""
         name, style = self.pairs[0]
-        found = encoding.scale(self.text(name), self.effort.copies, self.kit(style), max(WORKER_ROUNDS, self.effort.rounds), self.scratch)
+        found = encoding.scale(
+            self.text(name),
+            self.effort.copies,
+            self.kit(style),
+            max(WORKER_ROUNDS, self.effort.rounds),
+            self.scratch,
+        )
         self.results.scaling = found
-        self.tell(f"two workers: {', '.join(f'{speedup:.2f}' for speedup in found.speedups)} times one")
+        self.tell(
+            f"two workers: {', '.join(f'{speedup:.2f}' for speedup in found.speedups)} times one"
+        )
 
     def index(self) -> None:
         """GPTDataset's index of synthetic documents."""
-        self.results.indexing = index.measure(self.effort.documents, self.effort.rounds, self.scratch / "index")
-        self.tell(f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, with start-up")
+        self.results.indexing = index.measure(
+            self.effort.documents, self.effort.rounds, self.scratch / "index"
+        )
+        self.tell(
+            f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, with start-up"
+        )
 
     def reading(self) -> None:
         """Random samples out of what data_prep wrote."""
@@ -118,7 +184,9 @@ class Bench:
         if not prefix.with_suffix(".idx").exists():  # two workers have left one
             encoding.once(peers.OURS, self.text(name).folder, kit, Path(), self.scratch)
         values = (prefix, kit.folder.eod_id, kit.folder.vocab_size, out)
-        run([sys.executable, "-m", "tools.bench.data_prep.reading", *map(str, values)], self.scratch)
+        run(
+            [sys.executable, "-m", "tools.bench.data_prep.reading", *map(str, values)], self.scratch
+        )
         found = json.loads(out.read_text(encoding="utf-8"))
         self.results.reads, self.results.items = found["reads"], found["items"]
         self.tell(f"reading: {Spread.of(found['reads']).median:,.0f} samples a CPU second")
@@ -127,15 +195,40 @@ class Bench:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = runner.command_line("tools.bench.data_prep", __doc__ or "")
-    parser.add_argument("--quick", action="store_true", help="less text, two rounds, 10M documents to index: under 4 minutes on two cores")
-    parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=list(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--corpus", type=Path, metavar="PATH", help="measure on this parquet file or folder (columns text and id)")
-    parser.add_argument("--peers", type=Path, metavar="PATH", help="an environment with datatrove; default: one that is made here, once")
-    parser.add_argument("--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="less text, two rounds, 10M documents to index: under 4 minutes on two cores",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        choices=PARTS,
+        default=list(PARTS),
+        help=f"some of {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="PATH",
+        help="measure on this parquet file or folder (columns text and id)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        metavar="PATH",
+        help="an environment with datatrove; default: one that is made here, once",
+    )
+    parser.add_argument(
+        "--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}"
+    )
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER) -> int:
+def main(
+    arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER
+) -> int:
     """Measure, print the report: 0, 1 where a target is missed or bytes differ, 2 where something that is needed is absent."""
     options = parse(arguments)
     try:
@@ -145,7 +238,9 @@ def main(arguments: list[str] | None = None, effort: Effort | None = None, folde
         return end("tools.bench.data_prep", error)
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=folder))
-    bench = Bench(effort or (QUICK if options.quick else FULL), folder, scratch, options.corpus, options.peers)
+    bench = Bench(
+        effort or (QUICK if options.quick else FULL), folder, scratch, options.corpus, options.peers
+    )
     steps: dict[str, Callable[[], None]] = {part: getattr(bench, part) for part in PARTS}
     try:
         for part in PARTS:
@@ -162,7 +257,9 @@ def conclude(bench: Bench, options: argparse.Namespace) -> int:
     """Print and write what was measured; the exit code."""
     results, seconds = bench.results, time.monotonic() - bench.began
     machine = runner.facts()
-    machine["packages"] |= {name: version(name) for name in ("gigatoken", "tokenizers", "pyarrow", "numpy")}
+    machine["packages"] |= {
+        name: version(name) for name in ("gigatoken", "tokenizers", "pyarrow", "numpy")
+    }
     text = report.render(results)
     others = bench.neighbours.cores()
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
@@ -170,9 +267,16 @@ def conclude(bench: Bench, options: argparse.Namespace) -> int:
     head = f"{runner.sentence(machine)}; {how}."
     print(f"{head}\n\n{text}")
     figures = results.figures()
-    missed = [f"missed: {figure.what}" for figure in figures if figure.verdict is report.Verdict.FAIL]
+    missed = [
+        f"missed: {figure.what}" for figure in figures if figure.verdict is report.Verdict.FAIL
+    ]
     faults = results.faults
-    content = asdict(results) | {"suite": "data_prep", "quick": options.quick, "machine": machine, "seconds": seconds}
+    content = asdict(results) | {
+        "suite": "data_prep",
+        "quick": options.quick,
+        "machine": machine,
+        "seconds": seconds,
+    }
     content |= {"load": bench.load, "others": others}
     content["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
     runner.write_json(options.json, content | {"faults": faults})

@@ -37,9 +37,13 @@ SHORTEST_PIECE = 200  # characters; shorter docstrings and comments say too litt
 LONGEST_LINES = 200  # characters a line on average: above it is a table of data
 FILES = 8  # so that two workers share the work evenly
 ROWS_PER_GROUP = 1000  # FineWeb-Edu's
-TINY_DOCUMENTS = 256  # enough for all the text that data_prep's self-check takes: it is start-up, too
+TINY_DOCUMENTS = (
+    256  # enough for all the text that data_prep's self-check takes: it is start-up, too
+)
 DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
-NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)  # nearly the same text at the head of thousands of files
+NOTICE = re.compile(
+    r"copyright|licen[sc]e", re.IGNORECASE
+)  # nearly the same text at the head of thousands of files
 COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 
 Piece = tuple[str, str]  # where it is from, and its text
@@ -69,7 +73,10 @@ def make(name: str, megabytes: float, cache: Path, given: Path | None = None) ->
     empty ones, and those over its limit. Raises UserError where there is no text.
     """
     if given is not None:
-        documents, sources = from_parquet(given), _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent)
+        documents, sources = (
+            from_parquet(given),
+            _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent),
+        )
         what = f"documents of {given.name}"
     else:
         files = python_files()
@@ -100,7 +107,9 @@ def _write(name: str, what: str, documents: Iterator[Piece], most: float, folder
         if total >= most:
             break
     if len(rows) < 2 * FILES:
-        raise UserError(f"the corpus {name!r} has {len(rows)} documents; at least {2 * FILES} are needed")
+        raise UserError(
+            f"the corpus {name!r} has {len(rows)} documents; at least {2 * FILES} are needed"
+        )
     tiny = rows[:TINY_DOCUMENTS] if len(rows) > 4 * TINY_DOCUMENTS else rows[: len(rows) // 4]
     _write_files(rows, folder / "whole", FILES)
     _write_files(tiny, folder / "tiny", 2)
@@ -120,7 +129,18 @@ def _write(name: str, what: str, documents: Iterator[Piece], most: float, folder
 
 
 def _row(place: str, text: str, size: int, digest: bytes) -> dict[str, object]:
-    values = (text, f"<urn:uuid:{uuid.UUID(bytes=digest)}>", "bench", place, place, "en", 0.99, size // 4, 3.0, 3)
+    values = (
+        text,
+        f"<urn:uuid:{uuid.UUID(bytes=digest)}>",
+        "bench",
+        place,
+        place,
+        "en",
+        0.99,
+        size // 4,
+        3.0,
+        3,
+    )
     return dict(zip(SCHEMA.names, values, strict=True))
 
 
@@ -129,7 +149,12 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
     for number in range(files):
         part = rows[len(rows) * number // files : len(rows) * (number + 1) // files]
         table = pa.Table.from_pylist(part, schema=SCHEMA)
-        pq.write_table(table, folder / f"{number:05d}.parquet", row_group_size=ROWS_PER_GROUP, compression="snappy")
+        pq.write_table(
+            table,
+            folder / f"{number:05d}.parquet",
+            row_group_size=ROWS_PER_GROUP,
+            compression="snappy",
+        )
 
 
 # --- where text comes from -------------------------------------------------------------------------------------------------------
@@ -138,14 +163,25 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
 def python_files() -> list[Path]:
     """The sources of the running Python's standard library and packages, in the order of a hash of their paths."""
     found: dict[str, Path] = {}
-    for root in dict.fromkeys(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")):
+    for root in dict.fromkeys(
+        sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")
+    ):
         for folder, names, files in os.walk(root):
-            names[:] = [name for name in names if name not in ("__pycache__", "site-packages", "dist-packages")]
+            names[:] = [
+                name
+                for name in names
+                if name not in ("__pycache__", "site-packages", "dist-packages")
+            ]
             for name in files:
                 if name.endswith(".py"):
                     path = Path(folder, name)
                     found.setdefault(path.relative_to(root).as_posix(), path)
-    return [found[name] for name in sorted(found, key=lambda name: hashlib.blake2b(name.encode("utf-8", "replace")).digest())]
+    return [
+        found[name]
+        for name in sorted(
+            found, key=lambda name: hashlib.blake2b(name.encode("utf-8", "replace")).digest()
+        )
+    ]
 
 
 def sources(files: list[Path]) -> Iterator[Piece]:
@@ -163,11 +199,21 @@ def prose(files: list[Path]) -> Iterator[Piece]:
     """Docstrings and comments of three lines or more, without indentation, signs and duplicates."""
     seen: set[bytes] = set()
     for place, text in sources(files):
-        found = [(match.start(), textwrap.dedent(match.group(2)).strip()) for match in DOCSTRING.finditer(text)]
-        found += [(match.start(), re.sub(r"(?m)^[ \t]*#+ ?", "", match.group())) for match in COMMENT.finditer(text)]
+        found = [
+            (match.start(), textwrap.dedent(match.group(2)).strip())
+            for match in DOCSTRING.finditer(text)
+        ]
+        found += [
+            (match.start(), re.sub(r"(?m)^[ \t]*#+ ?", "", match.group()))
+            for match in COMMENT.finditer(text)
+        ]
         for _, words in sorted(found):
             digest = hashlib.blake2b(words.encode("utf-8"), digest_size=16).digest()
-            if len(words) >= SHORTEST_PIECE and digest not in seen and not NOTICE.search(words[:SHORTEST_PIECE]):
+            if (
+                len(words) >= SHORTEST_PIECE
+                and digest not in seen
+                and not NOTICE.search(words[:SHORTEST_PIECE])
+            ):
                 seen.add(digest)
                 yield place, words.rstrip() + "\n\n"
 
@@ -192,7 +238,9 @@ def from_parquet(path: Path) -> Iterator[Piece]:
                         if row["text"] and row["id"] is not None:
                             yield str(row["id"]), row["text"]
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise UserError(f"{file}: not parquet with the columns text and id ({str(error).splitlines()[0]})") from None
+            raise UserError(
+                f"{file}: not parquet with the columns text and id ({str(error).splitlines()[0]})"
+            ) from None
 
 
 def lengths() -> Iterator[int]:

@@ -51,7 +51,9 @@ class Comparison:
 
     def ratio(self, over: Pipeline, under: Pipeline) -> Spread:
         """Of two sides' rates, round by round."""
-        return Spread.of([a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)])
+        return Spread.of(
+            [a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)]
+        )
 
     @property
     def differing(self) -> list[str]:
@@ -60,7 +62,9 @@ class Comparison:
         return [side.name for side in self.sides if set(side.sha256) != truth or len(truth) != 1]
 
 
-def compare(corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scratch: Path, tell: Tell) -> Comparison:
+def compare(
+    corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scratch: Path, tell: Tell
+) -> Comparison:
     """Run every side in ``effort[0]`` rounds. Raises BenchError where one fails.
 
     Ours runs ``effort[1]`` times in each, and its median counts: its seconds are short beside their noise.
@@ -80,14 +84,27 @@ def compare(corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scr
                 peaks[pipeline.name] = max(peaks[pipeline.name], usage.peak_bytes)
                 hashes[pipeline.name].append(digest)
             seconds[pipeline.name].append((Spread.of(whole).median, Spread.of(began).median))
-            tell(f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: {pipeline.name}: {Spread.of(whole).median:.1f} CPU s")
+            tell(
+                f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: {pipeline.name}: {Spread.of(whole).median:.1f} CPU s"
+            )
     text = (corpus.text_bytes - corpus.tiny_bytes) / 1e6
     sides = []
     for pipeline in PIPELINES:
         cpu, startup = (tuple(column) for column in zip(*seconds[pipeline.name], strict=True))
         rates = tuple(_rate(text, total - Spread.of(startup).median) for total in cpu)
-        sides.append(Side(pipeline.name, rates, cpu, startup, peaks[pipeline.name], tuple(hashes[pipeline.name])))
-    return Comparison(corpus.name, kit.style, tuple(sides), corpus.text_bytes / (tokens - corpus.documents))
+        sides.append(
+            Side(
+                pipeline.name,
+                rates,
+                cpu,
+                startup,
+                peaks[pipeline.name],
+                tuple(hashes[pipeline.name]),
+            )
+        )
+    return Comparison(
+        corpus.name, kit.style, tuple(sides), corpus.text_bytes / (tokens - corpus.documents)
+    )
 
 
 def _rate(megabytes: float, seconds: float) -> float:
@@ -95,7 +112,9 @@ def _rate(megabytes: float, seconds: float) -> float:
     return megabytes / seconds if seconds > 0 else math.nan
 
 
-def once(pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path) -> tuple[Usage, str, int]:
+def once(
+    pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path
+) -> tuple[Usage, str, int]:
     """Run a side into an empty folder: what it cost, the hash of its pair, and the tokens in it."""
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
@@ -110,7 +129,11 @@ def once(pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path)
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     width = 2 if kit.folder.vocab_size < 65500 else 4
-    return usage, digest.hexdigest(), pipeline.prefix(job).with_suffix(".bin").stat().st_size // width
+    return (
+        usage,
+        digest.hexdigest(),
+        pipeline.prefix(job).with_suffix(".bin").stat().st_size // width,
+    )
 
 
 # --- two workers -----------------------------------------------------------------------------------------------------------------
@@ -136,7 +159,9 @@ class Scaling:
 def scale(corpus: Corpus, times: int, kit: Kit, rounds: int, scratch: Path) -> Scaling:
     """One worker, then two, on ``times`` copies of the corpus. Raises BenchError."""
     sources = {"whole": scratch / "repeated" / "whole", "tiny": scratch / "repeated" / "tiny"}
-    for name, source in ((name, Path(path)) for name, path in (("whole", corpus.folder), ("tiny", corpus.tiny))):
+    for name, source in (
+        (name, Path(path)) for name, path in (("whole", corpus.folder), ("tiny", corpus.tiny))
+    ):
         shutil.rmtree(sources[name], ignore_errors=True)
         sources[name].mkdir(parents=True)
         for number in range(times if name == "whole" else 1):
@@ -148,8 +173,13 @@ def scale(corpus: Corpus, times: int, kit: Kit, rounds: int, scratch: Path) -> S
         took = []
         for workers in (1, 2):
             pipeline = ours(f"{workers} workers", "gigatoken", workers)
-            usages = [once(pipeline, str(sources[name]), kit, Path(), scratch)[0] for name in ("tiny", "whole")]
+            usages = [
+                once(pipeline, str(sources[name]), kit, Path(), scratch)[0]
+                for name in ("tiny", "whole")
+            ]
             took.append(usages[1].wall - usages[0].wall)
         speedups.append(took[0] / took[1])
         seconds.append((took[0], took[1]))
-    return Scaling(tuple(speedups), tuple(seconds), neighbours.cores(), at_start, os.cpu_count() or 1)
+    return Scaling(
+        tuple(speedups), tuple(seconds), neighbours.cores(), at_start, os.cpu_count() or 1
+    )

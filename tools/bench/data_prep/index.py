@@ -102,6 +102,13 @@ def _index(folder: Path, name: str, tokens: int) -> tuple[Usage, int]:
         "train.tokens": tokens // 100 * 99,  # within one epoch
         "train.eval_interval": 0,
     }
-    words = [sys.executable, "-m", "pretrain", CONFIG, *(f"{key}={value}" for key, value in overrides.items()), "--index"]
+    words = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        CONFIG,
+        *(f"{key}={value}" for key, value in overrides.items()),
+        "--index",
+    ]
     usage = run(words, folder / "log")
     return usage, sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())

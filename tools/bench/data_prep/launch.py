@@ -20,7 +20,12 @@ def main(result: str, command: list[str]) -> int:
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.monotonic() - began
     code = os.waitstatus_to_exitcode(status)
-    found = {"wall": wall, "cpu": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024, "code": code}
+    found = {
+        "wall": wall,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
+        "code": code,
+    }
     with open(result, "w", encoding="utf-8") as stream:
         json.dump(found, stream)
     return code if code >= 0 else 128 - code

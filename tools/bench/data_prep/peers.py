@@ -73,8 +73,28 @@ class Pipeline:
 
 
 def _ours(job: Job, encoder: str, workers: int) -> list[str]:
-    words = [sys.executable, "-m", "data_prep", "run", str(job.source), "--tokenizer", str(job.kit.folder.path), "--out", str(job.out)]
-    return [*words, "--valid-percent", "0", "--test-percent", "0", "--workers", str(workers), "--encoder", encoder]
+    words = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "run",
+        str(job.source),
+        "--tokenizer",
+        str(job.kit.folder.path),
+        "--out",
+        str(job.out),
+    ]
+    return [
+        *words,
+        "--valid-percent",
+        "0",
+        "--test-percent",
+        "0",
+        "--workers",
+        str(workers),
+        "--encoder",
+        encoder,
+    ]
 
 
 def ours(name: str, encoder: str, workers: int = 1) -> Pipeline:
@@ -84,15 +104,36 @@ def ours(name: str, encoder: str, workers: int = 1) -> Pipeline:
 
 def _per_document(job: Job) -> list[str]:
     script = [sys.executable, "-m", "tools.bench.data_prep.per_document"]
-    return [*script, str(job.source), str(job.kit.plain), str(job.kit.folder.eod_id), str(job.out / "train")]
+    return [
+        *script,
+        str(job.source),
+        str(job.kit.plain),
+        str(job.kit.folder.eod_id),
+        str(job.out / "train"),
+    ]
 
 
 def _datatrove(job: Job) -> list[str]:
-    return [str(job.peers), "-c", DATATROVE, str(job.source), str(job.kit.plain), str(job.out), str(job.out / "logs")]
+    return [
+        str(job.peers),
+        "-c",
+        DATATROVE,
+        str(job.source),
+        str(job.kit.plain),
+        str(job.out),
+        str(job.out / "logs"),
+    ]
 
 
-OURS, FALLBACK = ours("data_prep, gigatoken", "gigatoken"), ours("data_prep, Hugging Face tokenizers", "hf")
-BASELINE = Pipeline("Megatron's algorithm, one tokenizer call per document", _per_document, lambda job: job.out / "train")
+OURS, FALLBACK = (
+    ours("data_prep, gigatoken", "gigatoken"),
+    ours("data_prep, Hugging Face tokenizers", "hf"),
+)
+BASELINE = Pipeline(
+    "Megatron's algorithm, one tokenizer call per document",
+    _per_document,
+    lambda job: job.out / "train",
+)
 PEER = Pipeline(f"datatrove {DATATROVE_VERSION}", _datatrove, lambda job: job.out / "00000_tokens")
 PIPELINES = (OURS, FALLBACK, BASELINE, PEER)
 
@@ -101,10 +142,16 @@ def make_kit(style: str, folder: Path) -> Kit:
     """The tokenizer in ``folder`` for all sides; raises data_prep's UserError where it is none."""
     known = load_folder(folder)
     spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_bytes())
-    kept = [token for token in spec.get("added_tokens", ()) if not token["special"] and token["id"] != known.eod_id]
+    kept = [
+        token
+        for token in spec.get("added_tokens", ())
+        if not token["special"] and token["id"] != known.eod_id
+    ]
     spec |= {"added_tokens": kept, "truncation": None, "padding": None, "post_processor": None}
     tokenizer = Tokenizer.from_str(json.dumps(spec))
-    tokenizer.post_processor = TemplateProcessing(single="$A <EOD>", special_tokens=[("<EOD>", known.eod_id)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="$A <EOD>", special_tokens=[("<EOD>", known.eod_id)]
+    )
     plain = folder.with_name(f"{folder.name}-plain.json")
     plain.write_text(tokenizer.to_str(), encoding="utf-8")
     return Kit(style, known, plain)
@@ -126,7 +173,16 @@ def environment(given: Path | None, cache: Path) -> Path:
     seal = folder / "installed.txt"
     if not seal.exists() or seal.read_text(encoding="utf-8") != wanted:
         _command([sys.executable, "-m", "venv", "--clear", str(folder)])
-        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(CONSTRAINTS), *pins()]
+        install = [
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            str(CONSTRAINTS),
+            *pins(),
+        ]
         _command([str(folder / "bin" / "python"), *install])
         seal.write_text(wanted, encoding="utf-8")
     return _python_of(folder)
@@ -138,14 +194,18 @@ def versions(python: Path) -> dict[str, str]:
     found: dict[str, str] = json.loads(_command([str(python), "-c", code, "datatrove", *SAME]))
     if found["datatrove"] != DATATROVE_VERSION or found["tokenizers"] != version("tokenizers"):
         expected = f"datatrove {DATATROVE_VERSION} and tokenizers {version('tokenizers')}"
-        raise UserError(f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}")
+        raise UserError(
+            f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}"
+        )
     return found
 
 
 def _python_of(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
-        raise UserError(f"{folder} is no Python environment (no bin/python); leave --peers out to have one made")
+        raise UserError(
+            f"{folder} is no Python environment (no bin/python); leave --peers out to have one made"
+        )
     return python
 
 
@@ -153,5 +213,7 @@ def _command(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-3:]
-        raise BenchError(f"exit code {done.returncode} of {' '.join(words[:4])} ...: {' / '.join(last)}")
+        raise BenchError(
+            f"exit code {done.returncode} of {' '.join(words[:4])} ...: {' / '.join(last)}"
+        )
     return done.stdout

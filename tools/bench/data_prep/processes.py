@@ -70,10 +70,14 @@ def run(command: Sequence[str | Path], scratch: Path) -> Usage:
     scratch.mkdir(parents=True, exist_ok=True)
     result, log = scratch / "usage.json", scratch / "output.log"
     result.unlink(missing_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(SLURM)} | ONE_THREAD
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(SLURM)
+    } | ONE_THREAD
     words = [sys.executable, "-I", "-S", str(LAUNCH), str(result), *map(str, command)]
     with log.open("wb") as stream:
-        code = subprocess.run(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
+        code = subprocess.run(
+            words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+        ).returncode
     if code or not result.exists():
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
         raise BenchError(f"exit code {code} of: {' '.join(map(str, command))}\n{last}")

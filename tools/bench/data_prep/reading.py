@@ -72,9 +72,15 @@ def main(prefix: str, eod: int, vocab_size: int, result: Path) -> int:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    samples = GPTDataset(pair, prefix, np.arange(len(pair), dtype=np.int32), None, Split.train, settings)
+    samples = GPTDataset(
+        pair, prefix, np.arange(len(pair), dtype=np.int32), None, Split.train, settings
+    )
     order = rng.integers(0, len(samples), ITEMS)
-    found = {"reads": rates(read, READS), "items": rates(lambda call: samples[int(order[call])], ITEMS), "tokens": int(ends[-1])}
+    found = {
+        "reads": rates(read, READS),
+        "items": rates(lambda call: samples[int(order[call])], ITEMS),
+        "tokens": int(ends[-1]),
+    }
     result.write_text(json.dumps(found), encoding="utf-8")
     return 0
 

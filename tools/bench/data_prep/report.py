@@ -45,7 +45,9 @@ class Figure:
         """By the median of the rounds; NaN fails."""
         if not self.conclusive:
             return Verdict.NOTE
-        good = (self.least is None or self.value.median >= self.least) and (self.most is None or self.value.median <= self.most)
+        good = (self.least is None or self.value.median >= self.least) and (
+            self.most is None or self.value.median <= self.most
+        )
         return Verdict.PASS if good else Verdict.FAIL
 
 
@@ -69,7 +71,14 @@ class Results:
         if self.indexing:
             found += _indexing(self.indexing)
         if self.reads:
-            found.append(Figure("random samples of 4096 tokens read from the mapped .bin", Spread.of(self.reads), least=READS, unit="/s"))
+            found.append(
+                Figure(
+                    "random samples of 4096 tokens read from the mapped .bin",
+                    Spread.of(self.reads),
+                    least=READS,
+                    unit="/s",
+                )
+            )
         return found
 
     @property
@@ -85,8 +94,15 @@ class Results:
 def _encoding(comparison: Comparison) -> list[Figure]:
     where = f"{comparison.corpus}, {comparison.tokenizer}"
     return [
-        Figure(f"{where}: ours ÷ one call per document", comparison.ratio(OURS, BASELINE), least=OVER_BASELINE, unit="x"),
-        Figure(f"{where}: ours ÷ datatrove", comparison.ratio(OURS, PEER), least=OVER_PEER, unit="x"),
+        Figure(
+            f"{where}: ours ÷ one call per document",
+            comparison.ratio(OURS, BASELINE),
+            least=OVER_BASELINE,
+            unit="x",
+        ),
+        Figure(
+            f"{where}: ours ÷ datatrove", comparison.ratio(OURS, PEER), least=OVER_PEER, unit="x"
+        ),
         Figure(
             f"{where}: Hugging Face fallback ÷ one call per document",
             comparison.ratio(FALLBACK, BASELINE),
@@ -102,7 +118,12 @@ def _scaling(scaling: Scaling) -> Figure:
         others = "an unknown number of" if scaling.others is None else f"{scaling.others:.2f}"
         remark = f"not an idle machine: {scaling.cores} cores, of which others used {others}; load average {scaling.load:.1f}"
     return Figure(
-        "two workers ÷ one (wall time)", Spread.of(scaling.speedups), least=TWO_WORKERS, unit="x", remark=remark, conclusive=scaling.idle
+        "two workers ÷ one (wall time)",
+        Spread.of(scaling.speedups),
+        least=TWO_WORKERS,
+        unit="x",
+        remark=remark,
+        conclusive=scaling.idle,
     )
 
 
@@ -111,7 +132,9 @@ def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
     share = rounds[0].documents / DOCUMENTS
     base = max(indexing.startup.peak_bytes for indexing in rounds)
     most = base + share * (INDEX_BYTES - base)
-    what = f"index of {rounds[0].documents / 1e6:g}M documents, {rounds[0].tokens / 1e9:.3g}B tokens"
+    what = (
+        f"index of {rounds[0].documents / 1e6:g}M documents, {rounds[0].tokens / 1e9:.3g}B tokens"
+    )
     scaled = "" if share == 1 else f"target scaled from {DOCUMENTS / 1e6:.0f}M documents"
     startup = Spread.of([indexing.startup.cpu for indexing in rounds]).median
     cpu = Spread.of([indexing.whole.cpu - startup for indexing in rounds])
@@ -130,10 +153,24 @@ def figures_table(figures: Sequence[Figure]) -> str:
     rows = []
     for figure in figures:
         value = figure.value
-        between = f"{_number(value.least)} to {_number(value.most)}" if value.rounds > 1 else "one round"
-        target = f"≥ {_number(figure.least)}" if figure.least is not None else f"≤ {_number(figure.most or 0.0)}"
+        between = (
+            f"{_number(value.least)} to {_number(value.most)}" if value.rounds > 1 else "one round"
+        )
+        target = (
+            f"≥ {_number(figure.least)}"
+            if figure.least is not None
+            else f"≤ {_number(figure.most or 0.0)}"
+        )
         verdict = f"{figure.verdict}{'; ' + figure.remark if figure.remark else ''}"
-        rows.append([figure.what, f"{_number(value.median)} {figure.unit}", between, f"{target} {figure.unit}", verdict])
+        rows.append(
+            [
+                figure.what,
+                f"{_number(value.median)} {figure.unit}",
+                between,
+                f"{target} {figure.unit}",
+                verdict,
+            ]
+        )
     return runner.table(["figure", "median", "over the rounds", "target", ""], rows)
 
 
@@ -143,10 +180,30 @@ def sides_table(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         for side in comparison.sides:
             rate = Spread.of(side.rates)
-            cells = [f"{rate.median:.2f}", f"±{rate.share / 2:.1%}" if rate.rounds > 1 else "", f"{Spread.of(side.startup).median:.2f}"]
+            cells = [
+                f"{rate.median:.2f}",
+                f"±{rate.share / 2:.1%}" if rate.rounds > 1 else "",
+                f"{Spread.of(side.startup).median:.2f}",
+            ]
             same = "no" if side.name in comparison.differing else "yes"
-            rows.append([f"{comparison.corpus}, {comparison.tokenizer}", side.name, *cells, f"{side.peak_bytes / 1e6:.0f}", same])
-    header = ["corpus, tokenizer", "pipeline", "MB per CPU s", "half its range", "start-up, CPU s", "peak, MB", "same bytes"]
+            rows.append(
+                [
+                    f"{comparison.corpus}, {comparison.tokenizer}",
+                    side.name,
+                    *cells,
+                    f"{side.peak_bytes / 1e6:.0f}",
+                    same,
+                ]
+            )
+    header = [
+        "corpus, tokenizer",
+        "pipeline",
+        "MB per CPU s",
+        "half its range",
+        "start-up, CPU s",
+        "peak, MB",
+        "same bytes",
+    ]
     return runner.table(header, rows)
 
 
@@ -157,7 +214,13 @@ def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
     for breakdown in breakdowns:
         total = sum(breakdown.seconds.values())
         shares = [f"{breakdown.seconds.get(step, 0.0) / total:.1%}" for step in steps]
-        rows.append([f"{breakdown.corpus}, {breakdown.tokenizer}", f"{breakdown.text_bytes / 1e6 / total:.1f}", *shares])
+        rows.append(
+            [
+                f"{breakdown.corpus}, {breakdown.tokenizer}",
+                f"{breakdown.text_bytes / 1e6 / total:.1f}",
+                *shares,
+            ]
+        )
     return runner.table(["corpus, tokenizer", "MB per CPU s", *steps], rows)
 
 
@@ -171,10 +234,21 @@ def render(results: Results) -> str:
         parts += ["A worker's steps, in one process:", breakdown_table(results.breakdowns)]
     if results.items:
         rate = _number(Spread.of(results.items).median)
-        parts += [f"GPTDataset's own samples (text, labels, positions and loss mask as tensors): {rate} a CPU second."]
+        parts += [
+            f"GPTDataset's own samples (text, labels, positions and loss mask as tensors): {rate} a CPU second."
+        ]
     texts = [f"- {corpus.name}: {_describe(corpus)}." for corpus in results.corpora]
-    tokens = [f"{each.corpus}, {each.tokenizer} {each.bytes_per_token:.2f}" for each in results.comparisons]
-    return "\n\n".join([*parts, "\n".join(texts), *([f"Bytes of text a token: {'; '.join(tokens)}."] if tokens else [])])
+    tokens = [
+        f"{each.corpus}, {each.tokenizer} {each.bytes_per_token:.2f}"
+        for each in results.comparisons
+    ]
+    return "\n\n".join(
+        [
+            *parts,
+            "\n".join(texts),
+            *([f"Bytes of text a token: {'; '.join(tokens)}."] if tokens else []),
+        ]
+    )
 
 
 def _describe(corpus: Corpus) -> str:

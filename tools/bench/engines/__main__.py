@@ -21,7 +21,18 @@ from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines import variants
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
-from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, is_partial, lacks, launch, plan_of
+from tools.bench.engines.variants import (
+    BASELINE,
+    VARIANTS,
+    Answer,
+    CannotRun,
+    Job,
+    configuration,
+    is_partial,
+    lacks,
+    launch,
+    plan_of,
+)
 
 PROGRAM = "tools.bench.engines"
 LOGS = Path("runs/bench_engines")
@@ -43,7 +54,9 @@ class Bench:
     logs: Path | None = None
     load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, list[list[Answer]]] = field(default_factory=dict)  # variant -> of each round its ranks'
+    answers: dict[str, list[list[Answer]]] = field(
+        default_factory=dict
+    )  # variant -> of each round its ranks'
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
@@ -61,7 +74,9 @@ class Bench:
 
     def ended(self, name: str) -> bool:
         """Whether a variant is started no more: it failed, or reached the limit."""
-        return name in self.cannot or any(is_partial(self.job, answers) for answers in self.answers.get(name, ()))
+        return name in self.cannot or any(
+            is_partial(self.job, answers) for answers in self.answers.get(name, ())
+        )
 
     def once(self, name: str, later: Sequence[str]) -> None:
         """Start a variant's ranks and keep their answers; ``later``: the variants of the launches after this one."""
@@ -72,7 +87,9 @@ class Bench:
             self.write()
 
         try:
-            answers = launch(replace(self.job, variant=name), say=self.say, partial=keep, logs=self.logs)
+            answers = launch(
+                replace(self.job, variant=name), say=self.say, partial=keep, logs=self.logs
+            )
         except CannotRun as error:
             self.leave_out(name, str(error))
             return
@@ -80,7 +97,10 @@ class Bench:
         done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        took, rest = f"{step_seconds(answers):.3f} s a step", elapsed / done * sum(not self.ended(other) for other in later)
+        took, rest = (
+            f"{step_seconds(answers):.3f} s a step",
+            elapsed / done * sum(not self.ended(other) for other in later),
+        )
         self.say(f"{which}: {took}, at most {most / MIB:,.0f} MiB; about {duration(rest)} to go")
 
     def say(self, line: str) -> None:
@@ -95,7 +115,9 @@ class Bench:
     def figures(self) -> dict[str, Figures | str]:
         """Variant -> its figures, or why there are none."""
         return {
-            name: self.cannot[name] if name in self.cannot else of(replace(self.job, variant=name), self.answers[name], cuda=self.cuda)
+            name: self.cannot[name]
+            if name in self.cannot
+            else of(replace(self.job, variant=name), self.answers[name], cuda=self.cuda)
             for name in self.names
             if name in self.cannot or name in self.answers
         }
@@ -115,11 +137,32 @@ class Bench:
         base = found.get(BASELINE)
         if not isinstance(base, Figures):
             return
-        content: dict[str, Any] = {"suite": "engines", "machine": self.machine, "ranks": job.ranks, "precision": job.precision}
-        content |= {"model": job.model, "parameters": plan_of(replace(job, variant=BASELINE), cuda=self.cuda).total_parameters}
-        content |= {"steps": job.steps, "warmup": job.warmup, "rounds": self.rounds, "baseline": BASELINE, "overrides": list(job.overrides)}
-        content |= {"load": self.load_before, "others": others, "seconds": time.monotonic() - self.began}
-        runner.write_json(self.out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
+        content: dict[str, Any] = {
+            "suite": "engines",
+            "machine": self.machine,
+            "ranks": job.ranks,
+            "precision": job.precision,
+        }
+        content |= {
+            "model": job.model,
+            "parameters": plan_of(replace(job, variant=BASELINE), cuda=self.cuda).total_parameters,
+        }
+        content |= {
+            "steps": job.steps,
+            "warmup": job.warmup,
+            "rounds": self.rounds,
+            "baseline": BASELINE,
+            "overrides": list(job.overrides),
+        }
+        content |= {
+            "load": self.load_before,
+            "others": others,
+            "seconds": time.monotonic() - self.began,
+        }
+        runner.write_json(
+            self.out,
+            content | {"rows": [as_json(name, each, base) for name, each in found.items()]},
+        )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -129,26 +172,69 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
         "optimizer. Random tokens; needs no data.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the model and run that the benchmark has")
-    model = "part of configs/model, or path of a YAML, in steps of its run in configs/run, smaller on a CPU; on a GPU of "
-    model += (
-        f"{variants.MICRO_BATCHES} micro-batches; a vocabulary that data would give has {runner.VOCABULARY} tokens (default: 374M, CPU 45M)"
-    )
-    parser.add_argument("--model", type=Path, metavar="NAME", help=model)
-    parser.add_argument("--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)")
-    parser.add_argument("--steps", type=_whole, default=8, help="timed steps of a round (default: 8)")
-    parser.add_argument("--warmup", type=_whole, default=2, help="steps before them, whose memory is measured (default: 2)")
-    parser.add_argument("--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)")
-    parser.add_argument("--limit", type=_whole, default=Job.limit, metavar="SECONDS", help="of a round; finished steps count (%(default)s)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default=None, help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument(
-        "--variants", nargs="+", metavar="NAME", choices=list(VARIANTS), help=f"{BASELINE} and these; of {', '.join(VARIANTS)}"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="over the model and run that the benchmark has",
     )
-    parser.add_argument("--out", "--json", type=Path, metavar="PATH", help="write all numbers to this file, too, after every step")
-    parser.add_argument("--logs", type=Path, default=LOGS, metavar="DIR", help="keeps the log of ranks that fail (default: %(default)s)")
+    model = "part of configs/model, or path of a YAML, in steps of its run in configs/run, smaller on a CPU; on a GPU of "
+    model += f"{variants.MICRO_BATCHES} micro-batches; a vocabulary that data would give has {runner.VOCABULARY} tokens (default: 374M, CPU 45M)"
+    parser.add_argument("--model", type=Path, metavar="NAME", help=model)
+    parser.add_argument(
+        "--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)"
+    )
+    parser.add_argument(
+        "--steps", type=_whole, default=8, help="timed steps of a round (default: 8)"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=_whole,
+        default=2,
+        help="steps before them, whose memory is measured (default: 2)",
+    )
+    parser.add_argument(
+        "--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=_whole,
+        default=Job.limit,
+        metavar="SECONDS",
+        help="of a round; finished steps count (%(default)s)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default=None,
+        help="default: fp32 on a CPU, bf16 on a GPU",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        choices=list(VARIANTS),
+        help=f"{BASELINE} and these; of {', '.join(VARIANTS)}",
+    )
+    parser.add_argument(
+        "--out",
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="write all numbers to this file, too, after every step",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=LOGS,
+        metavar="DIR",
+        help="keeps the log of ranks that fail (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.warmup < 2:
-        parser.error("--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all")
+        parser.error(
+            "--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all"
+        )
     return options
 
 
@@ -164,7 +250,10 @@ def conclude(bench: Bench, others: float | None) -> None:
     bench.write(others)
     job = replace(bench.job, variant=BASELINE)
     plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
-    train, micro_batch = plan.config.train, f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens"
+    train, micro_batch = (
+        plan.config.train,
+        f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens",
+    )
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     print(runner.sentence(bench.machine))
     print(
@@ -191,7 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
         model=None if options.model is None else str(options.model),
     )
     return run(
-        PROGRAM, lambda: compare(job, options), kept=f"timed steps are in {options.out}" if options.out else "--out keeps timed steps"
+        PROGRAM,
+        lambda: compare(job, options),
+        kept=f"timed steps are in {options.out}" if options.out else "--out keeps timed steps",
     )
 
 
@@ -199,13 +290,22 @@ def compare(job: Job, options: argparse.Namespace) -> int:
     """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
     if job.model is not None:
         file = runner.model_file(job.model)
-        job = replace(job, model=file.stem if file.parent == runner.MODELS else str(file))  # the ranks have another working directory
+        job = replace(
+            job, model=file.stem if file.parent == runner.MODELS else str(file)
+        )  # the ranks have another working directory
     configuration(job)
-    names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
-    bench, neighbours = Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs), Neighbours()
+    names = [
+        name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}
+    ]
+    bench, neighbours = (
+        Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs),
+        Neighbours(),
+    )
     bench.run()
     if BASELINE in bench.cannot:
-        raise Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}")
+        raise Fault(
+            f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"
+        )
     conclude(bench, neighbours.cores())
     return 0
 

@@ -14,7 +14,9 @@ from tools.bench.data_prep.processes import Spread
 from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
 
 MIB = 2**20
-COLUMNS = "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss".split("|")
+COLUMNS = "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss".split(
+    "|"
+)
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,18 @@ class Figures:
     @property
     def mfu(self) -> float | None:
         """Share of the devices' peak that the model's FLOPs are, as `pretrain.report.metrics.Meter` has it."""
-        return self.tokens / self.step * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        return (
+            self.tokens / self.step * self.flops_per_token / self.peak_flops
+            if self.peak_flops
+            else None
+        )
 
 
 def step_seconds(answers: Sequence[Answer]) -> float:
     """Median over the timed steps, each as long as its slowest rank's."""
-    return statistics.median(max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True))
+    return statistics.median(
+        max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True)
+    )
 
 
 def of(job: Job, rounds: Sequence[Sequence[Answer]], *, cuda: bool) -> Figures:
@@ -117,10 +125,18 @@ def table(measured: Mapping[str, Figures | str]) -> str:
     found = measured.get(BASELINE)
     base = None if isinstance(found, str) else found
     hosts = any(isinstance(each, Figures) and each.hosts is not None for each in measured.values())
-    columns = [*COLUMNS, *(["host, MiB"] if hosts else []), *(["cannot run"] if any(isinstance(f, str) for f in measured.values()) else [])]
+    columns = [
+        *COLUMNS,
+        *(["host, MiB"] if hosts else []),
+        *(["cannot run"] if any(isinstance(f, str) for f in measured.values()) else []),
+    ]
     rows = []
     for name, each in measured.items():
-        cells = [name, *([""] * (len(columns) - 2)), each] if isinstance(each, str) else _cells(name, each, base, hosts)
+        cells = (
+            [name, *([""] * (len(columns) - 2)), each]
+            if isinstance(each, str)
+            else _cells(name, each, base, hosts)
+        )
         rows.append([*cells, *([""] * (len(columns) - len(cells)))])
     return runner.table(columns, rows)
 

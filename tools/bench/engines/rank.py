@@ -61,7 +61,12 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
     began = time.perf_counter()
     engine = make_engine(config, schedule)
     answer |= {"rank": torch.distributed.get_rank(), "threads": torch.get_num_threads()}
-    answer |= {"building": time.perf_counter() - began, "before_bytes": before, "untimed": [], "seconds": []}
+    answer |= {
+        "building": time.perf_counter() - began,
+        "before_bytes": before,
+        "untimed": [],
+        "seconds": [],
+    }
     write()
     stream = random_batches(config)
 
@@ -79,7 +84,9 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
     take(job.steps, "seconds")
 
 
-def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int) -> Iterator[tuple[float, float]]:
+def take_steps(
+    engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int
+) -> Iterator[tuple[float, float]]:
     """Seconds and loss of each step, which all ranks begin together. Raises RuntimeError (a step was skipped)."""
     for _ in range(steps):
         torch.distributed.barrier()
@@ -89,7 +96,9 @@ def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps:
         platform.synchronize()
         seconds = time.perf_counter() - began
         if result.skipped:
-            raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+            raise RuntimeError(
+                f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}"
+            )
         yield seconds, result.loss
 
 
@@ -102,10 +111,19 @@ def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
     made = []
     for _ in range(BATCHES):
-        tokens = torch.randint(config.model.vocab_size, (shape[0], shape[1] + 1), generator=rng).to(device)
+        tokens = torch.randint(config.model.vocab_size, (shape[0], shape[1] + 1), generator=rng).to(
+            device
+        )
         positions = torch.arange(shape[1], device=device).expand(shape)
         mask = torch.ones(shape, device=device)
-        made.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions})
+        made.append(
+            {
+                "tokens": tokens[:, :-1],
+                "labels": tokens[:, 1:],
+                "loss_mask": mask,
+                "position_ids": positions,
+            }
+        )
     return itertools.cycle(made)
 
 
@@ -144,7 +162,9 @@ def main() -> int:
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
     # An exception, so that a rank that is compiling one of DeepSpeed's ops takes its lock away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # the log says where a rank was that had to be ended
+    faulthandler.register(
+        signal.SIGTERM, all_threads=False, chain=True
+    )  # the log says where a rank was that had to be ended
     signal.alarm(job.limit + LONGER)  # whoever started this may be gone
     answer: Answer = {}
 
@@ -158,7 +178,9 @@ def main() -> int:
         # Whatever an engine raises, the other variants are still wanted.
         traceback.print_exc()
         text = (str(error).strip() or "no message").splitlines()[0]
-        answer["gap"] = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+        answer["gap"] = (
+            text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+        )
         write()
         return 1
     torch.distributed.barrier()

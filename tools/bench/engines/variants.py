@@ -39,18 +39,33 @@ VARIANTS: Mapping[str, EngineConfig] = {
 # A model whose parameters, not its activations, make the memory: 45M on a CPU, 374M on a GPU.
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
-        "model": {"hidden_size": 640, "num_layers": 8, "num_attention_heads": 10, "ffn_hidden_size": 1728, "vocab_size": 4096},
+        "model": {
+            "hidden_size": 640,
+            "num_layers": 8,
+            "num_attention_heads": 10,
+            "ffn_hidden_size": 1728,
+            "vocab_size": 4096,
+        },
         "data": {"seq_length": 64},
         "train": {"micro_batch_size": 2},
     },
     "gpu": {
-        "model": {"hidden_size": 1024, "num_layers": 24, "num_attention_heads": 16, "ffn_hidden_size": 2816, "vocab_size": 32000},
+        "model": {
+            "hidden_size": 1024,
+            "num_layers": 24,
+            "num_attention_heads": 16,
+            "ffn_hidden_size": 2816,
+            "vocab_size": 32000,
+        },
         "data": {"seq_length": 2048},
         "train": {"micro_batch_size": 2},
     },
 }
 MICRO_BATCHES = 4  # of a step on each GPU, for a model by name
-CPU_TOKENS, CPU_BATCH = 256, 2  # at most, of a sequence and a micro-batch on a CPU, for a model by name
+CPU_TOKENS, CPU_BATCH = (
+    256,
+    2,
+)  # at most, of a sequence and a micro-batch on a CPU, for a model by name
 SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
 
 
@@ -101,14 +116,29 @@ def configuration(job: Job) -> RunConfig:
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
-    config = run_of(values, MODELS.with_name("run") / "tools.bench.engines", job.overrides)  # as if among the runs, whose parts it names
+    config = run_of(
+        values, MODELS.with_name("run") / "tools.bench.engines", job.overrides
+    )  # as if among the runs, whose parts it names
     if replace(config.engine, deepspeed=EngineConfig().deepspeed) != EngineConfig():
-        raise ConfigError("engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set")
+        raise ConfigError(
+            "engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set"
+        )
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
-        micro_batches = job.ranks * (MICRO_BATCHES if job.model is not None and job.size == "gpu" else 1)
-        config = replace(config, train=replace(config.train, global_batch_size=micro_batches * config.train.micro_batch_size))
-    config = replace(config, engine=replace(VARIANTS[job.variant], deepspeed=config.engine.deepspeed))
-    config = replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY))
+        micro_batches = job.ranks * (
+            MICRO_BATCHES if job.model is not None and job.size == "gpu" else 1
+        )
+        config = replace(
+            config,
+            train=replace(
+                config.train, global_batch_size=micro_batches * config.train.micro_batch_size
+            ),
+        )
+    config = replace(
+        config, engine=replace(VARIANTS[job.variant], deepspeed=config.engine.deepspeed)
+    )
+    config = replace(
+        config, model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY)
+    )
     validate(config, job.ranks)
     return config
 
@@ -123,13 +153,19 @@ def _size_of(model: Path, device: str) -> dict[str, Any]:
     from pretrain.config import load_run
 
     runs = sorted(MODELS.with_name("run").glob("*.yaml")) if model.parent == MODELS else []
-    run = next((load_run(path) for path in runs if read_values(path).get("model") == model.stem), None)
+    run = next(
+        (load_run(path) for path in runs if read_values(path).get("model") == model.stem), None
+    )
     if run is None:
         return {**SIZES[device], "model": str(model)}
     tokens, batch = run.data.seq_length, run.train.micro_batch_size
     if device == "cpu":
         tokens, batch = min(tokens, CPU_TOKENS), min(batch, CPU_BATCH)
-    return {"model": str(model), "data": {"seq_length": tokens}, "train": {"micro_batch_size": batch}}
+    return {
+        "model": str(model),
+        "data": {"seq_length": tokens},
+        "train": {"micro_batch_size": batch},
+    }
 
 
 def lacks(job: Job) -> str | None:
@@ -160,11 +196,21 @@ def planned(job: Job, *, cuda: bool) -> StageMemory:
     return max(plan_of(job, cuda=cuda).memory, key=lambda stage: stage.total)
 
 
-SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SET_BY_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 ENDING = 60.0  # seconds that torchrun has for ending its ranks; it gives them 30
 POLL = 0.5  # seconds between looks at the ranks' answers
 # In a log, what torchrun says itself: lines on its ranks, and the traceback that it ends with.
-WARNING, TORCHRUN = re.compile(r"[EW]\d{4} "), re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"')
+WARNING, TORCHRUN = (
+    re.compile(r"[EW]\d{4} "),
+    re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'),
+)
 
 Answer = dict[str, Any]
 Say = Callable[[str], None]
@@ -175,7 +221,13 @@ class CannotRun(Exception):
     """A job that came to nothing: why, in one line."""
 
 
-def launch(job: Job, *, say: Say = lambda line: None, partial: Partial = lambda answers: None, logs: Path | None = None) -> list[Answer]:
+def launch(
+    job: Job,
+    *,
+    say: Say = lambda line: None,
+    partial: Partial = lambda answers: None,
+    logs: Path | None = None,
+) -> list[Answer]:
     """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
     say: gets a line when the engine is built and after every step, and the end of the ranks' log
@@ -190,15 +242,35 @@ def launch(job: Job, *, say: Say = lambda line: None, partial: Partial = lambda 
         folder = Path(name)
         log = folder / "log"
         (folder / "job.json").write_text(json.dumps(job.as_json()), encoding="utf-8")
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", f"--master-port={server_port()}"]
-        command = [sys.executable, "-W", "ignore", *torchrun, "-m", "tools.bench.engines.rank", str(folder)]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={job.ranks}",
+            f"--master-port={server_port()}",
+        ]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            *torchrun,
+            "-m",
+            "tools.bench.engines.rank",
+            str(folder),
+        ]
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
             )
             try:
                 late = not _watch(process, job, folder, say, partial)
-            except BaseException:  # Ctrl-C, SIGTERM: whoever sent it may not wait until the ranks have ended
+            except (
+                BaseException
+            ):  # Ctrl-C, SIGTERM: whoever sent it may not wait until the ranks have ended
                 say(f"{job.variant} was stopped{_keep(job, log, logs, say)}")
                 raise
             finally:
@@ -209,7 +281,9 @@ def launch(job: Job, *, say: Say = lambda line: None, partial: Partial = lambda 
             raise CannotRun(f"{error}{_keep(job, log, logs, say)}") from None
         if is_partial(job, answers):
             taken = f"{len(answers[0]['seconds'])} of {job.steps} timed steps"
-            say(f"{job.variant}: ended after {job.limit} s with {taken}{_keep(job, log, logs, say)}")
+            say(
+                f"{job.variant}: ended after {job.limit} s with {taken}{_keep(job, log, logs, say)}"
+            )
         return answers
 
 
@@ -218,7 +292,9 @@ def is_partial(job: Job, answers: Sequence[Answer]) -> bool:
     return len(answers[0]["seconds"]) < job.steps
 
 
-def _watch(process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial) -> bool:
+def _watch(
+    process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial
+) -> bool:
     """Report what rank 0 does until the process ends; False where the limit comes first."""
     until, reported, ended, late = time.monotonic() + job.limit, 0, False, False
     while not (ended or late):
@@ -241,7 +317,9 @@ def _lines(job: Job, answer: Answer) -> list[str]:
     for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
         which = f"step {number} of {before + job.steps}{'' if number > before else ' (not timed)'}"
         rest = duration((before + job.steps - number) * seconds)
-        lines.append(f"{which}: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, about {rest} to go")
+        lines.append(
+            f"{which}: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, about {rest} to go"
+        )
     return lines
 
 
@@ -283,7 +361,10 @@ def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
 def _found(folder: Path) -> dict[int, Answer]:
     """Rank -> its answer as it is now, in the order of their last writes."""
     files = sorted(folder.glob("answer*.json"), key=lambda path: path.stat().st_mtime_ns)
-    return {int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8")) for path in files}
+    return {
+        int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8"))
+        for path in files
+    }
 
 
 def so_far(job: Job, folder: Path) -> list[Answer]:
@@ -300,13 +381,19 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
     found, answers = _found(folder), so_far(job, folder)
     if late and not answers:
         before = len(found.get(0, {}).get("untimed", ()))
-        raise CannotRun(f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} before them")
+        raise CannotRun(
+            f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} before them"
+        )
     # The first to fail has the reason; the others say that it is gone.
     gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
     if gap is not None and not late:
         raise CannotRun(gap)
     if late or (answers and not is_partial(job, answers)):
         return answers
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    lines = [
+        line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
     said = [line for line in lines if "exitcode" in line or "Signal" in line or "Error" in line]
-    raise CannotRun(f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}")
+    raise CannotRun(
+        f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}"
+    )

@@ -48,7 +48,11 @@ class Progress:
             return
         self.last = now
         state = f": {bad}" if bad else ""
-        print(f"[{now:4.0f} s] {outcome.task.name}{state}; {left} tasks, about {seconds:.0f} s to go", file=sys.stderr, flush=True)
+        print(
+            f"[{now:4.0f} s] {outcome.task.name}{state}; {left} tasks, about {seconds:.0f} s to go",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,17 +63,56 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "what else is installed is used, and what is missing is named.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", type=Path, default=Path("runs/gpu_suite"), help="folder of the results (default: runs/gpu_suite)")
-    where.add_argument("--resume", type=Path, metavar="DIR", help="perform what is missing there, then what failed there")
-    where.add_argument("--report", type=Path, metavar="DIR", help="write the page and the picture of what is there, and stop")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left out, and named (default: 8)")
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)")
+    where.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/gpu_suite"),
+        help="folder of the results (default: runs/gpu_suite)",
+    )
+    where.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="perform what is missing there, then what failed there",
+    )
+    where.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write the page and the picture of what is there, and stop",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="what does not fit is left out, and named (default: 8)",
+    )
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        metavar="PARTS",
+        help=f"of {','.join(PARTS)} (default: all)",
+    )
     ops = sorted({*suites(), *(workload.op for workload in WORKLOADS.values())})
-    parser.add_argument("--ops", nargs="+", metavar="OP", choices=ops, help="these operations alone")
+    parser.add_argument(
+        "--ops", nargs="+", metavar="OP", choices=ops, help="these operations alone"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, help=f"at a time where nothing is timed (default: {cores})")
-    parser.add_argument("--table", type=Path, metavar="PATH", help=f"of FEM's attention engines (default: {TABLE} beside the page)")
-    parser.add_argument("--dry", action="store_true", help="few tasks of each kind at small sizes; needs no GPU")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cores,
+        help=f"at a time where nothing is timed (default: {cores})",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="PATH",
+        help=f"of FEM's attention engines (default: {TABLE} beside the page)",
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="few tasks of each kind at small sizes; needs no GPU"
+    )
     options = parser.parse_args(arguments)
     options.parts = tuple(options.only.split(","))
     unknown = [part for part in options.parts if part not in PARTS]
@@ -85,15 +128,27 @@ def perform(options: argparse.Namespace) -> int:
     folder: Path = options.resume or options.out
     clock = Clock(options.minutes)
     if not options.dry and not platform.has_cuda():
-        raise UserError("torch sees no CUDA device; --dry shows the suite without one, tools.bench.cpu_suite measures a CPU")
+        raise UserError(
+            "torch sees no CUDA device; --dry shows the suite without one, tools.bench.cpu_suite measures a CPU"
+        )
     make_folder(folder)
     record = _record(folder, resumed=options.resume is not None)
     machine = runner.facts()
     _check_same(record, machine["device"], options)
-    planned, cannot = tasks(options.parts, tuple(options.ops or ()), platform.device(), dry=options.dry)
+    planned, cannot = tasks(
+        options.parts, tuple(options.ops or ()), platform.device(), dry=options.dry
+    )
     todo = record.missing(planned)
     names = [task.name for task in planned]
-    record.begin({"machine": machine, "minutes": options.minutes, "dry": options.dry, "planned": names, "cannot": cannot})
+    record.begin(
+        {
+            "machine": machine,
+            "minutes": options.minutes,
+            "dry": options.dry,
+            "planned": names,
+            "cannot": cannot,
+        }
+    )
     print(
         f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, {options.minutes:g} minutes; log: {folder / LOG}",
         file=sys.stderr,
@@ -114,9 +169,15 @@ def _record(folder: Path, *, resumed: bool) -> Record:
             raise UserError(f"--resume: {folder} has no {FILE}; start with --out {folder}")
         return record
     if record.sessions or record.outcomes:
-        number = next(number for number in range(1, 10**6) if not (folder / f"{FILE}.{number}").exists())
+        number = next(
+            number for number in range(1, 10**6) if not (folder / f"{FILE}.{number}").exists()
+        )
         (folder / FILE).rename(folder / f"{FILE}.{number}")
-        print(f"{folder / FILE} of an earlier run is now {FILE}.{number}; --resume would have continued it", file=sys.stderr, flush=True)
+        print(
+            f"{folder / FILE} of an earlier run is now {FILE}.{number}; --resume would have continued it",
+            file=sys.stderr,
+            flush=True,
+        )
     return Record(folder)
 
 
@@ -124,11 +185,15 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
     """Raises UserError where the record is another device's, or a dry run's beside a real one."""
     for session in record.sessions:
         if session["machine"]["device"] != device:
-            raise UserError(f"--resume: {options.resume} is of {session['machine']['device']}, this machine has {device}; use --out")
+            raise UserError(
+                f"--resume: {options.resume} is of {session['machine']['device']}, this machine has {device}; use --out"
+            )
         if session["dry"] and not options.dry:
             raise UserError(f"--resume: {options.resume} is of a dry run; add --dry, or use --out")
         if options.dry and not session["dry"]:
-            raise UserError(f"--resume: {options.resume} is not of a dry run; leave out --dry, or use --out")
+            raise UserError(
+                f"--resume: {options.resume} is not of a dry run; leave out --dry, or use --out"
+            )
 
 
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
@@ -141,7 +206,9 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
         environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute())}
         for phase in phases(todo, clock.budget):
             at_once = count if phase.together else 1
-            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+            threads = os.environ.get(
+                "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once))
+            )
             workers = _workers(phase, count, log, {**environment, "OMP_NUM_THREADS": threads})
             try:
                 Work(phase, clock, progress).run(workers)
@@ -181,7 +248,9 @@ def publish(record: Record, options: argparse.Namespace) -> int:
         print(f"OUT OF BOUNDS: {outcome.task.name}")
     for outcome in results.failed:
         print(f"FAILED: {outcome.task.name}: {outcome.gap}")
-    print(f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, {len(record.cannot)} sides cannot run here")
+    print(
+        f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, {len(record.cannot)} sides cannot run here"
+    )
     print(f"all of it: {folder / PAGE}")
     return 1 if results.wrong or results.failed else 0
 

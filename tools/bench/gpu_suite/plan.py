@@ -21,7 +21,13 @@ from tools.bench.workloads import BASELINES, WORKLOADS, Size
 # Parts in the order in which they begin, each with its share of the time. Those that are not timed
 # run at the same time and have one share; what a part leaves over passes on to the next.
 TOGETHER = ("correctness", "trainer", "features", "sanitizer")
-SHARES: Mapping[str, float] = {"throughput": 0.24, "ops": 0.14, "models": 0.09, "trace": 0.07, "engines": 0.06}
+SHARES: Mapping[str, float] = {
+    "throughput": 0.24,
+    "ops": 0.14,
+    "models": 0.09,
+    "trace": 0.07,
+    "engines": 0.06,
+}
 PARTS = (*TOGETHER, *SHARES)
 TOGETHER_SHARE = 0.40
 
@@ -35,8 +41,19 @@ ENGINE_LIMIT = 100  # seconds
 DRY_OPS = ("aft_read", "free_energy")
 TINY = asdict(Size(1, 16, 2, 16, 8))
 THROUGHPUT = ("fem_sm_1.3b", "transformer_1.3b", "fem_sm_340m", "transformer_340m")  # configs/model
-TINY_MODEL = ("hidden_size=64", "ffn_hidden_size=128", "num_layers=1", "num_attention_heads=2", "vocab_size=128")
-TINY_JOB = (*(f"model.{each}" for each in TINY_MODEL), "data.seq_length=32", "train.micro_batch_size=1", "train.global_batch_size=1")
+TINY_MODEL = (
+    "hidden_size=64",
+    "ffn_hidden_size=128",
+    "num_layers=1",
+    "num_attention_heads=2",
+    "vocab_size=128",
+)
+TINY_JOB = (
+    *(f"model.{each}" for each in TINY_MODEL),
+    "data.seq_length=32",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=1",
+)
 # What only a setting reaches, three steps of each. Every mixer follows.
 SETTINGS = (
     "train.cuda_graphs=true",
@@ -82,7 +99,10 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
     """The tasks by phase, with the time that each may take; a phase without tasks gives its share to the others."""
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
-    groups += [(share, [task for task in planned if task.part == part and not task.together]) for part, share in SHARES.items()]
+    groups += [
+        (share, [task for task in planned if task.part == part and not task.together])
+        for part, share in SHARES.items()
+    ]
     groups = [group for group in groups if group[1]]
     whole, used, found = sum(share for share, _ in groups), 0.0, []
     for share, tasks in groups:
@@ -157,12 +177,21 @@ def _too_large(task: Task, device: torch.device) -> str | None:
     """Whether the plan of a model's memory is over the GPU's."""
     if task.part != "throughput" or device.type != "cuda":
         return None
-    planned, there = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total, platform.device_memory_bytes()
-    return None if planned < there else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
+    planned, there = (
+        engines.planned(engines.Job.from_json(task.arguments), cuda=True).total,
+        platform.device_memory_bytes(),
+    )
+    return (
+        None
+        if planned < there
+        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
+    )
 
 
 def _op_of(task: Task) -> str:
-    return str(task.arguments["op"] if "op" in task.arguments else WORKLOADS[task.arguments["workload"]].op)
+    return str(
+        task.arguments["op"] if "op" in task.arguments else WORKLOADS[task.arguments["workload"]].op
+    )
 
 
 def _what(task: Task) -> str:
@@ -182,7 +211,9 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
     for task in planned:
         key, arguments = task.kind, task.arguments
         if task.kind in ("correctness", "sanitize"):
-            if arguments["op"] not in ops or arguments["case"] != next(iter(suites()[arguments["op"]].cases)):
+            if arguments["op"] not in ops or arguments["case"] != next(
+                iter(suites()[arguments["op"]].cases)
+            ):
                 continue
             key, arguments = task.name, {**arguments, "small": True}
         elif task.kind in ("op", "baseline"):
@@ -190,7 +221,10 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
         elif task.kind == "compile":
             arguments = {**arguments, "lengths": [16], "tokens": 16}
         elif task.kind == "model":
-            key, arguments = arguments["variant"], {**arguments, "tiny": True, "batch": 2, "budget": 0.0}
+            key, arguments = (
+                arguments["variant"],
+                {**arguments, "tiny": True, "batch": 2, "budget": 0.0},
+            )
             if key not in (BASELINE, "FEM-SM, C L T G"):
                 continue
         elif task.kind == "engine":
@@ -219,10 +253,23 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
             for implementation in implementations(op, automatic=True):
                 later = 0 if implementation in OURS or number == 0 else 1
                 for dtype in TYPES:
-                    arguments = {"op": op, "case": case, "implementation": implementation, "dtype": dtype}
+                    arguments = {
+                        "op": op,
+                        "case": case,
+                        "implementation": implementation,
+                        "dtype": dtype,
+                    }
                     name = f"{op}, {case}, {implementation}, {dtype}"
                     unit = f"{op}, {case}, {dtype}, {later}"
-                    yield Task("correctness", name, arguments, later + number / 100, 3, unit=unit, together=True)
+                    yield Task(
+                        "correctness",
+                        name,
+                        arguments,
+                        later + number / 100,
+                        3,
+                        unit=unit,
+                        together=True,
+                    )
 
 
 def _trainer() -> Iterator[Task]:
@@ -232,31 +279,63 @@ def _trainer() -> Iterator[Task]:
     runs = (
         ("fp32 on the CPU", "fp32", {"run": "cpu", "steps": 8, "settings": fp32, "cpu": True}),
         # Sums in another order err by 1e-6 a step, which Adam makes more of. What computes something else is off by 1e-2 and more.
-        ("fp32, the CPU's losses", "fp32", {"run": "fp32", "steps": 8, "settings": fp32, "against": "cpu", "bound": 1e-4}),
+        (
+            "fp32, the CPU's losses",
+            "fp32",
+            {"run": "fp32", "steps": 8, "settings": fp32, "against": "cpu", "bound": 1e-4},
+        ),
         (
             "the CPU's checkpoint, continued",
             "fp32",
-            {"run": "continued", "steps": 8, "settings": fp32, "begin": ["cpu", 4], "against": "cpu", "bound": 1e-4},
+            {
+                "run": "continued",
+                "steps": 8,
+                "settings": fp32,
+                "begin": ["cpu", 4],
+                "against": "cpu",
+                "bound": 1e-4,
+            },
         ),
         ("bf16, 20 steps", "bf16", {"run": "bf16", "steps": 20, "settings": bf16, "learns": True}),
         # Equal to the bit, but for what others' kernels add up in any order; that is rounding in bfloat16, and small in a loss.
         (
             "bf16, resumed at step 10",
             "bf16",
-            {"run": "resumed", "steps": 20, "settings": bf16, "begin": ["bf16", 10], "against": "bf16", "bound": 1e-3},
+            {
+                "run": "resumed",
+                "steps": 20,
+                "settings": bf16,
+                "begin": ["bf16", 10],
+                "against": "bf16",
+                "bound": 1e-3,
+            },
         ),
     )
     for number, (name, unit, arguments) in enumerate(runs):
-        yield Task("train", f"trainer: {name}", arguments, -1 + number / 100, 20, unit=f"trainer {unit}", together=True)
+        yield Task(
+            "train",
+            f"trainer: {name}",
+            arguments,
+            -1 + number / 100,
+            20,
+            unit=f"trainer {unit}",
+            together=True,
+        )
 
 
 def _features() -> Iterator[Task]:
     """Three steps of each setting that nothing else here reaches, and of each mixer."""
-    mixers = [f"model.mixer={name}" for name, mixer in MIXERS.items() if mixer.package is None or find_spec(mixer.package)]
+    mixers = [
+        f"model.mixer={name}"
+        for name, mixer in MIXERS.items()
+        if mixer.package is None or find_spec(mixer.package)
+    ]
     for number, setting in enumerate((*SETTINGS, *mixers)):
         run = "".join(letter if letter.isalnum() else "_" for letter in setting)
         arguments = {"run": run, "steps": 3, "settings": [setting, "train.precision=bf16"]}
-        yield Task("train", f"three steps: {setting}", arguments, 0.03 + number / 1000, 20, together=True)
+        yield Task(
+            "train", f"three steps: {setting}", arguments, 0.03 + number / 1000, 20, together=True
+        )
 
 
 def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
@@ -264,16 +343,35 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
     for tool in TOOLS:
         for task in _correctness(ops):
             asked = task.arguments
-            if asked["implementation"] in OURS and asked["case"] == next(iter(suites()[asked["op"]].cases)):
+            if asked["implementation"] in OURS and asked["case"] == next(
+                iter(suites()[asked["op"]].cases)
+            ):
                 arguments = {**asked, "small": True}
-                yield Task("sanitize", f"{tool}: {task.name}", arguments, 0.02, 5, together=True, tool=tool)
+                yield Task(
+                    "sanitize", f"{tool}: {task.name}", arguments, 0.02, 5, together=True, tool=tool
+                )
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
     """The trainer's own engine on random tokens: tokens/s, MFU, and peak memory compared with the plan's."""
     for number, name in enumerate(THROUGHPUT):
-        job = engines.Job("megatron", ranks=1, precision="bf16", size="gpu", warmup=2, steps=5, limit=ENGINE_LIMIT, model=name)
-        yield Task("engine", f"throughput of {name}", (_tiny(job) if dry else job).as_json(), number, 45 if "1.3b" in name else 30)
+        job = engines.Job(
+            "megatron",
+            ranks=1,
+            precision="bf16",
+            size="gpu",
+            warmup=2,
+            steps=5,
+            limit=ENGINE_LIMIT,
+            model=name,
+        )
+        yield Task(
+            "engine",
+            f"throughput of {name}",
+            (_tiny(job) if dry else job).as_json(),
+            number,
+            45 if "1.3b" in name else 30,
+        )
 
 
 def _tiny(job: engines.Job) -> engines.Job:
@@ -289,11 +387,19 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
         for implementation in sides(workload.op):
             asked = {"workload": name, "implementation": implementation}
             if implementation != "reference":
-                yield Task("compile", f"compile {name}, {implementation}", asked, 0.5, 8, together=True)
+                yield Task(
+                    "compile", f"compile {name}, {implementation}", asked, 0.5, 8, together=True
+                )
             for tokens in LENGTHS:
                 rank = _rank(name, implementation, tokens)
                 size = workload.size(tokens, TOKENS_A_CALL)
-                yield Task("op", f"{name}, {implementation}, {tokens}", {**asked, "size": asdict(size)}, rank, 1.2)
+                yield Task(
+                    "op",
+                    f"{name}, {implementation}, {tokens}",
+                    {**asked, "size": asdict(size)},
+                    rank,
+                    1.2,
+                )
         for tokens in LENGTHS:
             size = workload.size(tokens, TOKENS_A_CALL)
             for baseline, sized in workload.baselines.items():
@@ -311,7 +417,9 @@ def sides(op: str) -> tuple[str, ...]:
 
 
 def _baseline(name: str, size: Size, rank: float) -> Task:
-    label = f"{name}, {size.heads} heads of {size.key} and {size.value}, {size.batch} x {size.tokens}"
+    label = (
+        f"{name}, {size.heads} heads of {size.key} and {size.value}, {size.batch} x {size.tokens}"
+    )
     return Task("baseline", label, {"baseline": name, "size": asdict(size)}, rank, 1.2)
 
 
@@ -336,25 +444,62 @@ def _models() -> Iterator[Task]:
                 continue
             rank = 6.0
             if large:
-                rank = 2 if scale == "1.3B" and variant in urgent else 3 if variant in urgent | linear else 6
+                rank = (
+                    2
+                    if scale == "1.3B" and variant in urgent
+                    else 3
+                    if variant in urgent | linear
+                    else 6
+                )
             if variant == BASELINE:
                 rank -= 0.1
             arguments = {"scale": scale, "variant": variant, "batch": sizes.batch}
-            yield Task("model", f"{scale} {variant}", {**arguments, "recompute": False}, rank, 15 if large else 6)
+            yield Task(
+                "model",
+                f"{scale} {variant}",
+                {**arguments, "recompute": False},
+                rank,
+                15 if large else 6,
+            )
             if large and variant in urgent:
-                yield Task("model", f"{scale} {variant}, recomputing", {**arguments, "recompute": True}, 9, 15)
+                yield Task(
+                    "model",
+                    f"{scale} {variant}, recomputing",
+                    {**arguments, "recompute": True},
+                    9,
+                    15,
+                )
 
 
 def _engines(*, dry: bool) -> Iterator[Task]:
     """Every engine and ZeRO stage on one rank: without peers to split over, what DeepSpeed itself and its offload cost."""
     for number, variant in enumerate(engines.VARIANTS):
-        job = engines.Job(variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT)
-        yield Task("engine", f"engine {variant}", (_tiny(job) if dry else job).as_json(), 8.9 + number / 1000, 40)
+        job = engines.Job(
+            variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT
+        )
+        yield Task(
+            "engine",
+            f"engine {variant}",
+            (_tiny(job) if dry else job).as_json(),
+            8.9 + number / 1000,
+            40,
+        )
 
 
 def _trace() -> Iterator[Task]:
     """One step of a narrow 340M FEM under torch's profiler, by the trainer."""
     wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
     sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
-    settings = [*(f"model.{each}" for each in wide), *sizes, "log.profile.steps=[4]", "train.precision=bf16"]
-    yield Task("train", "trace of a step", {"run": "trace", "steps": 4, "settings": settings, "trace": True}, 0, 30)
+    settings = [
+        *(f"model.{each}" for each in wide),
+        *sizes,
+        "log.profile.steps=[4]",
+        "train.precision=bf16",
+    ]
+    yield Task(
+        "train",
+        "trace of a step",
+        {"run": "trace", "steps": 4, "settings": settings, "trace": True},
+        0,
+        30,
+    )

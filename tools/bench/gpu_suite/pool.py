@@ -30,7 +30,9 @@ class Worker:
     tool: it runs under this tool of compute-sanitizer, whose messages go to a file of its own.
     """
 
-    def __init__(self, log: Path, device: str = "", environment: dict[str, str] | None = None, tool: str = "") -> None:
+    def __init__(
+        self, log: Path, device: str = "", environment: dict[str, str] | None = None, tool: str = ""
+    ) -> None:
         self.log, self.device, self.tool = log, device, tool
         self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[str] | None = None
@@ -46,7 +48,9 @@ class Worker:
         self.kind = task.kind
         late = threading.Timer(limit, self._end, (process,))
         late.start()
-        asked = {"kind": task.kind, "arguments": task.arguments, "limit": limit} | ({"device": self.device} if self.device else {})
+        asked = {"kind": task.kind, "arguments": task.arguments, "limit": limit} | (
+            {"device": self.device} if self.device else {}
+        )
         try:
             process.stdin.write(json.dumps(asked) + "\n")
             process.stdin.flush()
@@ -63,7 +67,11 @@ class Worker:
                 self.close()
         else:
             self.close()
-            answer = {"gap": f"no answer within {limit:.0f} s" if timed_out else f"the process ended: {self._last_line()}"}
+            answer = {
+                "gap": f"no answer within {limit:.0f} s"
+                if timed_out
+                else f"the process ended: {self._last_line()}"
+            }
         return self._with_messages(answer) if self.tool else answer
 
     def close(self) -> None:
@@ -84,12 +92,27 @@ class Worker:
         if self.tool:
             self.messages.unlink(missing_ok=True)
             self.read = 0
-            command = ["compute-sanitizer", "--tool", self.tool, "--print-limit", "20", "--log-file", str(self.messages), *command]
+            command = [
+                "compute-sanitizer",
+                "--tool",
+                self.tool,
+                "--print-limit",
+                "20",
+                "--log-file",
+                str(self.messages),
+                *command,
+            ]
             # torch's own allocator hides accesses past the end of a tensor.
             environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment, start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         return self.process
 
@@ -115,14 +138,28 @@ class Worker:
                 text = file.read()
                 self.read = file.tell()
         lines = [line.removeprefix("=========").strip() for line in text.splitlines()]
-        reported = [line for line in lines if line.startswith(("Invalid", "Error", "Warning", "Race reported", "Potential"))]
+        reported = [
+            line
+            for line in lines
+            if line.startswith(("Invalid", "Error", "Warning", "Race reported", "Potential"))
+        ]
         if reported:
-            return {**answer, "gap": None, "result": {"checked": answer.get("result"), "reported": reported}}
-        return answer if answer.get("gap") else {"result": {"checked": answer["result"], "reported": []}}
+            return {
+                **answer,
+                "gap": None,
+                "result": {"checked": answer.get("result"), "reported": reported},
+            }
+        return (
+            answer
+            if answer.get("gap")
+            else {"result": {"checked": answer["result"], "reported": []}}
+        )
 
     def _last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        return next(
+            (line.strip() for line in reversed(lines) if line.strip()), "it printed nothing"
+        )
 
 
 class Clock:
@@ -139,7 +176,10 @@ class Clock:
 
     def expected(self, task: Task) -> float:
         """Seconds that a task may take: what the slowest of its kind took, at least a third and at most three times of the guess."""
-        return min(MARGIN * task.seconds, max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN))
+        return min(
+            MARGIN * task.seconds,
+            max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN),
+        )
 
     def fits(self, task: Task, until: float) -> bool:
         """Whether it may still be begun where its phase ends ``until`` seconds after the start."""
@@ -148,7 +188,14 @@ class Clock:
     def limit(self, task: Task, until: float) -> float:
         """Seconds after which it is ended: three times what is expected, or what its phase has left; never past the end of all."""
         longest = max(LIMIT, MARGIN * task.seconds)
-        return max(1.0, min(longest, max(MARGIN * self.expected(task), until - self.elapsed), self.budget - self.elapsed))
+        return max(
+            1.0,
+            min(
+                longest,
+                max(MARGIN * self.expected(task), until - self.elapsed),
+                self.budget - self.elapsed,
+            ),
+        )
 
     def took(self, task: Task, seconds: float) -> None:
         """Note what one took."""
@@ -179,7 +226,9 @@ class Work:
     def run(self, workers: Sequence[Worker]) -> list[Task]:
         """Perform the tasks; returns those that were left out."""
         self.at_once = len(workers)
-        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers]
+        threads = [
+            threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -219,11 +268,15 @@ class Work:
                 began = self.clock.now()
                 answer = worker.ask(task, self.clock.limit(task, self.until))
                 if not self.stopped:
-                    self._take(task, answer, self.clock.now() - began, len(unit) - unit.index(task) - 1)
+                    self._take(
+                        task, answer, self.clock.now() - began, len(unit) - unit.index(task) - 1
+                    )
 
     def _next(self, worker: Worker) -> list[Task] | None:
         with self.lock:
-            place = next((n for n, unit in enumerate(self.waiting) if unit[0].tool == worker.tool), None)
+            place = next(
+                (n for n, unit in enumerate(self.waiting) if unit[0].tool == worker.tool), None
+            )
             return None if place is None else self.waiting.pop(place)
 
     def _take(self, task: Task, answer: dict[str, Any], took: float, of_unit: int) -> None:
@@ -236,4 +289,8 @@ class Work:
             waiting = [other for unit in self.waiting for other in unit]
             ahead = sum(self.clock.expected(other) for other in waiting) / self.at_once
             outcome = Outcome(task, answer.get("result"), answer.get("gap"), took)
-            self.report(outcome, len(waiting) + of_unit, max(0.0, min(ahead, self.until - self.clock.elapsed)))
+            self.report(
+                outcome,
+                len(waiting) + of_unit,
+                max(0.0, min(ahead, self.until - self.clock.elapsed)),
+            )

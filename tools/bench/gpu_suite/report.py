@@ -61,7 +61,9 @@ def short(results: Results, *, dry: bool = False) -> str:
         found = results.ops.get((name, "auto", SHORT))
         if found is not None:
             ratio, best = results.ratio(name, "auto", SHORT), results.best(name, SHORT)
-            lines.append([name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""])
+            lines.append(
+                [name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""]
+            )
     parts = [] if dry else [targets(results)]
     if results.throughput:
         parts.append(throughput(results))
@@ -79,7 +81,14 @@ def targets(results: Results) -> str:
     rows = []
     for target in results.targets():
         bound = f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}"
-        rows.append([target.what, bound, "" if target.value is None else f"{target.value:.3f}", words[target.met]])
+        rows.append(
+            [
+                target.what,
+                bound,
+                "" if target.value is None else f"{target.value:.3f}",
+                words[target.met],
+            ]
+        )
     return runner.table(["target", "bound", "measured", ""], rows)
 
 
@@ -91,16 +100,36 @@ def correctness(results: Results) -> str:
         wrong = sum(not finding["good"] for finding in findings)
         verdict = f"{wrong} OUT OF BOUNDS" if wrong else "in bounds"
         where = f"{last['case']}: {last['result']}"
-        rows.append([op, implementation, dtype, str(len(findings)), f"{last['error']:.1e}", f"{last['bound']:.1e}", where, verdict])
-    table = runner.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
-    failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed if outcome.task.kind == "correctness")
+        rows.append(
+            [
+                op,
+                implementation,
+                dtype,
+                str(len(findings)),
+                f"{last['error']:.1e}",
+                f"{last['bound']:.1e}",
+                where,
+                verdict,
+            ]
+        )
+    table = runner.table(
+        ["operation", "implementation", "type", "results", "worst error", "bound", "where", ""],
+        rows,
+    )
+    failed = "\n".join(
+        f"- FAILED {outcome.task.name}: {outcome.gap}"
+        for outcome in results.failed
+        if outcome.task.kind == "correctness"
+    )
     return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
 
 
 def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for finding in results.findings:
-        found.setdefault((finding["op"], finding["implementation"], finding["dtype"]), []).append(finding)
+        found.setdefault((finding["op"], finding["implementation"], finding["dtype"]), []).append(
+            finding
+        )
     return found
 
 
@@ -125,7 +154,9 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
     found = outcome.result
     if "worst" not in found:
         return verdict, ""
-    return verdict, "equal to the bit" if found["equal"] else f"{found['worst']:.1e} apart, bound {found['bound']:.0e}"
+    return verdict, "equal to the bit" if found[
+        "equal"
+    ] else f"{found['worst']:.1e} apart, bound {found['bound']:.0e}"
 
 
 def sanitizer(results: Results) -> str:
@@ -137,7 +168,9 @@ def sanitizer(results: Results) -> str:
             lines.append(f"- FAILED {outcome.task.name}: {outcome.gap}")
         elif outcome.wrong:
             reported = outcome.result["reported"] or ["a result is out of bounds"]
-            lines.append(f"- {outcome.task.name}: {len(reported)} reports, the first: {reported[0]}")
+            lines.append(
+                f"- {outcome.task.name}: {len(reported)} reports, the first: {reported[0]}"
+            )
     if not count:
         return "It did not run."
     clean = "; ".join(f"{tool}: {number} cases" for tool, number in count.items())
@@ -158,14 +191,41 @@ def operations(results: Results) -> str:
                 side, best = results.ops[name, implementation, tokens], results.best(name, tokens)
                 ratio, roofs = results.ratio(name, implementation, tokens), results.roofs
                 size = workload.size(tokens, TOKENS_A_CALL)
-                row = [name, f"{size.heads} x {size.key}/{size.value}", f"{size.batch} x {tokens}", implementation]
+                row = [
+                    name,
+                    f"{size.heads} x {size.key}/{size.value}",
+                    f"{size.batch} x {tokens}",
+                    implementation,
+                ]
                 row += [_ms(side.forward), _ms(side.both), f"{side.spread:.1%}"]
-                row += [*(f"{part:.2f}" for part in ratio), best[0]] if ratio and best else ["", "", ""]
-                row.append(f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "")
+                row += (
+                    [*(f"{part:.2f}" for part in ratio), best[0]]
+                    if ratio and best
+                    else ["", "", ""]
+                )
+                row.append(
+                    f"{side.flops / side.both / roofs['matmul_flops']:.0%}"
+                    if roofs and side.flops
+                    else ""
+                )
                 row.append(f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "")
                 rows.append(row)
-    columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
-    columns += ["forward ÷", "fwd + bwd ÷", "baseline (the fastest of its kind here)", "of matmul", "of copy"]
+    columns = [
+        "operation",
+        "heads x d_k/d_v",
+        "batch x tokens",
+        "implementation",
+        "forward, ms",
+        "fwd + bwd, ms",
+        "spread",
+    ]
+    columns += [
+        "forward ÷",
+        "fwd + bwd ÷",
+        "baseline (the fastest of its kind here)",
+        "of matmul",
+        "of copy",
+    ]
     return runner.table(columns, rows) if rows else "Nothing was timed."
 
 
@@ -182,7 +242,17 @@ def engines(results: Results) -> str:
     return runner.table(columns, rows) if rows else "None was timed."
 
 
-MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "÷ joined", "MFU", "peak, GB", "recomputes"]
+MODEL_COLUMNS = [
+    "model",
+    "batch",
+    "step, ms",
+    "tokens/s",
+    "÷ Transformer",
+    "÷ joined",
+    "MFU",
+    "peak, GB",
+    "recomputes",
+]
 
 
 def models(results: Results) -> str:
@@ -197,11 +267,23 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         found = results.models.get((scale, variant, recompute))
         if found is None:
             continue
-        ratio, packed = results.model_ratio(scale, variant, recompute=recompute), results.packed_ratio(scale, variant)
+        ratio, packed = (
+            results.model_ratio(scale, variant, recompute=recompute),
+            results.packed_ratio(scale, variant),
+        )
         share = results.utilisation(scale, variant, recompute=recompute)
         seconds = found["step"]["seconds"]
-        row = [f"{scale} {variant}", f"{found['batch']} x {SCALES[scale].tokens}", _ms(seconds), f"{found['tokens'] / seconds:,.0f}"]
-        row += [f"{ratio:.2f}" if ratio else "", f"{packed:.2f}" if packed else "", f"{share:.1%}" if share else ""]
+        row = [
+            f"{scale} {variant}",
+            f"{found['batch']} x {SCALES[scale].tokens}",
+            _ms(seconds),
+            f"{found['tokens'] / seconds:,.0f}",
+        ]
+        row += [
+            f"{ratio:.2f}" if ratio else "",
+            f"{packed:.2f}" if packed else "",
+            f"{share:.1%}" if share else "",
+        ]
         rows.append([*row, f"{found['peak_bytes'] / 1e9:.1f}", "yes" if found["recompute"] else ""])
     return rows
 
@@ -241,7 +323,11 @@ def draw(results: Results, title: str, path: Path) -> bool:
     """Write the picture: errors over their bounds, and ratios over lengths; False where there is nothing to draw, or no matplotlib."""
     ratios = {}
     for name in WORKLOADS:
-        found = [(tokens, ratio[1]) for tokens in LENGTHS if (ratio := results.ratio(name, "auto", tokens))]
+        found = [
+            (tokens, ratio[1])
+            for tokens in LENGTHS
+            if (ratio := results.ratio(name, "auto", tokens))
+        ]
         if found:
             ratios[name] = found
     sides = _by_side(results)
@@ -258,17 +344,33 @@ def draw(results: Results, title: str, path: Path) -> bool:
     return True
 
 
-ERRORS_FROM, ERRORS_TO = 1e-3, 1e2  # shares of the bound that are drawn; what is outside stands at the end
+ERRORS_FROM, ERRORS_TO = (
+    1e-3,
+    1e2,
+)  # shares of the bound that are drawn; what is outside stands at the end
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
     """A row an operation; a mark for the worst result of each implementation, by type."""
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
-        found = [(op, max(map(_share, findings))) for (op, _, kind), findings in sides.items() if kind == dtype]
+        found = [
+            (op, max(map(_share, findings)))
+            for (op, _, kind), findings in sides.items()
+            if kind == dtype
+        ]
         places = [ops.index(op) + 0.2 * (number - 0.5) for op, _ in found]
         shares = [min(max(share, ERRORS_FROM), ERRORS_TO) for _, share in found]
-        axes.plot(shares, places, linestyle="none", marker="o", markersize=4, alpha=0.7, label=dtype, color=colour_of(number)["color"])
+        axes.plot(
+            shares,
+            places,
+            linestyle="none",
+            marker="o",
+            markersize=4,
+            alpha=0.7,
+            label=dtype,
+            color=colour_of(number)["color"],
+        )
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(ERRORS_FROM / 1.5, ERRORS_TO * 1.5)
@@ -281,7 +383,12 @@ def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any
 def _draw_ratios(axes: Any, ratios: dict[str, list[tuple[int, float]]]) -> None:
     for number, (name, found) in enumerate(ratios.items()):
         again = number >= len(COLOURS)  # the colours begin anew
-        axes.plot(*zip(*found, strict=True), label=name, linestyle="--" if again else "-", **colour_of(number))
+        axes.plot(
+            *zip(*found, strict=True),
+            label=name,
+            linestyle="--" if again else "-",
+            **colour_of(number),
+        )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)

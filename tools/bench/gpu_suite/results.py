@@ -65,7 +65,10 @@ class Outcome:
             return []
         asked = {key: self.task.arguments[key] for key in ("op", "implementation", "dtype")}
         found = self.result["checked"] or [] if self.task.kind == "sanitize" else self.result
-        return [{**asked, **each, "error": math.inf if each["error"] is None else each["error"]} for each in found]
+        return [
+            {**asked, **each, "error": math.inf if each["error"] is None else each["error"]}
+            for each in found
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The outcome and its task as JSON."""
@@ -133,9 +136,19 @@ class Record:
         """Of these tasks those to perform: first those without an outcome, then those that failed; a unit of runs wholly."""
         planned = list(planned)
         settled = {name for name, outcome in self.outcomes.items() if outcome.settled}
-        units = {task.unit for task in planned if task.kind == "train" and task.unit and task.name not in settled}
-        wanted = [task for task in planned if task.name not in settled or (task.kind == "train" and task.unit in units)]
-        return sorted(wanted, key=lambda task: task.name in self.outcomes and task.unit not in units)
+        units = {
+            task.unit
+            for task in planned
+            if task.kind == "train" and task.unit and task.name not in settled
+        }
+        wanted = [
+            task
+            for task in planned
+            if task.name not in settled or (task.kind == "train" and task.unit in units)
+        ]
+        return sorted(
+            wanted, key=lambda task: task.name in self.outcomes and task.unit not in units
+        )
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,13 @@ class Side:
     def of(cls, result: dict[str, Any]) -> Side:
         """From a worker's answer."""
         forward, both = result["forward"], result["both"]
-        return cls(forward["seconds"], both["seconds"], max(forward["spread"], both["spread"]), result["flops"][1], result["bytes"][1])
+        return cls(
+            forward["seconds"],
+            both["seconds"],
+            max(forward["spread"], both["spread"]),
+            result["flops"][1],
+            result["bytes"][1],
+        )
 
 
 @dataclass(frozen=True)
@@ -186,12 +205,19 @@ class Results:
         for outcome in self.outcomes:
             if outcome.gap is None:
                 self._take(outcome.task, outcome.result)
-        self.findings = [finding for outcome in self.outcomes if outcome.task.kind == "correctness" for finding in outcome.findings]
+        self.findings = [
+            finding
+            for outcome in self.outcomes
+            if outcome.task.kind == "correctness"
+            for finding in outcome.findings
+        ]
 
     def _take(self, task: Task, result: Any) -> None:
         asked = task.arguments
         if task.kind == "op":
-            self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = Side.of(result)
+            self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = Side.of(
+                result
+            )
         elif task.kind == "baseline":
             self.baselines[asked["baseline"], Size(**asked["size"])] = Side.of(result)
         elif task.kind == "model":
@@ -231,7 +257,11 @@ class Results:
     def ratio(self, workload: str, implementation: str, tokens: int) -> tuple[float, float] | None:
         """Forward, and forward + backward, over the fastest of what it is held against."""
         own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
-        return None if own is None or best is None else (own.forward / best[1].forward, own.both / best[1].both)
+        return (
+            None
+            if own is None or best is None
+            else (own.forward / best[1].forward, own.both / best[1].both)
+        )
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
         """Implementation, forward + backward over standard attention by the same engine, and ours: for each engine that both have."""
@@ -246,19 +276,27 @@ class Results:
         found = list(self.same_engine(workload, tokens))
         return min(found, key=lambda each: each[2].both)[1] if found else None
 
-    def model_ratio(self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE) -> float | None:
+    def model_ratio(
+        self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE
+    ) -> float | None:
         """A model's training step over the Transformer's, both for each token."""
         return self._per_token((scale, variant, recompute), (scale, base, recompute))
 
     def packed_ratio(self, scale: str, variant: str) -> float | None:
         """A training step on documents read apart over one on joined ones, both for each token."""
-        return self._per_token((scale, variant, False), (PACKED[scale], variant, False)) if scale in PACKED else None
+        return (
+            self._per_token((scale, variant, False), (PACKED[scale], variant, False))
+            if scale in PACKED
+            else None
+        )
 
     def _per_token(self, model: tuple[str, str, bool], base: tuple[str, str, bool]) -> float | None:
         own, other = self.models.get(model), self.models.get(base)
         if own is None or other is None:
             return None
-        ratio: float = (own["step"]["seconds"] / own["tokens"]) / (other["step"]["seconds"] / other["tokens"])
+        ratio: float = (own["step"]["seconds"] / own["tokens"]) / (
+            other["step"]["seconds"] / other["tokens"]
+        )
         return ratio
 
     def utilisation(self, scale: str, variant: str, *, recompute: bool = False) -> float | None:
@@ -275,29 +313,60 @@ class Results:
         fem, gla = "FEM-SM, C L T G", "FEM-GLA's read"
         return [
             *(
-                Target(f"FEM-SM's attention ÷ standard, the same engine, forward + backward, {tokens} tokens", bound, value)
-                for tokens, bound, value in ((n, b, self.fastest_engine_ratio(FIRST, n)) for n, b in ((4096, 1.15), (8192, 1.08)))
+                Target(
+                    f"FEM-SM's attention ÷ standard, the same engine, forward + backward, {tokens} tokens",
+                    bound,
+                    value,
+                )
+                for tokens, bound, value in (
+                    (n, b, self.fastest_engine_ratio(FIRST, n))
+                    for n, b in ((4096, 1.15), (8192, 1.08))
+                )
             ),
-            Target("FEM-SM with C L T G ÷ Transformer, training step, 1.3B at 4096", 1.10, self.model_ratio("1.3B", fem)),
-            Target("FEM-GLA's read ÷ GLA's, the same engine, forward + backward, 4096 tokens", 1.10, self._gla_ratio(gla)),
+            Target(
+                "FEM-SM with C L T G ÷ Transformer, training step, 1.3B at 4096",
+                1.10,
+                self.model_ratio("1.3B", fem),
+            ),
+            Target(
+                "FEM-GLA's read ÷ GLA's, the same engine, forward + backward, 4096 tokens",
+                1.10,
+                self._gla_ratio(gla),
+            ),
             Target(
                 "FEM-GLA with C L T G ÷ GLA, training step, 1.3B at 4096",
                 1.10,
                 self.model_ratio("1.3B", "FEM-GLA, C L T G", base="GLA"),
             ),
-            Target("FEM-SM ÷ Transformer, the trainer's step, 1.3B at 4096", 1.10, self._trainer_ratio("1.3b")),
+            Target(
+                "FEM-SM ÷ Transformer, the trainer's step, 1.3B at 4096",
+                1.10,
+                self._trainer_ratio("1.3b"),
+            ),
             *(
                 Target(f"MFU of the trainer, {name}", 0.41, self._trainer_mfu(name), at_least=True)
                 for name in ("transformer_1.3b", "fem_sm_1.3b")
             ),
-            Target("MFU of the 1.3B Transformer", 0.45, self.utilisation("1.3B", BASELINE), at_least=True),
+            Target(
+                "MFU of the 1.3B Transformer",
+                0.45,
+                self.utilisation("1.3B", BASELINE),
+                at_least=True,
+            ),
             Target("MFU of the 1.3B FEM-SM", 0.45, self.utilisation("1.3B", fem), at_least=True),
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
         """FEM's step over the Transformer's by the trainer's engine, both for each token."""
-        fem, base = self.throughput.get(f"fem_sm_{scale}"), self.throughput.get(f"transformer_{scale}")
-        return None if fem is None or base is None else (fem.step / fem.tokens) / (base.step / base.tokens)
+        fem, base = (
+            self.throughput.get(f"fem_sm_{scale}"),
+            self.throughput.get(f"transformer_{scale}"),
+        )
+        return (
+            None
+            if fem is None or base is None
+            else (fem.step / fem.tokens) / (base.step / base.tokens)
+        )
 
     def _trainer_mfu(self, name: str) -> float | None:
         return self.throughput[name].mfu if name in self.throughput else None
@@ -315,7 +384,13 @@ class Results:
         for name, workload in WORKLOADS.items():
             for tokens in LENGTHS if workload.op == "fem_attention" else ():
                 sides = {engine: self.ops.get((name, engine, tokens)) for engine in ENGINES}
-                times = {engine: round(1e6 * side.both, 1) for engine, side in sides.items() if side is not None}
+                times = {
+                    engine: round(1e6 * side.both, 1)
+                    for engine, side in sides.items()
+                    if side is not None
+                }
                 if times:
-                    entries.append(Entry("bfloat16", workload.key, workload.value, tokens, True, times))
+                    entries.append(
+                        Entry("bfloat16", workload.key, workload.value, tokens, True, times)
+                    )
         return entries

@@ -21,11 +21,21 @@ RUN = "configs/run/demo.yaml"
 VOCABULARY, DOCUMENTS, LONGEST = 512, 2000, 400
 SPLITS = ("train", "valid", "test")
 SMALL = [
-    *("model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=2", "model.ffn_hidden_size=128"),
+    *(
+        "model.num_layers=2",
+        "model.hidden_size=64",
+        "model.num_attention_heads=2",
+        "model.ffn_hidden_size=128",
+    ),
     "model.tie_embeddings=true",
 ]
 TINY = [  # over everything else, of a dry run
-    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.ffn_hidden_size=64"),
+    *(
+        "model.num_layers=1",
+        "model.hidden_size=32",
+        "model.num_attention_heads=2",
+        "model.ffn_hidden_size=64",
+    ),
     *("data.seq_length=64", "train.micro_batch_size=1", "train.global_batch_size=2"),
 ]
 ENDING = 10.0  # seconds in which a run that takes too long may stop by itself
@@ -56,7 +66,10 @@ def write_data(folder: Path) -> None:
         writer = IndexedWriter(data / split, "uint16")
         writer.add(ids[np.arange(LONGEST) < lengths[:, None]], lengths)
         writer.finish()
-    tokens = {"model": {"vocab": {f"t{number}": number for number in range(end)}}, "added_tokens": [{"content": "</s>", "id": end}]}
+    tokens = {
+        "model": {"vocab": {f"t{number}": number for number in range(end)}},
+        "added_tokens": [{"content": "</s>", "id": end}],
+    }
     (data / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
     (data / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}), encoding="utf-8")
 
@@ -80,9 +93,19 @@ def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
         raise TrainerError(f"the run did not train on {device}")
     rows = _rows(folder)
     losses = {step: row["loss"] for step, row in rows.items()}
-    if not losses or max(losses) != arguments["steps"] or not all(map(math.isfinite, losses.values())):
-        raise TrainerError(f"losses of steps 1 to {arguments['steps']} are missing or not finite: {losses}")
-    found: dict[str, Any] = {"losses": losses, "tokens_per_second": rows[max(rows)]["tokens_per_second"], "good": True}
+    if (
+        not losses
+        or max(losses) != arguments["steps"]
+        or not all(map(math.isfinite, losses.values()))
+    ):
+        raise TrainerError(
+            f"losses of steps 1 to {arguments['steps']} are missing or not finite: {losses}"
+        )
+    found: dict[str, Any] = {
+        "losses": losses,
+        "tokens_per_second": rows[max(rows)]["tokens_per_second"],
+        "good": True,
+    }
     if arguments.get("learns"):
         found["good"] = losses[max(losses)] < losses[min(losses)]
     if "against" in arguments:
@@ -93,13 +116,22 @@ def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
     return found
 
 
-def _compare(losses: Mapping[int, float], others: Mapping[int, Mapping[str, float]], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _compare(
+    losses: Mapping[int, float],
+    others: Mapping[int, Mapping[str, float]],
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
     """The steps that this run has taken itself, beside the same steps of the other."""
     first = arguments["begin"][1] if "begin" in arguments else 0
     pairs = [(loss, others[step]["loss"]) for step, loss in losses.items() if step > first]
     worst = max(abs(own - other) / abs(other) for own, other in pairs)
     equal = all(own == other for own, other in pairs)
-    return {"worst": worst, "bound": arguments["bound"], "equal": equal, "good": worst <= arguments["bound"]}
+    return {
+        "worst": worst,
+        "bound": arguments["bound"],
+        "equal": equal,
+        "good": worst <= arguments["bound"],
+    }
 
 
 def _copy_run(source: Path, folder: Path, step: int) -> None:
@@ -115,24 +147,56 @@ def _copy_run(source: Path, folder: Path, step: int) -> None:
 
 def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str]:
     data, settings = work / "data", arguments["settings"]
-    mixer = next((text.removeprefix("model.mixer=") for text in settings if text.startswith("model.mixer=")), "")
+    mixer = next(
+        (text.removeprefix("model.mixer=") for text in settings if text.startswith("model.mixer=")),
+        "",
+    )
     if mixer:  # what it needs at this size, as in the table of all mixers
         from tools.bench.mixers import SETTINGS
 
         settings = [*SETTINGS.get(mixer, ()), *settings]
     return [
-        *(sys.executable, "-m", "pretrain", RUN, f"run_dir={folder}", f"data.tokenizer={data}", f"model.vocab_size={VOCABULARY}"),
+        *(
+            sys.executable,
+            "-m",
+            "pretrain",
+            RUN,
+            f"run_dir={folder}",
+            f"data.tokenizer={data}",
+            f"model.vocab_size={VOCABULARY}",
+        ),
         *(f"data.{split}=[{{prefix: {data / split}}}]" for split in SPLITS),
-        *("log.interval=1", "train.eval_interval=0", "checkpoint.interval=0", "checkpoint.keep_last=3", "optimizer.warmup_steps=2"),
-        *(f"train.steps={arguments['steps']}", *SMALL, *settings, *(TINY if arguments.get("tiny") else ())),
+        *(
+            "log.interval=1",
+            "train.eval_interval=0",
+            "checkpoint.interval=0",
+            "checkpoint.keep_last=3",
+            "optimizer.warmup_steps=2",
+        ),
+        *(
+            f"train.steps={arguments['steps']}",
+            *SMALL,
+            *settings,
+            *(TINY if arguments.get("tiny") else ()),
+        ),
     ]
 
 
 def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
     """What the run printed. Raises TrainerError where it fails, with its last lines; they are in the suite's log, too."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
+    }
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         printed, _ = process.communicate(timeout=max(1.0, limit - ENDING))
@@ -147,14 +211,23 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
         raise TrainerError(f"the run took longer than {limit - ENDING:.0f} s") from None
     if process.returncode:
         print(" ".join(command), printed, sep="\n", file=sys.stderr, flush=True)
-        raise TrainerError(f"pretrain ended with {process.returncode}: {' / '.join(printed.strip().splitlines()[-LAST_LINES:])}")
+        raise TrainerError(
+            f"pretrain ended with {process.returncode}: {' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
+        )
     return printed
 
 
 def _rows(folder: Path) -> dict[int, dict[str, float]]:
     """Step -> the line of metrics.jsonl; the last of a step counts."""
     try:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, ValueError) as error:
         raise TrainerError(f"no losses can be read of the run {folder.name}: {error}") from None
-    return {int(row["step"]): {**row, "loss": math.nan if row["loss"] is None else row["loss"]} for row in lines if "loss" in row}
+    return {
+        int(row["step"]): {**row, "loss": math.nan if row["loss"] is None else row["loss"]}
+        for row in lines
+        if "loss" in row
+    }

@@ -52,7 +52,9 @@ def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     key = arguments["op"], arguments["case"], arguments["dtype"], real
     if key not in _expected:
         _expected.clear()
-        _expected[key] = expect(suite, arguments["case"], TYPES[arguments["dtype"]], platform.device(), real=real)
+        _expected[key] = expect(
+            suite, arguments["case"], TYPES[arguments["dtype"]], platform.device(), real=real
+        )
     findings = judge(suite, _expected[key], arguments["implementation"])
     return [{**asdict(finding), "good": finding.good} for finding in findings]
 
@@ -62,43 +64,83 @@ def _compile(arguments: dict[str, Any]) -> None:
     workload = WORKLOADS[arguments["workload"]]
     for tokens in arguments.get("lengths", LENGTHS):
         size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
-        outputs = workload.call(workload.inputs(Draw(platform.device(), torch.bfloat16, 0), size), arguments["implementation"])
+        outputs = workload.call(
+            workload.inputs(Draw(platform.device(), torch.bfloat16, 0), size),
+            arguments["implementation"],
+        )
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     platform.synchronize()
 
 
 def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
     """FLOP/s of a bf16 matrix product on random numbers, and bytes a second, read and written, of a copy."""
-    width, count, device = arguments.get("matmul", MATMUL), arguments.get("copy", COPY), platform.device()
+    width, count, device = (
+        arguments.get("matmul", MATMUL),
+        arguments.get("copy", COPY),
+        platform.device(),
+    )
     a, b = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
     product = measure(lambda number: a @ b, 1.0)
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = measure(lambda number: target.copy_(source), 0.5)
-    return {"matmul_flops": 2.0 * width**3 / product.seconds, "copy_bytes": 2.0 * count / copy.seconds}
+    return {
+        "matmul_flops": 2.0 * width**3 / product.seconds,
+        "copy_bytes": 2.0 * count / copy.seconds,
+    }
 
 
 def _op(arguments: dict[str, Any]) -> dict[str, Any]:
     size, name = Size(**arguments["size"]), arguments["workload"]
-    return asdict(time_workload(name, arguments["implementation"], size, torch.bfloat16, arguments.get("budget", SECONDS)))
+    return asdict(
+        time_workload(
+            name,
+            arguments["implementation"],
+            size,
+            torch.bfloat16,
+            arguments.get("budget", SECONDS),
+        )
+    )
 
 
 def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
     size = Size(**arguments["size"])
-    return asdict(time_baseline(arguments["baseline"], size, torch.bfloat16, arguments.get("budget", SECONDS)))
+    return asdict(
+        time_baseline(arguments["baseline"], size, torch.bfloat16, arguments.get("budget", SECONDS))
+    )
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
     """A whole model's training step; where the batch does not fit, half of it is tried, then recomputation."""
-    scale, recompute = replace(SCALES[arguments["scale"]], batch=arguments["batch"]), arguments["recompute"]
+    scale, recompute = (
+        replace(SCALES[arguments["scale"]], batch=arguments["batch"]),
+        arguments["recompute"],
+    )
     if arguments.get("tiny"):
-        model = replace(scale.model, num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=None, vocab_size=64)
+        model = replace(
+            scale.model,
+            num_layers=1,
+            hidden_size=32,
+            num_attention_heads=2,
+            ffn_hidden_size=None,
+            vocab_size=64,
+        )
         scale = replace(scale, model=model, tokens=8)
-    tries = [(scale.batch, recompute), (max(1, scale.batch // 2), recompute), (max(1, scale.batch // 2), True)]
+    tries = [
+        (scale.batch, recompute),
+        (max(1, scale.batch // 2), recompute),
+        (max(1, scale.batch // 2), True),
+    ]
     for number, (batch, again) in enumerate(tries):
         try:
             sized = replace(scale, batch=batch)
-            cost = train_step(arguments["variant"], sized, torch.bfloat16, arguments.get("budget", MODEL_SECONDS), recompute=again)
+            cost = train_step(
+                arguments["variant"],
+                sized,
+                torch.bfloat16,
+                arguments.get("budget", MODEL_SECONDS),
+                recompute=again,
+            )
             return {**asdict(cost), "batch": batch}
         except torch.OutOfMemoryError:
             if number == len(tries) - 1:
@@ -138,7 +180,11 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
     # A process that cannot reach the GPU would compute on the CPU without a word.
     there = _device_name()
     if there != asked.get("device", there):
-        return {"gap": f"the device of this process is {there}, not {asked['device']}", "lost": True, "gone": True}, False
+        return {
+            "gap": f"the device of this process is {there}, not {asked['device']}",
+            "lost": True,
+            "gone": True,
+        }, False
     found: dict[str, Any]
     try:
         found = {"result": perform(asked["kind"], asked["arguments"], asked.get("limit", 600.0))}
@@ -146,7 +192,9 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
         found = {"gap": "out of memory"}
     except Exception as error:
         # Whatever a kernel or a library of this machine raises, the other tasks are still wanted.
-        found = {"gap": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}
+        found = {
+            "gap": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        }
     try:
         platform.synchronize()
         platform.reset_peak_memory()

@@ -26,17 +26,33 @@ from tools.bench.whole_model import SCALES, WITHOUT
 PROGRAM = "tools.bench.traffic"
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "benchmarks" / "paper.md"
-PAIRS = (("fem_sm_1.3b", "transformer_1.3b"), ("fem_sm_340m", "transformer_340m"), ("cem_108m", "llama_108m"))
+PAIRS = (
+    ("fem_sm_1.3b", "transformer_1.3b"),
+    ("fem_sm_340m", "transformer_340m"),
+    ("cem_108m", "llama_108m"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables, write them."""
     parser = runner.command_line(PROGRAM, (__doc__ or "").partition(": ")[2])
-    parser.add_argument("--model", metavar="NAME", help="a part of configs/model; without it all mixers at the 1.3B widths")
-    parser.add_argument("--against", metavar="NAME", help="what it is compared with, a part of configs/model, too")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a part of configs/model; without it all mixers at the 1.3B widths",
+    )
+    parser.add_argument(
+        "--against", metavar="NAME", help="what it is compared with, a part of configs/model, too"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence (4096)")
-    parser.add_argument("--batch", type=int, help="sequences of a step; default: as tools.bench.gpu_suite has at this size, else 4")
-    parser.add_argument("--kernels", action="store_true", help="a row a kernel of the model's first layer, too")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="sequences of a step; default: as tools.bench.gpu_suite has at this size, else 4",
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="a row a kernel of the model's first layer, too"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/paper.md")
     return run(PROGRAM, lambda: report(parser.parse_args(arguments)))
 
@@ -44,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 def report(options: argparse.Namespace) -> int:
     """0. Raises UserError for what there is not."""
     if triton_version() is None:
-        raise UserError("the package triton is not installed, and its kernels are what is counted: pip install triton")
+        raise UserError(
+            "the package triton is not installed, and its kernels are what is counted: pip install triton"
+        )
     if options.against and not options.model:
         raise UserError("--against needs --model")
     if options.tokens < 1 or (options.batch is not None and options.batch < 1):
@@ -59,12 +77,24 @@ def report(options: argparse.Namespace) -> int:
         print(f"{steps_table(steps)}\n{SAME}")
         if options.kernels:
             print("\n" + kernels_table(steps[0]))
-        first = {"ratio": {roof.name: steps[0].total(roof) / steps[1].total(roof) for roof in ROOFS}} if options.against else {}
+        first = (
+            {"ratio": {roof.name: steps[0].total(roof) / steps[1].total(roof) for roof in ROOFS}}
+            if options.against
+            else {}
+        )
     else:
         steps = list(every_mixer(options.tokens, options.batch or 2).values())
         print(mixers_table(steps))
         first = {}
-    runner.write_json(options.json, {"suite": "traffic", "modelled": SOURCES, **first, "models": [step.as_json() for step in steps]})
+    runner.write_json(
+        options.json,
+        {
+            "suite": "traffic",
+            "modelled": SOURCES,
+            **first,
+            "models": [step.as_json() for step in steps],
+        },
+    )
     return 0
 
 
@@ -74,7 +104,9 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
     model = replace(model, vocab_size=model.vocab_size or runner.VOCABULARY)
     sizes = (model.hidden_size, model.num_layers)
     suited = (
-        scale.batch for scale in SCALES.values() if (scale.model.hidden_size, scale.model.num_layers, scale.tokens) == (*sizes, tokens)
+        scale.batch
+        for scale in SCALES.values()
+        if (scale.model.hidden_size, scale.model.num_layers, scale.tokens) == (*sizes, tokens)
     )
     return step_of(name, model, tokens, batch or next(suited, 4))
 
@@ -82,10 +114,19 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
     """Every mixer without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first; a sequence as it can be."""
     base = load(ModelConfig, runner.MODELS / "transformer_1.3b.yaml")
-    models = {name: replace(base, mixer=name) for name in (BASELINE, *MIXERS) if MIXERS[name].package is None}
+    models = {
+        name: replace(base, mixer=name)
+        for name in (BASELINE, *MIXERS)
+        if MIXERS[name].package is None
+    }
     models["GLA"] = replace(models["fem_gla"], fem=WITHOUT)
-    longest = {name: model.blocks()[0].mixer.max_length() or tokens for name, model in models.items()}
-    return {name: step_of(name, model, min(tokens, longest[name]), batch) for name, model in models.items()}
+    longest = {
+        name: model.blocks()[0].mixer.max_length() or tokens for name, model in models.items()
+    }
+    return {
+        name: step_of(name, model, min(tokens, longest[name]), batch)
+        for name, model in models.items()
+    }
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------------
@@ -102,7 +143,13 @@ def steps_table(steps: list[Step]) -> str:
         for step in steps:
             spent = {name: f"{1e3 * time:.1f}" for name, time in step.seconds(roof).items()}
             rows.append(
-                [roof.name, step.name, f"{1e3 * step.total(roof):.1f}", f"{step.total(roof) / steps[-1].total(roof):.3f}", *spent.values()]
+                [
+                    roof.name,
+                    step.name,
+                    f"{1e3 * step.total(roof):.1f}",
+                    f"{step.total(roof) / steps[-1].total(roof):.3f}",
+                    *spent.values(),
+                ]
             )
     header = ["GPU", "model", "step, ms", f"÷ {steps[-1].name}", *steps[0].seconds(ROOFS[0])]
     return runner.table(header, rows)
@@ -116,12 +163,18 @@ def mixers_table(steps: list[Step]) -> str:
         cells = [step.name]
         for backward in (False, True):
             for kinds in ((POINTWISE,), [kind for kind in KINDS if kind != POINTWISE]):
-                cells.append(_kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b))))  # type: ignore[misc]
+                cells.append(
+                    _kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b)))  # type: ignore[misc]
+                )
             cells.append(str(sum(launch.backward == backward for launch in first.launches)))
         cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
         tokens = step.tokens * step.batch / (base.tokens * base.batch)
-        rows.append([*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)])
-    header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split("|")
+        rows.append(
+            [*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)]
+        )
+    header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split(
+        "|"
+    )
     return runner.table([*header, *(f"step ÷ {BASELINE}, {roof.name}" for roof in ROOFS)], rows)
 
 
@@ -141,10 +194,20 @@ def page() -> str:
     parts = ["# On paper: modelled, not measured", INTRODUCTION]
     for ours, theirs in PAIRS:
         step = steps[ours]
-        parts += [f"## {ours} beside {theirs}, {step.batch} x {step.tokens} tokens", _shown(steps_table([step, steps[theirs]]))]
-    parts += ["## Every mixer at the 1.3B widths", LEGEND, _shown(mixers_table(list(every_mixer().values())))]
+        parts += [
+            f"## {ours} beside {theirs}, {step.batch} x {step.tokens} tokens",
+            _shown(steps_table([step, steps[theirs]])),
+        ]
+    parts += [
+        "## Every mixer at the 1.3B widths",
+        LEGEND,
+        _shown(mixers_table(list(every_mixer().values()))),
+    ]
     parts += [f"## A layer of {PAIRS[0][0]}", _shown(kernels_table(steps[PAIRS[0][0]], 1024.0))]
-    parts += ["## The model's numbers", _shown("\n".join(f"{what}: {text}" for what, text in SOURCES.items()))]
+    parts += [
+        "## The model's numbers",
+        _shown("\n".join(f"{what}: {text}" for what, text in SOURCES.items())),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

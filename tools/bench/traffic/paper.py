@@ -44,7 +44,8 @@ OPTIMIZER_BYTES = {  # of a parameter
     "adding the bfloat16 one to it": 2 + 4 + 4,
     "dividing it by the step's tokens": 4 + 4,
     "its norm": 4,
-    "fused AdamW (reads weight, gradient and two moments, writes all but the gradient)": 4 * 4 + 3 * 4,
+    "fused AdamW (reads weight, gradient and two moments, writes all but the gradient)": 4 * 4
+    + 3 * 4,
     "copying the weight to bfloat16": 4 + 2,
 }
 SOURCES = {
@@ -78,11 +79,18 @@ class Part:
         """By what it is spent on, of all ``count``."""
         spent = {**dict.fromkeys(KINDS, 0.0), "gaps": roof.gap * len(self.trace.launches)}
         for launch in self.trace.launches:
-            rate = {PRODUCT: roof.products, WIDE: roof.wide, ATTENTION: roof.attention[launch.backward]}.get(launch.kind, 1.0)
+            rate = {
+                PRODUCT: roof.products,
+                WIDE: roof.wide,
+                ATTENTION: roof.attention[launch.backward],
+            }.get(launch.kind, 1.0)
             if launch.kind != TILES:
                 spent[launch.kind] += max(launch.bytes / roof.bandwidth, launch.flops / rate)
         for backward, flops in ((False, self.tiles), (True, BACKWARD * self.tiles)):
-            spent[TILES] += max(self.trace.bytes(TILES, backward=backward) / roof.bandwidth, flops / roof.tiles[backward])
+            spent[TILES] += max(
+                self.trace.bytes(TILES, backward=backward) / roof.bandwidth,
+                flops / roof.tiles[backward],
+            )
         return {name: self.count * time for name, time in spent.items()}
 
 
@@ -114,13 +122,20 @@ class Step:
     def per_token(self, of: Callable[[Trace], float]) -> float:
         """The mean over layers of ``of`` a layer's trace, for a token."""
         layers = sum(part.count for part in self.layers)
-        return sum(part.count * of(part.trace) for part in self.layers) / layers / (self.tokens * self.batch)
+        return (
+            sum(part.count * of(part.trace) for part in self.layers)
+            / layers
+            / (self.tokens * self.batch)
+        )
 
     def as_json(self) -> dict[str, Any]:
         """All numbers; bytes of a token and layer."""
         first = self.layers[0].trace
         passes = {
-            name: {kind: self.per_token(lambda t, k=kind, b=backward: t.bytes(k, backward=b)) for kind in KINDS}  # type: ignore[misc]
+            name: {
+                kind: self.per_token(lambda t, k=kind, b=backward: t.bytes(k, backward=b))  # type: ignore[misc]
+                for kind in KINDS
+            }
             | {"launches": sum(launch.backward == backward for launch in first.launches)}
             for name, backward in (("forward", False), ("backward", True))
         }
@@ -135,10 +150,19 @@ class Step:
             "kept_bytes": self.per_token(lambda t: t.kept_bytes),
             **passes,
             "kernels": [
-                {"pass": ("forward", "backward")[backward], "kernel": kernel, "kind": kind, "launches": launches, "bytes": moved}
+                {
+                    "pass": ("forward", "backward")[backward],
+                    "kernel": kernel,
+                    "kind": kind,
+                    "launches": launches,
+                    "bytes": moved,
+                }
                 for (backward, kind, kernel), (launches, moved) in kernels_of(self).items()
             ],
-            "milliseconds": {roof.name: {name: 1e3 * time for name, time in self.seconds(roof).items()} for roof in ROOFS},
+            "milliseconds": {
+                roof.name: {name: 1e3 * time for name, time in self.seconds(roof).items()}
+                for roof in ROOFS
+            },
         }
 
 
@@ -159,14 +183,22 @@ def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
     layers = tuple(_layer(shape, shapes.count(shape), model, tokens, batch) for shape in kinds)
     parameters = sum(count_by_component(model).values())
     return Step(
-        name, model, tokens, batch, layers, Part(1, run_on_paper(lambda parallel: _ends(model, parallel, tokens, batch))), parameters
+        name,
+        model,
+        tokens,
+        batch,
+        layers,
+        Part(1, run_on_paper(lambda parallel: _ends(model, parallel, tokens, batch))),
+        parameters,
     )
 
 
 Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
 
 
-def layer_trace(shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True) -> Trace:
+def layer_trace(
+    shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True
+) -> Trace:
     """A block's passes over x [tokens, batch, hidden], bfloat16."""
 
     def make(parallel: OneProcess) -> Made:

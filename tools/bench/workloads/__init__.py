@@ -1,6 +1,15 @@
 """What is timed: every operation as its layer calls it, and what it is held against; by name, so that other processes can be asked."""
 
-from tools.bench.workloads.base import LINEAR, STANDARD_ATTENTION, Baseline, Draw, Inputs, Outputs, Size, Workload
+from tools.bench.workloads.base import (
+    LINEAR,
+    STANDARD_ATTENTION,
+    Baseline,
+    Draw,
+    Inputs,
+    Outputs,
+    Size,
+    Workload,
+)
 from tools.bench.workloads.reads import READS
 from tools.bench.workloads.scans import PLAIN_GLA, SCANS
 

@@ -51,22 +51,40 @@ class Draw:
         self.device, self.dtype = device, dtype
         self.rng = torch.Generator(device).manual_seed(seed)
 
-    def normal(self, *shape: int, change: Callable[[Tensor], Tensor] = lambda x: x, wide: bool = False) -> Tensor:
+    def normal(
+        self, *shape: int, change: Callable[[Tensor], Tensor] = lambda x: x, wide: bool = False
+    ) -> Tensor:
         """change(normal(0, 1)) of this shape; wide: float32 whatever the type is."""
         drawn = torch.randn(shape, generator=self.rng, device=self.device)
         return change(drawn).to(torch.float32 if wide else self.dtype).requires_grad_()
 
-    def heads(self, size: Size, width: int, change: Callable[[Tensor], Tensor] = lambda x: x, *, wide: bool = False) -> Tensor:
+    def heads(
+        self,
+        size: Size,
+        width: int,
+        change: Callable[[Tensor], Tensor] = lambda x: x,
+        *,
+        wide: bool = False,
+    ) -> Tensor:
         """[batch, heads, tokens, width] over memory laid out as the layers have it, [tokens, batch, heads, width]."""
-        drawn = torch.randn(size.tokens, size.batch, size.heads, width, generator=self.rng, device=self.device)
-        return change(drawn).to(torch.float32 if wide else self.dtype).permute(1, 2, 0, 3).requires_grad_()
+        drawn = torch.randn(
+            size.tokens, size.batch, size.heads, width, generator=self.rng, device=self.device
+        )
+        return (
+            change(drawn)
+            .to(torch.float32 if wide else self.dtype)
+            .permute(1, 2, 0, 3)
+            .requires_grad_()
+        )
 
     def packed(self, *shape: int, parts: int) -> tuple[Tensor, ...]:
         """``parts`` tensors of this shape whose numbers lie side by side, as a projection's slices do."""
         drawn = torch.randn(*shape, parts, generator=self.rng, device=self.device).to(self.dtype)
         return tuple(part.requires_grad_() for part in drawn.unbind(-1))
 
-    def steps(self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False) -> Tensor:
+    def steps(
+        self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False
+    ) -> Tensor:
         """[batch, heads, tokens], one number a token and head."""
         return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
@@ -130,12 +148,20 @@ def per_token(products: Callable[[Size], float]) -> Callable[[Size], tuple[float
     return lambda size: (2 * size.rows * products(size), 4 * size.rows * products(size))
 
 
-SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def attention_inputs(draw: Draw, size: Size) -> Inputs:
     """q, k, v of standard attention."""
-    return {"q": draw.heads(size, size.key), "k": draw.heads(size, size.key), "v": draw.heads(size, size.value)}
+    return {
+        "q": draw.heads(size, size.key),
+        "k": draw.heads(size, size.key),
+        "v": draw.heads(size, size.value),
+    }
 
 
 def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
@@ -153,7 +179,9 @@ def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
 
     def call(inputs: Inputs) -> Outputs:
         with sdpa_kernel(backends) if backends else nullcontext():
-            return (scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),)
+            return (
+                scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),
+            )
 
     return call
 
@@ -175,7 +203,11 @@ def needs_gpu(device: torch.device) -> str | None:
 
 def needs_fla(device: torch.device) -> str | None:
     """Why flash-linear-attention's kernels cannot run on ``device``."""
-    return needs_gpu(device) or (None if find_spec("fla") is not None else "the package flash-linear-attention is not installed")
+    return needs_gpu(device) or (
+        None
+        if find_spec("fla") is not None
+        else "the package flash-linear-attention is not installed"
+    )
 
 
 ATTENTION = per_pair(lambda size: size.key + size.value)
@@ -188,7 +220,12 @@ OTHER_ENGINES = {
 }
 
 
-def _attention(label: str, call: Callable[[Inputs], Outputs], lacks: Callable[[torch.device], str | None], engine: str) -> Baseline:
+def _attention(
+    label: str,
+    call: Callable[[Inputs], Outputs],
+    lacks: Callable[[torch.device], str | None],
+    engine: str,
+) -> Baseline:
     return Baseline(f"attention: {label}", attention_inputs, call, ATTENTION, lacks, engine)
 
 
@@ -196,8 +233,14 @@ STANDARD_ATTENTION = {
     baseline.name: baseline
     for baseline in (
         _attention("torch's choice", _torchs([]), lambda device: None, "sdpa"),
-        *(_attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name) for name, backend in SDPA.items()),
-        *(_attention(label, _by_engine(name), ENGINES[name].lacks, name) for name, label in OTHER_ENGINES.items()),
+        *(
+            _attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name)
+            for name, backend in SDPA.items()
+        ),
+        *(
+            _attention(label, _by_engine(name), ENGINES[name].lacks, name)
+            for name, label in OTHER_ENGINES.items()
+        ),
     )
 }
 
@@ -207,7 +250,10 @@ STANDARD_ATTENTION = {
 
 def decaying_inputs(draw: Draw, size: Size) -> Inputs:
     """q, k, v and a log-decay a head, as gated linear attention has them."""
-    return {**attention_inputs(draw, size), "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4))}
+    return {
+        **attention_inputs(draw, size),
+        "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4)),
+    }
 
 
 def _fla_simple_gla(inputs: Inputs) -> Outputs:
@@ -220,7 +266,10 @@ def _fla_simple_gla(inputs: Inputs) -> Outputs:
 def scan_inputs(draw: Draw, size: Size) -> Inputs:
     """Log-decays a <= 0 and x [batch, tokens, heads * value], float32: the conditioner's channels as fla lays them out."""
     shape = (size.batch, size.tokens, size.heads * size.value)
-    return {"a": draw.normal(*shape, change=logsigmoid, wide=True), "x": draw.normal(*shape, wide=True)}
+    return {
+        "a": draw.normal(*shape, change=logsigmoid, wide=True),
+        "x": draw.normal(*shape, wide=True),
+    }
 
 
 def _fla_hgrn(inputs: Inputs) -> Outputs:
@@ -231,6 +280,12 @@ def _fla_hgrn(inputs: Inputs) -> Outputs:
 
 FLA_GLA, FLA_HGRN = "fla: chunk_simple_gla", "fla: chunk_hgrn"
 LINEAR = {
-    FLA_GLA: Baseline(FLA_GLA, decaying_inputs, _fla_simple_gla, per_token(lambda size: 2 * size.key * size.value), needs_fla),
+    FLA_GLA: Baseline(
+        FLA_GLA,
+        decaying_inputs,
+        _fla_simple_gla,
+        per_token(lambda size: 2 * size.key * size.value),
+        needs_fla,
+    ),
     FLA_HGRN: Baseline(FLA_HGRN, scan_inputs, _fla_hgrn, no_products, needs_fla),
 }

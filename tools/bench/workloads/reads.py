@@ -13,21 +13,36 @@ from kernels.cem_attention import Diagonal, cem_attention
 from kernels.fem_attention import fem_attention
 from kernels.second_order_attention import second_order_attention
 from kernels.symmetric_attention import symmetric_attention
-from tools.bench.workloads.base import STANDARD_ATTENTION, Draw, Inputs, Outputs, Size, Workload, by_name, per_pair
+from tools.bench.workloads.base import (
+    STANDARD_ATTENTION,
+    Draw,
+    Inputs,
+    Outputs,
+    Size,
+    Workload,
+    by_name,
+    per_pair,
+)
 
 
 def gated_read(draw: Draw, size: Size) -> Inputs:
     """v, beta, lambda and gate of the free-energy read."""
     return {
         "v": draw.heads(size, size.value),
-        "beta": draw.normal(size.heads, size.value, change=lambda x: softplus(x / 4 + 1.8), wide=True),
+        "beta": draw.normal(
+            size.heads, size.value, change=lambda x: softplus(x / 4 + 1.8), wide=True
+        ),
         "lam": draw.heads(size, size.value, torch.sigmoid),
         "gate": draw.heads(size, size.value, softplus),
     }
 
 
 def _fem_inputs(draw: Draw, size: Size) -> Inputs:
-    return {"q": draw.heads(size, size.key), "k": draw.heads(size, size.key), **gated_read(draw, size)}
+    return {
+        "q": draw.heads(size, size.key),
+        "k": draw.heads(size, size.key),
+        **gated_read(draw, size),
+    }
 
 
 def _cem_inputs(draw: Draw, size: Size) -> Inputs:
@@ -56,7 +71,9 @@ def _second_order_inputs(draw: Draw, size: Size) -> Inputs:
     def positive_definite(x: Tensor) -> Tensor:
         return x @ x.mT / x.shape[-1] + torch.eye(x.shape[-1], device=x.device)
 
-    angles = torch.rand(1, 1, size.tokens, size.key // 2, generator=draw.rng, device=draw.device) * 6.28
+    angles = (
+        torch.rand(1, 1, size.tokens, size.key // 2, generator=draw.rng, device=draw.device) * 6.28
+    )
     return {
         "q": draw.heads(size, size.key),
         "k": draw.heads(size, size.key),
@@ -76,7 +93,9 @@ def _symmetric_inputs(draw: Draw, size: Size) -> Inputs:
 
 _bisoftmax = by_name(partial(symmetric_attention, kind="bisoftmax", causal=False))
 FEM_READ = per_pair(lambda size: size.key + 2 * size.value)
-_SAME = dict.fromkeys(STANDARD_ATTENTION, lambda size: Size(size.batch, size.tokens, size.heads, size.key, size.key))
+_SAME = dict.fromkeys(
+    STANDARD_ATTENTION, lambda size: Size(size.batch, size.tokens, size.heads, size.key, size.key)
+)
 _TWICE = dict.fromkeys(STANDARD_ATTENTION, lambda size: size.wider(2))
 
 SMALL = (2, 32, 32)
@@ -92,12 +111,37 @@ HYPERSET: dict[str, Any] = {
 READS = (
     # FEM-SM's read at 1.3B and at 340M.
     *(
-        Workload(name, "fem_attention", _fem_inputs, by_name(fem_attention), FEM_READ, 16, key, value, small, _TWICE)
-        for name, key, value, small in (("fem_attention", 128, 64, (2, 32, 16)), ("fem_attention, narrow", 64, 32, (2, 16, 8)))
+        Workload(
+            name,
+            "fem_attention",
+            _fem_inputs,
+            by_name(fem_attention),
+            FEM_READ,
+            16,
+            key,
+            value,
+            small,
+            _TWICE,
+        )
+        for name, key, value, small in (
+            ("fem_attention", 128, 64, (2, 32, 16)),
+            ("fem_attention, narrow", 64, 32, (2, 16, 8)),
+        )
     ),
     # CEM's attention, the diagonal shared by the heads: a pair's score and read in each head, and the diagonal's score, as wide as the
     # model, once.
-    Workload("cem_attention", "cem_attention", _cem_inputs, _cem, per_pair(lambda size: 3 * size.key), 16, 64, 64, SMALL, _SAME),
+    Workload(
+        "cem_attention",
+        "cem_attention",
+        _cem_inputs,
+        _cem,
+        per_pair(lambda size: 3 * size.key),
+        16,
+        64,
+        64,
+        SMALL,
+        _SAME,
+    ),
     # MHA2nd1st's step at 1.3B.
     Workload(
         name="second_order_attention",
@@ -110,6 +154,16 @@ READS = (
         baselines=_SAME,
     ),
     # Hyper-SET's attention: the row softmax (causal), and rows and columns (all pairs: twice a causal mask's).
-    Workload(name="symmetric_attention", call=by_name(symmetric_attention), flops=per_pair(lambda size: 2 * size.key), **HYPERSET),
-    Workload(name="symmetric_attention, bisoftmax", call=_bisoftmax, flops=per_pair(lambda size: 4 * size.key), **HYPERSET),
+    Workload(
+        name="symmetric_attention",
+        call=by_name(symmetric_attention),
+        flops=per_pair(lambda size: 2 * size.key),
+        **HYPERSET,
+    ),
+    Workload(
+        name="symmetric_attention, bisoftmax",
+        call=_bisoftmax,
+        flops=per_pair(lambda size: 4 * size.key),
+        **HYPERSET,
+    ),
 )

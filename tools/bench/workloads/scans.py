@@ -65,7 +65,11 @@ def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
     prior = LinearPrior(FemShape.of(model, GlaShape))
     with asked_for("linear_attention", implementation):
-        return (prior(parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()),)
+        return (
+            prior(
+                parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()
+            ),
+        )
 
 
 def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
@@ -105,7 +109,9 @@ def _ssm_inputs(draw: Draw, size: Size) -> Inputs:
     rates = torch.arange(1, states + 1, device=draw.device)
     return {
         "delta": draw.heads(size, size.value, lambda x: softplus(x - 4), wide=True),
-        "rate": draw.normal(size.heads, size.value, states, change=lambda x: softplus(x / 4 + rates), wide=True),
+        "rate": draw.normal(
+            size.heads, size.value, states, change=lambda x: softplus(x / 4 + rates), wide=True
+        ),
         "b_in": draw.heads(size, states, softplus, wide=True),
         "c_out": draw.heads(size, states, softplus, wide=True),
         **gated_read(draw, size),
@@ -147,15 +153,32 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
-    z, n = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())), max(4, size.heads * size.value // 16)
+    z, n = (
+        draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())),
+        max(4, size.heads * size.value // 16),
+    )
     cos, sin = rotations(z, size.key, Context(), Rope(10000.0))
-    features, weight = draw.normal(size.tokens, size.batch, n), draw.normal(z.shape[2], n, change=lambda x: x / 50)
-    return {"z": z, "features": features, "weight": weight, "cos": cos, "sin": sin, "widths": widths}
+    features, weight = (
+        draw.normal(size.tokens, size.batch, n),
+        draw.normal(z.shape[2], n, change=lambda x: x / 50),
+    )
+    return {
+        "z": z,
+        "features": features,
+        "weight": weight,
+        "cos": cos,
+        "sin": sin,
+        "widths": widths,
+    }
 
 
 def _projection(inputs: Inputs, implementation: str) -> Outputs:
     z, features, weight, cos, sin, widths = inputs.values()
-    return tuple(fem_projection(z, [(features, weight)], (cos, sin), widths, 1e-6, implementation=implementation).values())
+    return tuple(
+        fem_projection(
+            z, [(features, weight)], (cos, sin), widths, 1e-6, implementation=implementation
+        ).values()
+    )
 
 
 def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
@@ -183,12 +206,17 @@ def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-_ONCE, _BOTH = per_token(lambda size: 2 * size.key * size.value), per_token(lambda size: 4 * size.key * size.value)
+_ONCE, _BOTH = (
+    per_token(lambda size: 2 * size.key * size.value),
+    per_token(lambda size: 4 * size.key * size.value),
+)
 _WIDER = dict.fromkeys((PLAIN_GLA.name, FLA_GLA), lambda size: size.wider(2))
 
 SCANS = (
     # FEM-GLA's read at 1.3B, with its features.
-    Workload("FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER),
+    Workload(
+        "FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER
+    ),
     # Gated linear attention, a decay a head.
     Workload(
         name="linear_attention",
@@ -201,8 +229,24 @@ SCANS = (
         baselines={FLA_GLA: lambda size: size},
     ),
     # FEM-AFT's read at 1.3B, and FEM-Mamba's of 96 states.
-    Workload("aft_read", "aft_read", _aft_inputs, by_name(aft_read), no_products, value=85, small=(2, 32, 21)),
-    Workload("ssm_read", "ssm_read", _ssm_inputs, by_name(ssm_read), no_products, key=96, small=(2, 8, 16)),
+    Workload(
+        "aft_read",
+        "aft_read",
+        _aft_inputs,
+        by_name(aft_read),
+        no_products,
+        value=85,
+        small=(2, 32, 21),
+    ),
+    Workload(
+        "ssm_read",
+        "ssm_read",
+        _ssm_inputs,
+        by_name(ssm_read),
+        no_products,
+        key=96,
+        small=(2, 8, 16),
+    ),
     # The conditioner's scan at 1.3B, and what it reads off its state.
     Workload(
         name="time_decay_scan",
@@ -237,16 +281,27 @@ SCANS = (
         op="fem_projection",
         inputs=_projection_inputs,
         call=_projection,
-        flops=per_token(lambda size: size.heads * size.value // 16 * (2 * size.key + 3 * size.value)),
+        flops=per_token(
+            lambda size: size.heads * size.value // 16 * (2 * size.key + 3 * size.value)
+        ),
         small=(2, 32, 16),
     ),
-    Workload(name="rotary", op="rotary", inputs=_rotary_inputs, call=_rotary, flops=no_products, small=(2, 32, 16)),
+    Workload(
+        name="rotary",
+        op="rotary",
+        inputs=_rotary_inputs,
+        call=_rotary,
+        flops=no_products,
+        small=(2, 32, 16),
+    ),
     # Hyper-SET's attention in linear time, which has one implementation.
     Workload(
         name="symmetric_linear_attention",
         op="symmetric_linear_attention",
         inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
-        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),  # it has one implementation
+        call=lambda inputs, implementation: (
+            symmetric_linear_attention(inputs["z"])[0],
+        ),  # it has one implementation
         flops=per_token(lambda size: 2 * size.key * size.key),
         key=64,
         value=64,

@@ -17,7 +17,9 @@ ITEMS = 60
 NOUNS = "item value path name node key line token entry field record index".split()
 CALLS = "load parse find read check make count merge split open_file update remove".split()
 CLOSES = {"(": ")", "[": "]", "{": "}"}
-WRITTEN: dict[str, list[Any]] = json.loads(Path(__file__).with_name("items.json").read_text(encoding="utf-8"))
+WRITTEN: dict[str, list[Any]] = json.loads(
+    Path(__file__).with_name("items.json").read_text(encoding="utf-8")
+)
 
 Rows = list[dict[str, Any]]
 
@@ -92,7 +94,13 @@ def next_line() -> Rows:
         names = {"a": a, "b": b, "f": CALLS[draw.below(len(CALLS))]}
         others = draw.some([line for index, (_, line) in enumerate(written) if index != at], 3)
         before, right = written[at]
-        rows.append(draw.choose(before.format(**names), right.format(**names), [line.format(**names) for line in others]))
+        rows.append(
+            draw.choose(
+                before.format(**names),
+                right.format(**names),
+                [line.format(**names) for line in others],
+            )
+        )
     return rows
 
 
@@ -106,7 +114,9 @@ def recall() -> Rows:
         set_to = "".join(f"{name} = {value}\n" for name, value in zip(names, values, strict=True))
         asked = draw.below(3)
         shown = "".join(f"assert {names[i]} == {values[i]}\n" for i in range(3) if i != asked)
-        rows.append({"context": f"{set_to}\n{shown}assert {names[asked]} ==", "answer": values[asked]})
+        rows.append(
+            {"context": f"{set_to}\n{shown}assert {names[asked]} ==", "answer": values[asked]}
+        )
     return rows
 
 

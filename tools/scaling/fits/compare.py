@@ -24,10 +24,15 @@ def compare(variant: VariantFit, baseline: VariantFit, interval: float) -> list[
     ]
 
 
-def _compared(variant: VariantFit, baseline: VariantFit, method: str, interval: float) -> Comparison:
+def _compared(
+    variant: VariantFit, baseline: VariantFit, method: str, interval: float
+) -> Comparison:
     by, flops = METHODS[method], _budgets(baseline)
     (ours, our_draws), (theirs, their_draws) = (_rows(fit, method) for fit in (variant, baseline))
-    reach, own = _loss(theirs, flops)[0], _loss(ours, _budgets(variant))[0]  # the baseline's, falling
+    reach, own = (
+        _loss(theirs, flops)[0],
+        _loss(ours, _budgets(variant))[0],
+    )  # the baseline's, falling
     none = ""
     if own.min() > reach.max() or reach.min() > own.max():
         spans = f"{own.min():.3f} to {own.max():.3f} and {reach.min():.3f} to {reach.max():.3f}"
@@ -37,7 +42,14 @@ def _compared(variant: VariantFit, baseline: VariantFit, method: str, interval: 
     if not kept.any():
         none = none or f"{variant.name} reaches none of {baseline.name}'s losses by the {by}"
     if none:
-        return Comparison(variant.name, baseline.name, method, [], None, f"{none}, so there is no compute multiplier")
+        return Comparison(
+            variant.name,
+            baseline.name,
+            method,
+            [],
+            None,
+            f"{none}, so there is no compute multiplier",
+        )
     flops, reach, value = flops[kept], reach[kept], value[:, kept]
     draws = min(len(our_draws), len(their_draws))
     ratios = _flops_for(our_draws[:draws], _loss(their_draws[:draws], flops)) / flops
@@ -45,7 +57,9 @@ def _compared(variant: VariantFit, baseline: VariantFit, method: str, interval: 
         Multiplier(float(c), float(loss), _estimate(float(v), column, interval))
         for c, loss, v, column in zip(flops, reach, value[0], ratios.T, strict=True)
     ]
-    overall = _estimate(float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval)
+    overall = _estimate(
+        float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval
+    )
     words = (
         f"{variant.name} reaches {baseline.name}'s loss with {overall.text('.2f')} of its FLOPs, by the {by} "
         f"from {flops.min():.1e} to {flops.max():.1e} FLOPs"
@@ -81,7 +95,9 @@ def _flops_for(law: Array, loss: Array) -> Array:
     """FLOPs for each loss ``[r, p]``; infinite where the law's offset is not below it."""
     above = loss - law[:, 2:]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.where(above > 0, (np.maximum(above, 1e-300) / law[:, :1]) ** (1 / law[:, 1:2]), np.inf)
+        return np.where(
+            above > 0, (np.maximum(above, 1e-300) / law[:, :1]) ** (1 / law[:, 1:2]), np.inf
+        )
 
 
 def _estimate(value: float, draws: Array, interval: float) -> Estimate:

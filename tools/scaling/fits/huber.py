@@ -41,12 +41,30 @@ class Data:
     def plain(self, parameters: Array) -> Array:
         """(e, a, b, alpha, beta) centred -> (E, A, B, alpha, beta)."""
         e, a, b, alpha, beta = parameters.T
-        return np.stack([np.exp(e), np.exp(a + alpha * self.center[0]), np.exp(b + beta * self.center[1]), alpha, beta], axis=1)
+        return np.stack(
+            [
+                np.exp(e),
+                np.exp(a + alpha * self.center[0]),
+                np.exp(b + beta * self.center[1]),
+                alpha,
+                beta,
+            ],
+            axis=1,
+        )
 
     def centred(self, plain: Array) -> Array:
         """The inverse of `plain`."""
         e, a, b, alpha, beta = plain.T
-        return np.stack([np.log(e), np.log(a) - alpha * self.center[0], np.log(b) - beta * self.center[1], alpha, beta], axis=1)
+        return np.stack(
+            [
+                np.log(e),
+                np.log(a) - alpha * self.center[0],
+                np.log(b) - beta * self.center[1],
+                alpha,
+                beta,
+            ],
+            axis=1,
+        )
 
     def bounds(self) -> tuple[Array, Array]:
         """(lower, upper) of the centred parameters."""
@@ -59,12 +77,16 @@ class Data:
 def residuals(parameters: Array, data: Data) -> tuple[Array, Array]:
     """Predicted minus measured log loss ``[r, runs]``, and its Jacobian ``[r, runs, 5]``."""
     e, a, b, alpha, beta = parameters.T[:, :, None]
-    terms = np.stack([np.broadcast_to(e, (len(parameters), len(data.x))), a - alpha * data.x, b - beta * data.y])
+    terms = np.stack(
+        [np.broadcast_to(e, (len(parameters), len(data.x))), a - alpha * data.x, b - beta * data.y]
+    )
     top = terms.max(axis=0)
     shares = np.exp(terms - top)
     total = shares.sum(axis=0)
     shares /= total
-    jacobian = np.stack([shares[0], shares[1], shares[2], -shares[1] * data.x, -shares[2] * data.y], axis=-1)
+    jacobian = np.stack(
+        [shares[0], shares[1], shares[2], -shares[1] * data.x, -shares[2] * data.y], axis=-1
+    )
     return top + np.log(total) - data.target, jacobian
 
 
@@ -87,7 +109,9 @@ def bounded(parameters: Array, data: Data) -> NDArray[np.bool_]:
     return (parameters <= lower + 1e-9) | (parameters >= upper - 1e-9)
 
 
-def minimise(start: Array, data: Data, weights: Array, delta: float, iterations: int = 300) -> tuple[Array, NDArray[np.bool_]]:
+def minimise(
+    start: Array, data: Data, weights: Array, delta: float, iterations: int = 300
+) -> tuple[Array, NDArray[np.bool_]]:
     """From ``start`` ``[r, 5]`` with ``weights`` ``[r, runs]``: the minima ``[r, 5]``, and which of them have a vanishing gradient.
 
     Damped Newton steps. The damping matrix is the quadratic that lies above the Huber loss (weights ``min(1, delta/|residual|)``):

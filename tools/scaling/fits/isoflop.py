@@ -46,7 +46,14 @@ class _Budget:
         design = _basis(log_n - center)
         solve = np.linalg.pinv(design)
         tokens = np.asarray(solve @ np.log(points.d), dtype=np.float64)
-        return cls(flops, points, center, np.asarray(solve), np.asarray((design * solve.T).sum(axis=1)), tokens)
+        return cls(
+            flops,
+            points,
+            center,
+            np.asarray(solve),
+            np.asarray((design * solve.T).sum(axis=1)),
+            tokens,
+        )
 
     def minima(self, losses: Array) -> tuple[Array, Array, Array, Array]:
         """(N, D, loss, curvature) at the parabola's vertex for each row of ``losses`` ``[k, r]``; NaN where it has no minimum."""
@@ -55,10 +62,17 @@ class _Budget:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             x = np.where(curvature > 0, -coefficients[:, 1] / (2 * curvature), np.nan)
             loss = coefficients[:, 0] + coefficients[:, 1] * x + curvature * x * x
-            return np.exp(x + self.center), np.exp(_basis(x) @ self.tokens), np.where(loss > 0, loss, np.nan), curvature
+            return (
+                np.exp(x + self.center),
+                np.exp(_basis(x) @ self.tokens),
+                np.where(loss > 0, loss, np.nan),
+                curvature,
+            )
 
 
-def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> tuple[IsoFlopFit, list[str]]:
+def fit_isoflop(
+    points: Points, config: FitConfig, rng: np.random.Generator
+) -> tuple[IsoFlopFit, list[str]]:
     """The parabolas and their frontier, and notes on budgets without a minimum inside and on missing intervals.
 
     Raises ConfigError (a budget has fewer than three sizes), NotIdentified (the runs have no budgets, or no parabola has a minimum).
@@ -83,18 +97,30 @@ def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> 
         inside.append(parabola is not None and parabola.inside)
     if not parabolas:
         raise NotIdentified("no budget's losses have a minimum over the sizes: " + "; ".join(notes))
-    laws, failed = _frontier([b for b, ok in zip(budgets, inside, strict=True) if ok], drawn, inside, config)
+    laws, failed = _frontier(
+        [b for b, ok in zip(budgets, inside, strict=True) if ok], drawn, inside, config
+    )
     if laws is None:
-        notes.append(f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, and a frontier needs {FEWEST_MINIMA}")
+        notes.append(
+            f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, and a frontier needs {FEWEST_MINIMA}"
+        )
     n_opt, d_opt, loss = laws or (None, None, None)
     if loss is not None and loss.offset is None:
-        notes.append(f"{sum(inside)} minima: the least loss is a power law of FLOPs without an offset, which takes {FEWEST_WITH_OFFSET}")
+        notes.append(
+            f"{sum(inside)} minima: the least loss is a power law of FLOPs without an offset, which takes {FEWEST_WITH_OFFSET}"
+        )
     if failed > 0.05 * config.resamples:
-        notes.append(f"{failed} of {config.resamples} resamples had no frontier; the intervals leave them out and are too narrow")
-    return IsoFlopFit(parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval), notes
+        notes.append(
+            f"{failed} of {config.resamples} resamples had no frontier; the intervals leave them out and are too narrow"
+        )
+    return IsoFlopFit(
+        parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval
+    ), notes
 
 
-def _draws(budgets: list[_Budget], config: FitConfig, rng: np.random.Generator) -> tuple[list[Array], list[str]]:
+def _draws(
+    budgets: list[_Budget], config: FitConfig, rng: np.random.Generator
+) -> tuple[list[Array], list[str]]:
     """Resampled losses of each budget's runs, ``[0, r]`` where no residual is left to draw, and a note then."""
     pool, fitted = [], []
     degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)
@@ -110,14 +136,19 @@ def _draws(budgets: list[_Budget], config: FitConfig, rng: np.random.Generator) 
         return [np.empty((0, len(one))) for one in fitted], [note]
     residuals = np.concatenate(pool) * student_over_normal(degrees, config.interval)
     signed = np.concatenate([residuals, -residuals])
-    return [smooth * (1 + rng.choice(signed, size=(config.resamples, len(smooth)))) for smooth in fitted], []
+    return [
+        smooth * (1 + rng.choice(signed, size=(config.resamples, len(smooth)))) for smooth in fitted
+    ], []
 
 
 def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola | None, str | None]:
     points, sizes = budget.points, budget.points.n
     n, d, loss, _ = (float(value[0]) for value in budget.minima(points.loss[None]))
     if np.isnan(n) or np.isnan(loss):
-        return None, f"budget {budget.flops:.3g} FLOPs: the parabola bends down, so it has no minimum"
+        return (
+            None,
+            f"budget {budget.flops:.3g} FLOPs: the parabola bends down, so it has no minimum",
+        )
     c0, c1, c2 = (float(value) for value in budget.solve @ points.loss)
     inside = bool(sizes.min() <= n <= sizes.max())
     note = None
@@ -126,8 +157,13 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
         note = f"budget {budget.flops:.3g} FLOPs: the minimum lies beyond the {end} size, and the frontier leaves it out; add sizes there"
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     pairs = zip((n, d, loss), budget.minima(drawn)[:3], strict=True)
-    best, tokens, least = (Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)) for value, draws in pairs)
-    return Parabola(budget.flops, shifted, best, tokens, least, inside, [str(run) for run in points.run]), note
+    best, tokens, least = (
+        Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws))
+        for value, draws in pairs
+    )
+    return Parabola(
+        budget.flops, shifted, best, tokens, least, inside, [str(run) for run in points.run]
+    ), note
 
 
 def _frontier(
@@ -137,18 +173,29 @@ def _frontier(
     if len(budgets) < FEWEST_MINIMA:
         return None, 0
     flops = np.array([budget.flops for budget in budgets])
-    value = np.stack([np.concatenate(budget.minima(budget.points.loss[None])[:3]) for budget in budgets], axis=1)  # [3, budgets]
+    value = np.stack(
+        [np.concatenate(budget.minima(budget.points.loss[None])[:3]) for budget in budgets], axis=1
+    )  # [3, budgets]
     used = [losses for losses, ok in zip(drawn, inside, strict=True) if ok]
-    draws = np.stack([np.stack(budget.minima(losses)[:3]) for budget, losses in zip(budgets, used, strict=True)], axis=2)  # [3, k, budgets]
+    draws = np.stack(
+        [np.stack(budget.minima(losses)[:3]) for budget, losses in zip(budgets, used, strict=True)],
+        axis=2,
+    )  # [3, k, budgets]
     spans = np.array([[budget.points.n.min(), budget.points.n.max()] for budget in budgets])
-    good = np.isfinite(draws).all(axis=(0, 2)) & ((draws[0] > spans[:, 0] / 10) & (draws[0] < spans[:, 1] * 10)).all(axis=1)
+    good = np.isfinite(draws).all(axis=(0, 2)) & (
+        (draws[0] > spans[:, 0] / 10) & (draws[0] < spans[:, 1] * 10)
+    ).all(axis=1)
     offset = len(budgets) >= FEWEST_WITH_OFFSET
     laws = []
     for name, one, some in zip(("N_opt", "D_opt", "loss"), value, draws[:, good], strict=True):
         has_offset = offset and name == "loss"
         fit = with_offset if has_offset else pure
         found, resampled = fit(flops, one[None])[0], fit(flops, some)
-        laws.append(power_law("FLOPs", name, found, resampled, config.resamples, config.interval, has_offset))
+        laws.append(
+            power_law(
+                "FLOPs", name, found, resampled, config.resamples, config.interval, has_offset
+            )
+        )
     return (laws[0], laws[1], laws[2]), int((~good).sum())
 
 

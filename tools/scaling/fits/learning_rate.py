@@ -19,7 +19,9 @@ DENSE = 400  # places between two rates where the minimum is sought
 CURVE = 120  # points of the curve kept for the picture
 
 
-def fit_learning_rates(points: Points, config: FitConfig, rng: np.random.Generator) -> tuple[LearningRateFit | None, list[str]]:
+def fit_learning_rates(
+    points: Points, config: FitConfig, rng: np.random.Generator
+) -> tuple[LearningRateFit | None, list[str]]:
     """Each size's optimum, at each length, where there are four rates or more, and the power laws through the inner ones.
 
     None without such a size; the notes say what was left out and why.
@@ -30,22 +32,31 @@ def fit_learning_rates(points: Points, config: FitConfig, rng: np.random.Generat
         if len(rates) < 2:
             continue
         told = f"{points.n[rows[0]]:.4g} parameters"
-        told += f" at {points.budget[rows[0]]:.3g} FLOPs" if points.budgets else f" on {points.d[rows[0]]:.3g} tokens"
+        told += (
+            f" at {points.budget[rows[0]]:.3g} FLOPs"
+            if points.budgets
+            else f" on {points.d[rows[0]]:.3g} tokens"
+        )
         if len(rates) < FEWEST_RATES:
-            notes.append(f"learning rate: {told}: {len(rates)} rates, and an interpolation of the optimum needs {FEWEST_RATES}")
+            notes.append(
+                f"learning rate: {told}: {len(rates)} rates, and an interpolation of the optimum needs {FEWEST_RATES}"
+            )
             continue
         losses = [points.loss[some] for some in rates.values()]
         optimum, draws = _optimum(points, int(rows[0]), np.array(list(rates)), losses, config, rng)
         if optimum.edge:
             end = "smallest" if optimum.rate.value == optimum.rates[0] else "largest"
-            notes.append(f"learning rate: {told}: the best is the {end} rate, {optimum.rate.value:g}: the optimum is not bracketed")
+            notes.append(
+                f"learning rate: {told}: the best is the {end} rate, {optimum.rate.value:g}: the optimum is not bracketed"
+            )
         optima.append(optimum)
         drawn.append(draws)
     if not optima:
         return None, notes
     inner = [index for index, optimum in enumerate(optima) if not optimum.edge]
     by_parameters, by_width = (
-        _law(name, [optima[index] for index in inner], [drawn[index] for index in inner], config) for name in ("parameters", "width")
+        _law(name, [optima[index] for index in inner], [drawn[index] for index in inner], config)
+        for name in ("parameters", "width")
     )
     if by_parameters is None:
         notes.append("learning rate: no power law: it needs inner optima of two sizes")
@@ -65,13 +76,21 @@ def akima_minimum(rates: Array, losses: Array) -> tuple[float, float]:
 
 
 def _optimum(
-    points: Points, row: int, rates: Array, losses: list[Array], config: FitConfig, rng: np.random.Generator
+    points: Points,
+    row: int,
+    rates: Array,
+    losses: list[Array],
+    config: FitConfig,
+    rng: np.random.Generator,
 ) -> tuple[LearningRateOptimum, Array]:
     """One size's optimum, and the bootstrap's (empty where a rate has one seed alone)."""
     means = np.array([float(some.mean()) for some in losses])
     rate, loss = akima_minimum(rates, means)
     several = all(len(some) > 1 for some in losses)
-    resampled = ([rng.choice(some, len(some)).mean() for some in losses] for _ in range(config.resamples * several))
+    resampled = (
+        [rng.choice(some, len(some)).mean() for some in losses]
+        for _ in range(config.resamples * several)
+    )
     drawn = np.array([akima_minimum(rates, np.array(some))[0] for some in resampled])
     x = np.linspace(np.log(rates[0]), np.log(rates[-1]), CURVE)
     curve = Akima1DInterpolator(np.log(rates), means)(x)
@@ -92,14 +111,24 @@ def _optimum(
     )
 
 
-def _law(name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig) -> PowerLaw | None:
+def _law(
+    name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig
+) -> PowerLaw | None:
     """The power law through the optima of at least two sizes, which are ``name`` of theirs."""
     known = [
-        (float(size), optimum.rate.value, draws) for optimum, draws in zip(optima, drawn, strict=True) if (size := getattr(optimum, name))
+        (float(size), optimum.rate.value, draws)
+        for optimum, draws in zip(optima, drawn, strict=True)
+        if (size := getattr(optimum, name))
     ]
     if len({size for size, _, _ in known}) < 2:
         return None
     x, rates = np.array([size for size, _, _ in known]), np.array([[rate for _, rate, _ in known]])
     resampled = all(len(draws) for _, _, draws in known)
-    draws = pure(x, np.stack([draws for _, _, draws in known], axis=1)) if resampled else np.empty((0, 3))
-    return power_law(name, "learning rate", pure(x, rates)[0], draws, config.resamples, config.interval, False)
+    draws = (
+        pure(x, np.stack([draws for _, _, draws in known], axis=1))
+        if resampled
+        else np.empty((0, 3))
+    )
+    return power_law(
+        name, "learning rate", pure(x, rates)[0], draws, config.resamples, config.interval, False
+    )

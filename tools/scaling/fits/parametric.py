@@ -46,13 +46,20 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
     _check_inside(best, data)
     plain = data.plain(best)[0]
     weights = weights_of(points.strata, config.resamples, len(NAMES), config.interval, rng)
-    drawn, converged = huber.minimise(np.repeat(best, config.resamples, axis=0), data, weights, config.huber_delta)
+    drawn, converged = huber.minimise(
+        np.repeat(best, config.resamples, axis=0), data, weights, config.huber_delta
+    )
     draws = data.plain(drawn[converged])
     phi, log_k = np.polyfit(np.log(points.n), np.log(points.c / points.d), 1)
-    estimates = [Estimate.of(plain[i], draws[:, i], config.interval, config.resamples) for i in range(5)]
+    estimates = [
+        Estimate.of(plain[i], draws[:, i], config.interval, config.resamples) for i in range(5)
+    ]
     both = np.vstack([plain, draws])
     growth = both[:, [4, 3]] / (both[:, 3] + phi * both[:, 4])[:, None]
-    a, b = (Estimate.of(growth[0, i], growth[1:, i], config.interval, config.resamples) for i in range(2))
+    a, b = (
+        Estimate.of(growth[0, i], growth[1:, i], config.interval, config.resamples)
+        for i in range(2)
+    )
     residual = huber.residuals(best, data)[0][0]
     return ParametricFit(
         **dict(zip(NAMES, estimates, strict=True)),
@@ -77,9 +84,20 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
 def residuals(points: Points, law: ParametricFit) -> list[Residual]:
     """Every run against the law."""
     predicted = law.loss(points.n, points.d)
-    columns = (points.n, points.d, points.c, points.budget, points.loss, predicted, points.loss / predicted - 1)
+    columns = (
+        points.n,
+        points.d,
+        points.c,
+        points.budget,
+        points.loss,
+        predicted,
+        points.loss / predicted - 1,
+    )
     rows = zip(points.run.tolist(), *(column.tolist() for column in columns), strict=True)
-    return [Residual(run, n, d, c, None if math.isnan(budget) else budget, *rest) for run, n, d, c, budget, *rest in rows]
+    return [
+        Residual(run, n, d, c, None if math.isnan(budget) else budget, *rest)
+        for run, n, d, c, budget, *rest in rows
+    ]
 
 
 def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[LeftOut], list[str]]:
@@ -99,11 +117,21 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
         e, a, b, alpha, beta = data.plain(end)[0]
         error_of = np.abs(e + a * left.n**-alpha + b * left.d**-beta - left.loss) / left.loss
         worst = int(error_of.argmax())
-        found.append(LeftOut(budget, len(left), float(error_of.mean()), float(error_of[worst]), str(left.run[worst])))
+        found.append(
+            LeftOut(
+                budget,
+                len(left),
+                float(error_of.mean()),
+                float(error_of[worst]),
+                str(left.run[worst]),
+            )
+        )
     return found, notes
 
 
-def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[Array, float, int, int]:
+def descend(
+    data: huber.Data, delta: float, warm: Array | None = None
+) -> tuple[Array, float, int, int]:
     """From the grid of starts, and ``warm`` ones beside it: (best parameters ``[1, 5]``, centred; objective; starts; starts that agree).
 
     Raises NotConverged (no start, or too few, ended in the least value with a vanishing gradient).
@@ -119,7 +147,12 @@ def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[
 
     options = {"maxiter": 80, "ftol": 1e-13, "gtol": 1e-8}
     bounds = list(zip(lower, upper, strict=True))
-    ends = np.stack([minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x for start in starts])
+    ends = np.stack(
+        [
+            minimize(scaled, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+            for start in starts
+        ]
+    )
     found, settled = huber.minimise(ends, data, np.repeat(weights, len(ends), axis=0), delta)
     values, _ = huber.objective(found, data, weights, delta)
     best = int(np.lexsort((~settled, values.round(15)))[0])
@@ -151,7 +184,9 @@ def _enough(points: Points) -> huber.Data:
     """The runs as the objective has them. Raises NotIdentified where they are too few or alike."""
     sizes, lengths = len(np.unique(points.n)), len(np.unique(points.d))
     if len(points) < FEWEST_RUNS:
-        raise NotIdentified(f"the parametric law has 5 parameters and there are {len(points)} runs; {FEWEST_RUNS} or more are needed")
+        raise NotIdentified(
+            f"the parametric law has 5 parameters and there are {len(points)} runs; {FEWEST_RUNS} or more are needed"
+        )
     if sizes < FEWEST_VALUES or lengths < FEWEST_VALUES:
         raise NotIdentified(
             f"the parametric law needs {FEWEST_VALUES} or more sizes and numbers of tokens, and the runs have {sizes} and {lengths}: "

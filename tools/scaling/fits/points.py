@@ -54,12 +54,18 @@ class Points:
     @property
     def budgets(self) -> list[float]:
         """The budgets, rising; empty where not every run has one."""
-        return [] if np.isnan(self.budget).any() else [float(value) for value in np.unique(self.budget)]
+        return (
+            []
+            if np.isnan(self.budget).any()
+            else [float(value) for value in np.unique(self.budget)]
+        )
 
     @property
     def strata(self) -> list[NDArray[np.intp]]:
         """Indices of the runs of each budget; of all runs where there are no budgets."""
-        return [np.flatnonzero(self.budget == value) for value in self.budgets] or [np.arange(len(self))]
+        return [np.flatnonzero(self.budget == value) for value in self.budgets] or [
+            np.arange(len(self))
+        ]
 
 
 def points_of(frame: pd.DataFrame, parameters: str) -> Points:
@@ -75,8 +81,14 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
         arrays[name] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
         wrong = ~(np.isfinite(arrays[name]) & (arrays[name] > 0))
         if name in wanted and wrong.any():
-            fix = "; set fit.parameters: total" if column == COLUMN["non_embedding"] else "; take the run out, or run it again"
-            raise ConfigError(f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a positive number{fix}")
+            fix = (
+                "; set fit.parameters: total"
+                if column == COLUMN["non_embedding"]
+                else "; take the run out, or run it again"
+            )
+            raise ConfigError(
+                f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a positive number{fix}"
+            )
     return Points(run=runs, **arrays)
 
 
@@ -90,7 +102,11 @@ def cells(points: Points) -> list[NDArray[np.intp]]:
 def by_rate(points: Points, rows: Iterable[int]) -> dict[float, NDArray[np.intp]]:
     """Learning rate -> indices among ``rows``, rising."""
     chosen = np.asarray(list(rows), dtype=np.intp)
-    return {float(rate): chosen[points.rate[chosen] == rate] for rate in np.unique(points.rate[chosen]) if not np.isnan(rate)}
+    return {
+        float(rate): chosen[points.rate[chosen] == rate]
+        for rate in np.unique(points.rate[chosen])
+        if not np.isnan(rate)
+    }
 
 
 def best_rates(points: Points) -> tuple[Points, str | None]:
@@ -99,8 +115,16 @@ def best_rates(points: Points) -> tuple[Points, str | None]:
     for rows in cells(points):
         rates = by_rate(points, rows)
         several |= len(rates) > 1
-        keep += (min(rates.values(), key=lambda some: float(points.loss[some].mean())) if len(rates) > 1 else rows).tolist()
-    note = "several learning rates: the laws take each size's best measured rate at each length" if several else None
+        keep += (
+            min(rates.values(), key=lambda some: float(points.loss[some].mean()))
+            if len(rates) > 1
+            else rows
+        ).tolist()
+    note = (
+        "several learning rates: the laws take each size's best measured rate at each length"
+        if several
+        else None
+    )
     return points.take(np.asarray(sorted(keep), dtype=np.intp)), note
 
 
@@ -113,7 +137,13 @@ def student_over_normal(free: int, interval: float) -> float:
     return float(stats.t.ppf(tail, free) / stats.norm.ppf(tail))
 
 
-def weights_of(strata: Sequence[NDArray[np.intp]], resamples: int, parameters: int, interval: float, rng: np.random.Generator) -> Array:
+def weights_of(
+    strata: Sequence[NDArray[np.intp]],
+    resamples: int,
+    parameters: int,
+    interval: float,
+    rng: np.random.Generator,
+) -> Array:
     """Weights ``[resamples, r]`` for a law of fewer ``parameters`` than runs and its ``interval``; a stratum's sum to its runs."""
     runs = sum(len(rows) for rows in strata)
     wider = student_over_normal(runs - parameters, interval) ** 2

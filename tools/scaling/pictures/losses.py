@@ -37,7 +37,11 @@ def size_column(fit: StudyFit) -> str:
 
 def size_words(fit: StudyFit) -> str:
     """What N counts, for an axis."""
-    return "parameters" if fit.parameters == "total" else "parameters without embedding and output layer"
+    return (
+        "parameters"
+        if fit.parameters == "total"
+        else "parameters without embedding and output layer"
+    )
 
 
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
@@ -46,10 +50,17 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     if not shown:
         return None
     looks = looks_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
-    figure, grid = panels(len(shown), f"{fit.study}: held-out loss against model size at equal training compute")
+    figure, grid = panels(
+        len(shown), f"{fit.study}: held-out loss against model size at equal training compute"
+    )
     for axes, (name, found) in zip(grid, shown.items(), strict=True):
-        _isoflop_panel(axes, found, final[final["variant"] == name].set_index("run"), size_column(fit), looks)
-        headed(axes, f"{name}: {law_text('best N', found.n_opt, 'C') if found.n_opt else 'no law through the minima'}")
+        _isoflop_panel(
+            axes, found, final[final["variant"] == name].set_index("run"), size_column(fit), looks
+        )
+        headed(
+            axes,
+            f"{name}: {law_text('best N', found.n_opt, 'C') if found.n_opt else 'no law through the minima'}",
+        )
     outer_labels(grid, size_words(fit), "held-out loss, nats a token")
     sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
     log_axis(grid[0].xaxis, sizes.min() * 0.85, sizes.max() * 1.18, "count")
@@ -57,7 +68,13 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     return figure
 
 
-def _isoflop_panel(axes: Any, found: IsoFlopFit, runs: pd.DataFrame, column: str, looks: dict[float, dict[str, Any]]) -> None:
+def _isoflop_panel(
+    axes: Any,
+    found: IsoFlopFit,
+    runs: pd.DataFrame,
+    column: str,
+    looks: dict[float, dict[str, Any]],
+) -> None:
     for parabola in found.parabolas:
         look = looks[parabola.budget]
         points = runs.loc[[run for run in parabola.runs if run in runs.index]]
@@ -71,22 +88,38 @@ def _isoflop_panel(axes: Any, found: IsoFlopFit, runs: pd.DataFrame, column: str
         elif len(n):
             star(axes, n[np.argmin(losses)], losses.min(), look["color"], is_open=True)
     minima = [parabola for parabola in found.parabolas if parabola.inside]
-    where = [parabola.n_opt.value for parabola in minima], [parabola.loss.value for parabola in minima]
+    where = (
+        [parabola.n_opt.value for parabola in minima],
+        [parabola.loss.value for parabola in minima],
+    )
     axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
 
 
-def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str = "", words: str = "FLOPs") -> None:
-    handles = [marked(**({} if star else {"linestyle": ""}), linewidth=1.3, markersize=5.5, **look) for look in looks.values()]
-    labels = [f"{flops_text(value) if words == 'FLOPs' else count(value)} {words}" for value in looks]
+def _budget_legend(
+    figure: Any, looks: dict[float, dict[str, Any]], star: str = "", words: str = "FLOPs"
+) -> None:
+    handles = [
+        marked(**({} if star else {"linestyle": ""}), linewidth=1.3, markersize=5.5, **look)
+        for look in looks.values()
+    ]
+    labels = [
+        f"{flops_text(value) if words == 'FLOPs' else count(value)} {words}" for value in looks
+    ]
     if star:
-        handles.append(marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
+        handles.append(
+            marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white")
+        )
         labels.append(star)
     legend_below(figure, handles, labels, 3 if star else 4)
 
 
 def residuals(fit: StudyFit) -> Any | None:
     """A figure: how far each run lies from its variant's parametric law, a panel a variant; None where no law was fitted."""
-    shown = {name: (variant.parametric.noise, variant.residuals) for name, variant in fit.variants.items() if variant.parametric}
+    shown = {
+        name: (variant.parametric.noise, variant.residuals)
+        for name, variant in fit.variants.items()
+        if variant.parametric
+    }
     entries = [entry for _, some in shown.values() for entry in some]
     if not entries:
         return None
@@ -98,13 +131,23 @@ def residuals(fit: StudyFit) -> Any | None:
         axes.axhspan(-100 * noise, 100 * noise, color=QUIET, alpha=0.10, linewidth=0)
         axes.axhline(0.0, color=QUIET, linewidth=1.0)
         for entry in some:
-            axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **looks[_group(entry)])
+            axes.plot(
+                [entry.n],
+                [100 * entry.relative],
+                linestyle="",
+                markersize=5.5,
+                **looks[_group(entry)],
+            )
         headed(axes, f"{name}: typical distance {100 * noise:.2g}%")
     outer_labels(grid, size_words(fit), "loss over law − 1, %")
     sizes = [entry.n for entry in entries]
     log_axis(grid[0].xaxis, min(sizes) * 0.85, max(sizes) * 1.18, "count")
     grid[0].set_ylim(-130 * worst, 130 * worst)
-    _budget_legend(figure, looks, words="FLOPs" if all(entry.budget is not None for entry in entries) else "tokens")
+    _budget_legend(
+        figure,
+        looks,
+        words="FLOPs" if all(entry.budget is not None for entry in entries) else "tokens",
+    )
     return figure
 
 
@@ -128,12 +171,22 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     for column, side in enumerate(("n", "d")):
         values: list[float] = []
         for axes, (name, variant) in zip(grid[:, column], shown.items(), strict=True):
-            others = [getattr(other.isoflop, f"{side}_opt", None) for other in shown.values() if other is not variant]
+            others = [
+                getattr(other.isoflop, f"{side}_opt", None)
+                for other in shown.values()
+                if other is not variant
+            ]
             for law in filter(None, others):
                 axes.plot((low, high), law.at((low, high)), color=OTHERS, linewidth=1.2, zorder=1)
-            values += _frontier_lines(axes, variant, side, (low, high), colour_of(list(fit.variants).index(name)))
+            values += _frontier_lines(
+                axes, variant, side, (low, high), colour_of(list(fit.variants).index(name))
+            )
             headed(axes, _frontier_words(name, variant, side))
-            plain_axes(axes, "training compute C, FLOPs" if axes is grid[-1, column] else "", f"best {side.upper()}")
+            plain_axes(
+                axes,
+                "training compute C, FLOPs" if axes is grid[-1, column] else "",
+                f"best {side.upper()}",
+            )
         log_axis(grid[0, column].xaxis, low, high, "flops")
         log_axis(grid[0, column].yaxis, min(values) / 1.4, max(values) * 1.4, "count")
     _frontier_legend(figure, fit, shown)
@@ -143,8 +196,14 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
 def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -> None:
     handles, labels = [], []
     if any(variant.isoflop is not None for variant in shown.values()):
-        handles += [marked(linewidth=1.7, markersize=6, color=QUIET, marker="o"), marked(color=OTHERS, linewidth=1.2)]
-        labels += [f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals", "the other variants' laws of minima"]
+        handles += [
+            marked(linewidth=1.7, markersize=6, color=QUIET, marker="o"),
+            marked(color=OTHERS, linewidth=1.2),
+        ]
+        labels += [
+            f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals",
+            "the other variants' laws of minima",
+        ]
     if any(variant.parametric is not None for variant in shown.values()):
         handles.append(marked(color=QUIET, linewidth=1.4, linestyle=DASHED))
         labels.append("parametric law")
@@ -152,7 +211,9 @@ def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -
 
 
 def _has_frontier(variant: VariantFit) -> bool:
-    return variant.parametric is not None or (variant.isoflop is not None and variant.isoflop.n_opt is not None)
+    return variant.parametric is not None or (
+        variant.isoflop is not None and variant.isoflop.n_opt is not None
+    )
 
 
 def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
@@ -167,7 +228,9 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
     return f"{name}: " + "\n".join(words)
 
 
-def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]) -> list[float]:
+def _frontier_lines(
+    axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]
+) -> list[float]:
     """Draws one variant; returns the values that must be inside the axis."""
     values: list[float] = []
     if variant.isoflop is not None:
@@ -176,7 +239,16 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
         where = [parabola.budget for parabola in minima]
         values = [estimate.value for estimate in estimates]
         if values:
-            axes.errorbar(where, values, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
+            axes.errorbar(
+                where,
+                values,
+                yerr=error_bars(estimates),
+                linestyle="",
+                markersize=6,
+                capsize=2,
+                elinewidth=1.0,
+                **look,
+            )
         law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
             draw_law(axes, law, *span, variant.isoflop.interval, look)
@@ -185,11 +257,19 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
         x = np.geomspace(*span, 40)
         best = [optimal(variant, float(flops), "parametric") for flops in x]
         estimates = [getattr(entry, side) for entry in best]
-        axes.plot(x, [entry.value for entry in estimates], color=look["color"], linewidth=1.4, linestyle=DASHED)
+        axes.plot(
+            x,
+            [entry.value for entry in estimates],
+            color=look["color"],
+            linewidth=1.4,
+            linestyle=DASHED,
+        )
         bars = error_bars(estimates)
         if bars is not None and variant.isoflop is None:
             line = np.array([entry.value for entry in estimates])
-            axes.fill_between(x, line - bars[0], line + bars[1], color=look["color"], alpha=0.16, linewidth=0)
+            axes.fill_between(
+                x, line - bars[0], line + bars[1], color=look["color"], alpha=0.16, linewidth=0
+            )
         values += [estimates[0].value, estimates[-1].value]
     return values
 
@@ -208,14 +288,27 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
         for _, run in table[table["variant"] == name].groupby("run", sort=False):
             axes.plot(run["flops"], run["loss"], color=look["color"], linewidth=0.8, alpha=0.25)
         ends = final[final["variant"] == name]
-        axes.plot(ends["flops"], ends["loss"], linestyle="", markersize=4.5, alpha=0.75, markeredgewidth=0, **look)
+        axes.plot(
+            ends["flops"],
+            ends["loss"],
+            linestyle="",
+            markersize=4.5,
+            alpha=0.75,
+            markeredgewidth=0,
+            **look,
+        )
         words = _least_loss(axes, variant, (ends["flops"].min(), high), look) if len(ends) else ""
         handles.append(marked(linewidth=1.7, markersize=6, **look))
         labels.append(f"{name}{words}")
     plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats a token")
     shown = table[table["flops"] >= low]["loss"]
-    ends_of_laws = [float(line.get_ydata()[-1]) for line in axes.lines if line.get_linewidth() > 1.5]
-    bottom, top = min([final["loss"].min(), *ends_of_laws]) * 0.985, min(shown.max() * 1.02, final["loss"].max() * 1.25)
+    ends_of_laws = [
+        float(line.get_ydata()[-1]) for line in axes.lines if line.get_linewidth() > 1.5
+    ]
+    bottom, top = (
+        min([final["loss"].min(), *ends_of_laws]) * 0.985,
+        min(shown.max() * 1.02, final["loss"].max() * 1.25),
+    )
     log_axis(axes.xaxis, low, high, "flops")
     log_axis(axes.yaxis, bottom, top, "number")
     told = f"points: finished runs; faint: on the way; lines: least loss for the compute, {fit.interval:.0%} bands"
@@ -224,7 +317,9 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     return figure
 
 
-def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]) -> str:
+def _least_loss(
+    axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]
+) -> str:
     """Draws L(C) along the frontier and says by which law."""
     law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:

@@ -18,7 +18,9 @@ from tools.scaling.laws import Estimate, PowerLaw
 WIDEST = 3  # panels side by side
 
 
-def panels(count: int, title: str, panel: tuple[float, float] = (4.3, 3.6), below: float = 0.9) -> tuple[Any, list[Any]]:
+def panels(
+    count: int, title: str, panel: tuple[float, float] = (4.3, 3.6), below: float = 0.9
+) -> tuple[Any, list[Any]]:
     """A figure with a title and ``count`` panels, at most WIDEST side by side, and inches ``below`` them for a legend; all axes shared."""
     across = 2 if count == 4 else min(count, WIDEST)
     rows = math.ceil(count / across)
@@ -50,7 +52,11 @@ def looks_of(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
 
 def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
     """An optimum; ``is_open``: it is on the edge of what was measured, and none."""
-    face = {"color": "white", "markeredgecolor": color} if is_open else {"color": color, "markeredgecolor": "white"}
+    face = (
+        {"color": "white", "markeredgecolor": color}
+        if is_open
+        else {"color": color, "markeredgecolor": "white"}
+    )
     axes.plot([x], [y], marker="*", markersize=13, zorder=3, **face)
 
 
@@ -58,7 +64,9 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
     """Axis labels of panels that share their axes: under the lowest of each column, beside the first of each row."""
     across = grid[0].get_subplotspec().get_gridspec().ncols
     for number, axes in enumerate(grid):
-        plain_axes(axes, x if number + across >= len(grid) else "", y if number % across == 0 else "")
+        plain_axes(
+            axes, x if number + across >= len(grid) else "", y if number % across == 0 else ""
+        )
 
 
 def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
@@ -69,8 +77,19 @@ def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(np.arange(1.0, 10.0, 0.1).round(1))):
-        inside = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+    for steps in (
+        (1,),
+        (1, 3),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 4, 5, 6, 8),
+        tuple(np.arange(1.0, 10.0, 0.1).round(1)),
+    ):
+        inside = [
+            step * 10.0**decade
+            for decade in decades
+            for step in steps
+            if low <= step * 10.0**decade <= high
+        ]
         if len(inside) >= 3:
             break
     while len(inside) > 7:
@@ -101,7 +120,9 @@ def law_text(what: str, law: PowerLaw, of: str) -> str:
     return f"{what} ∝ {of}^{interval_text(law.exponent)}"
 
 
-def draw_law(axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]) -> None:
+def draw_law(
+    axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]
+) -> None:
     """A power law as a line from ``low`` to ``high``, its band behind it."""
     x = np.geomspace(low, high, 60)
     axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
@@ -121,7 +142,14 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
 
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """One legend under all panels."""
-    figure.legend(handles, labels, loc="outside lower left", ncols=max(1, min(columns, len(labels))), frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower left",
+        ncols=max(1, min(columns, len(labels))),
+        frameon=False,
+        fontsize=9,
+    )
 
 
 def marked(**look: Any) -> Any:
