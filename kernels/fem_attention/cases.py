@@ -1,4 +1,6 @@
-"""What every implementation of `fem_attention` must get right: any range, grouped heads, documents, padding, widths."""
+"""Cases that every implementation of `fem_attention` must compute correctly: any range, grouped
+heads, documents, padding, widths.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ def inputs(
     documents: tuple[float, ...] = (),
     widths: tuple[int, int] | None = None,
 ) -> Inputs:
-    """Random q, k, v, lam, gate; beta * v uniform over a range, or a ramp of one over the tokens.
+    """Return random q, k, v, lam, gate; uniform: beta * v is uniform over this range; ramp: it
+    rises by this much over the tokens.
 
-    batch: sequences, at least. group: query heads a kv head. values: v's width over the usual. documents: where each but the last ends, as
-    parts of the whole.
+    batch: least number of sequences. group: query heads per kv head. values: v's width relative to
+    the usual. documents: where each document but the last ends, as a share of the sequence.
     """
     draw = Draw(0)
     normal = draw.normal
@@ -79,14 +82,16 @@ def inputs(
 
 
 def underflowing(size: Size) -> Inputs:
-    """Rows whose weights are zero but for a key or two, in float32 too."""
+    """Return inputs with rows whose weights are zero except for a key or two, in float32 too."""
     x = inputs(size)
     x["q"][:, :, size["tokens"] // 2 :: 7] *= 60
     return x
 
 
 def faint_greatest(size: Size) -> Inputs:
-    """A key whose weight is 0 in float32 holds the greatest value: p exp(beta v) need not be 0."""
+    """Return inputs where a key whose weight is 0 in float32 has the greatest value: p exp(beta v)
+    need not be 0.
+    """
     x = inputs(size, uniform=140.0)
     x["k"][:, :, 5] *= -60
     x["v"][:, :, 5] = 150.0
@@ -94,14 +99,16 @@ def faint_greatest(size: Size) -> Inputs:
 
 
 def one_wild_channel(size: Size, **changed: Any) -> Inputs:
-    """A range over 80 in one channel of one head of one sequence alone; values have several blocks of channels."""
+    """Return inputs with a range over 80 in one channel of one head of one sequence alone; values
+    have several blocks of channels.
+    """
     x = inputs(size, batch=2, widths=(size["dk"], max(size["dv"], 40)), **changed)
     x["v"][0, -1, :, 17] *= 30
     return x
 
 
 def readable(x: Inputs) -> Tensor:
-    """[b or 1, 1, t, tk] bool: which keys are read, by the definition."""
+    """Return which keys are read, by the definition: [b or 1, 1, t, tk] bool."""
     (t, tk), device = (x["q"].shape[2], x["k"].shape[2]), x["q"].device
     i, j = torch.arange(tk - t, tk, device=device)[:, None], torch.arange(tk, device=device)
     seen = (i >= j) if x["causal"] else torch.ones(t, tk, dtype=torch.bool, device=device)
@@ -113,7 +120,7 @@ def readable(x: Inputs) -> Tensor:
 
 
 def definition(x: Inputs) -> Outputs:
-    """mu and F as the paper writes them, all terms [t, i, j] at once."""
+    """Return the read from mu and F as the paper writes them, all terms [t, i, j] at once."""
     q, group = x["q"], x["q"].shape[1] // x["v"].shape[1]
     k, v = (x[name].repeat_interleave(group, 1) for name in ("k", "v"))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~readable(x), -torch.inf)
@@ -129,7 +136,7 @@ def definition(x: Inputs) -> Outputs:
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
-    """The public function."""
+    """Call `fem_attention` with the inputs of a case."""
     return (
         fem_attention(
             *(x[name] for name in TENSORS),

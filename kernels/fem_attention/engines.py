@@ -1,8 +1,11 @@
-"""The attention engines that can read [v | U]: what each cannot take, and how it is called. Which one runs is chosen elsewhere.
+"""Attention engines that can read [v | U]: their limits and how each is called. `table` and the
+package choose which one runs.
 
-Only public functions are called: torch's scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and
-this room's own Triton kernels. An engine that wants queries and values equally wide gets them padded, or reads v and U one after the
-other, which costs the same products where d_v = d_k and works where 2 d_v is wider than the engine can.
+Only public functions are called: torch's scaled_dot_product_attention with one backend, the
+packages of FlashAttention-2, -3 and -4, and this package's own Triton kernels. An engine that
+requires queries and values of equal width gets padded tensors, or reads v and U in two calls. Two
+calls cost the same products where d_v = d_k, and also work where 2 d_v exceeds the engine's width
+limit.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from kernels.implementations import lacks_triton
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice of an engine depends on; ``values``: the width of what is read, 2 dv, or dv without a free energy."""
+    """Properties of a call that determine the engine; ``values``: the width that is read, 2 dv, or
+    dv without a free energy.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -54,19 +59,21 @@ class Call:
 
     @property
     def masked(self) -> bool:
-        """Whether a mask says what is read, and not causality alone or nothing."""
+        """True if an explicit mask is needed, rather than causality alone or no mask."""
         return self.padding or self.documents or (self.causal and 1 < self.tq < self.tk)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an engine reads values: in so many parts one after the other, everything padded to one width or not."""
+    """Split of the values that an engine reads: the number of parts, read one after the other, and
+    whether all tensors get one width.
+    """
 
     parts: int
     equal: bool
 
     def widths(self, dk: int, values: int) -> tuple[int, int]:
-        """(of queries and keys, of values) in each of the calls."""
+        """Return (width of queries and keys, width of values) of each call."""
         part = -(-values // self.parts)
         return (max(dk, part),) * 2 if self.equal else (dk, part)
 
@@ -76,10 +83,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Reading], Tensor]
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n], differentiable.
+    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n],
+    differentiable.
 
-    lacks(device): why this machine has it not, or None. refuses(call): why it cannot take a call's kind of reading, or None. fits(call,
-    widths): whether it takes these widths. attend(q, k, values, reading): the call itself, at such widths. equal: it wants equal widths.
+    lacks(device): why the engine is not available on this machine, or None. refuses(call): why it
+    cannot take a call of this kind, or None. fits(call, widths): True if it takes these widths.
+    attend(q, k, values, reading): the call itself, at widths that fit. equal: the engine prefers
+    equal widths.
     """
 
     name: str
@@ -91,7 +101,7 @@ class Engine:
     equal: bool = False
 
     def plan(self, call: Call) -> Plan | None:
-        """The first way of reading that fits, or None."""
+        """Return the first split that fits, or None."""
         ways = [Plan(1, self.equal), Plan(2, self.equal), Plan(1, True), Plan(2, True)]
         if self.equal and call.values >= 2 * call.dk:
             ways = [Plan(2, True), Plan(1, True)]
@@ -100,7 +110,7 @@ class Engine:
         )
 
     def unfit(self, call: Call) -> str | None:
-        """Why it cannot take this call, or None."""
+        """Return why the engine cannot take this call, or None."""
         if call.dtype not in (torch.float32, torch.bfloat16):
             return str(call.dtype).removeprefix("torch.")
         if not call.positive:
@@ -114,7 +124,9 @@ class Engine:
         )
 
     def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
-        """softmax(scale q k^T) values [b, h, tq, n]; reading fits ``call``, for which ``unfit`` gives None."""
+        """Return softmax(scale q k^T) values [b, h, tq, n]; reading belongs to ``call``, for which
+        ``unfit`` returns None.
+        """
         way = self.plan(call)
         assert way is not None
         dk, part = way.widths(call.dk, call.values)
@@ -140,7 +152,9 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
-    """With one backend, or with torch's choice (None); groups: it reads grouped heads itself."""
+    """Return torch's attention with one backend, or with torch's own choice (None); groups: it
+    reads grouped heads itself.
+    """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         (heads, tq), tk, mask = q.shape[1:3], k.shape[2], reading.mask(q, k)
@@ -167,9 +181,11 @@ _TAKES = {
 def _torch_takes(
     backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int
 ) -> bool:
-    """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1.
+    """Return True if torch's backend accepts these widths, queried with a few tokens.
 
-    deterministic: torch's mode, in which some backends step aside. On paper, of which torch knows nothing: what it says on an H100.
+    Torch checks lengths only for equality and for 1, so that a few tokens are enough.
+    deterministic: torch's mode, in which some backends are not available. On the meta device
+    machine.PAPER, which torch cannot query, the result is that of an H100.
     """
     if call.device == machine.PAPER:
         return (
@@ -211,7 +227,11 @@ def _torch_takes(
 
 
 def _flash_package(package: str) -> Attend:
-    """FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``), -4 (``flash_attn.cute``); documents by its variable-length form."""
+    """Return the attention of FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``) or
+    -4 (``flash_attn.cute``).
+
+    Documents are read by the variable-length function.
+    """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         functions = import_module(package)
@@ -243,7 +263,10 @@ def _flash_package(package: str) -> Attend:
 def _lacks_package(
     package: str, distribution: str, oldest: int, newest: int
 ) -> Callable[[torch.device], str | None]:
-    """Why a machine has it not: the package, or an architecture from ``oldest`` to ``newest``, as 90."""
+    """Return a function that reports why a device cannot use the package, or None.
+
+    The package must be installed and the architecture must be from ``oldest`` to ``newest``, as 90.
+    """
 
     @functools.cache
     def broken() -> str | None:
@@ -269,7 +292,9 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Vendors' kernels, and the Triton kernels around them, need a GPU of CUDA's kind."""
+    """Return why there is no CUDA GPU with Triton, which vendor kernels and the Triton kernels
+    around them need, or None.
+    """
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
     return lacks_triton(device)
@@ -279,7 +304,11 @@ def _lacks_gpu(device: torch.device) -> str | None:
 
 
 def _refuses_new_shapes(call: Call) -> str | None:
-    """What cuDNN is not given: it compiles a plan for every new shape, and several versions return NaN gradients at ragged lengths."""
+    """Return why cuDNN does not take a call, or None.
+
+    cuDNN compiles a plan for every new shape, and several versions return NaN gradients at lengths
+    that are not multiples of 128.
+    """
     if not call.cudnn:
         return (
             "shapes that change from call to call, or torch.backends.cuda.enable_cudnn_sdp(False)"
@@ -300,7 +329,7 @@ def _refuses_padding(call: Call) -> str | None:
 
 
 def _refuses_spilling(call: Call) -> str | None:
-    """Gradients whose tiles would not fit sm_90's registers."""
+    """Return why the gradients would spill sm_90's registers, or None."""
     if (
         call.device.type == "cpu"
         or not call.trains

@@ -1,10 +1,12 @@
-"""The definition of the free-energy read: plain PyTorch, any device, exact for any finite values. No approximation may come in.
+"""Definition of the free-energy read in plain PyTorch, for any device, exact for any finite values.
+Do not add approximations.
 
-    mu[t, j] = sum_i p_t(i) v[i, j]
-    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])      with its own maximum for every (t, j)
+    mu[t, j] = sum_i p_t(i) v[i, j] F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i,
+    j])      with a separate maximum for every (t, j)
 
-The [t, j, i] terms are made block by block, so memory stays bounded. How blocks are cut depends on shapes alone and a masked term is an
-exact zero in every sum, so an output never moves by a bit when later tokens change.
+The [t, j, i] terms are computed block by block, so that memory stays bounded. The block boundaries
+depend on shapes alone and a masked term is an exact zero in every sum, so that later tokens never
+change a bit of an output.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Bounds = tuple[Tensor, Tensor]
 
 
 class Tensors(NamedTuple):
-    """What is read, as `fem_attention` has it."""
+    """Tensor arguments of `fem_attention`."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +41,9 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Which keys are read, and the scale of the scores: as in `fem_attention`, with the bounds of the documents beside cu_seqlens."""
+    """Masks and scale of the scores, as in `fem_attention`, with the bounds of the documents in
+    addition to cu_seqlens.
+    """
 
     causal: bool
     scale: float
@@ -48,7 +52,7 @@ class Reading:
     bounds: Bounds | None = None
 
     def masks(self) -> dict[str, Any]:
-        """What this room's kernels take."""
+        """Return the keyword arguments of this package's kernels."""
         return {
             "causal": self.causal,
             "scale": self.scale,
@@ -57,7 +61,9 @@ class Reading:
         }
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Which keys each query reads, [b or 1, 1, tq, tk] bool; None where causality says it, or nothing."""
+        """Return which keys each query reads, [b or 1, 1, tq, tk] bool, or None if causality alone
+        determines it or every key is read.
+        """
         tq, tk = q.shape[2], k.shape[2]
         if self.keys_valid is None and self.bounds is None and not (self.causal and 1 < tq < tk):
             return None
@@ -68,7 +74,10 @@ class Reading:
 
 
 def reference_attention(x: Tensors, reading: Reading) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
+    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
+
+    bfloat16 is computed in float32 and rounded once, in the result.
+    """
     q, k, v, beta, lam, gate = x
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     b, h = q.shape[:2]
@@ -89,14 +98,17 @@ def reference_attention(x: Tensors, reading: Reading) -> Tensor:
 
 
 def repeat_heads(t: Tensor, dim: int, heads: int) -> Tensor:
-    """t with each of the kv heads along ``dim`` repeated for the query heads that read it; t itself where there are as many."""
+    """Return t with each of the kv heads along ``dim`` repeated for the query heads that read it; t
+    itself if the counts are equal.
+    """
     return t if t.shape[dim] == heads else t.repeat_interleave(heads // t.shape[dim], dim=dim)
 
 
 class _Read(torch.autograd.Function):
-    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk]; F is left empty without beta.
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk]; F is
+    uninitialised without beta.
 
-    The backward remakes blocks.
+    The backward recomputes the blocks.
     """
 
     @staticmethod
@@ -151,7 +163,11 @@ class _Read(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices (heads, queries, keys) with a bounded number of terms, at least one query of one head; keys end at the last query's own."""
+    """Yield slices (heads, queries, keys) with a bounded number of terms, at least one query of one
+    head each.
+
+    Causal keys end at the last query's own position.
+    """
     (n, tq), (tk, channels) = q.shape[:2], v.shape[1:]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     heads_at_once = max(1, min(n, terms // (tq * tk * channels)))
@@ -176,7 +192,10 @@ def _allowed(
     bounds: Bounds | None,
     causal: bool,
 ) -> Tensor | None:
-    """[n or 1, t, i] bool: the keys that a block's queries may read, None: all. A query that may read no key reads its own."""
+    """Return the keys that the queries of a block may read, [n or 1, t, i] bool; None: all.
+
+    A query that may read no key reads its own.
+    """
     if not causal and valid is None and bounds is None:
         return None
     row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + k.shape[1] - q.shape[1]
@@ -189,7 +208,7 @@ def _allowed(
 
 
 def _log_prior(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """log p_t(i) of a block: [n, t, i], -inf where it may not be read."""
+    """Return log p_t(i) of a block: [n, t, i], -inf for keys that are not read."""
     scores = q @ k.mT * scale
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
@@ -197,5 +216,5 @@ def _log_prior(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Te
 
 
 def _joint_logits(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """log p_t(i) + beta_j v[i, j]: [n, t, j, i]."""
+    """Return log p_t(i) + beta_j v[i, j]: [n, t, j, i]."""
     return log_p[:, :, None] + (beta[:, None] * v).mT[:, None]

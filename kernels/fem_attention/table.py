@@ -1,7 +1,9 @@
-"""Which engine is the fastest for a shape: the measured table, and the order where nothing is measured. Measuring is done elsewhere.
+"""Order of the engines for a shape: the measured table, and a default order for shapes without
+measurements.
 
-table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward + backward of one call}}. The benchmark
-writes it, for calls without padding and documents; FEM_KERNELS and the argument ``implementation`` override it.
+table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward +
+backward of one call}}. The benchmark measures and writes it, for calls without padding and
+documents. FEM_KERNELS and the argument ``implementation`` override it.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured at a shape: of v's width dv, tokens keys and as many queries; microseconds of forward + backward by engine."""
+    """Measurement of one shape: v's width dv, ``tokens`` keys and as many queries; microseconds of
+    forward + backward by engine.
+    """
 
     dtype: str
     dk: int
@@ -85,14 +89,16 @@ class Entry:
             )
 
     def far_from(self, call: Call) -> tuple[float, float]:
-        """How far a call's shape is, widths first, in powers of two."""
+        """Return the distance to a call's shape in powers of two: (widths, tokens)."""
         widths = abs(math.log2(call.dk / self.dk)) + abs(math.log2(call.values / (2 * self.dv)))
         return widths, abs(math.log2(call.tk / self.tokens))
 
 
 @functools.lru_cache(maxsize=4096)
 def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
-    """The engines' names, the one to try first first. Raises ValueError for a table that cannot be read."""
+    """Return the engines' names in the order in which to try them. Raises ValueError for a table
+    that cannot be read.
+    """
     if call.dtype == torch.float32:
         usual = FLOAT32
     elif call.masked:
@@ -109,7 +115,9 @@ def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
 
 
 def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...]) -> tuple[str, ...]:
-    """The engines measured at the nearest shape of the call's type and causality, the fastest first; then the others as usual."""
+    """Return the engines measured at the nearest shape of the call's dtype and causality, the
+    fastest first, then the rest as in ``usual``.
+    """
     alike = [
         entry
         for entry in entries
@@ -124,7 +132,7 @@ def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...])
 
 @functools.lru_cache(maxsize=8)
 def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
-    """Device name -> entries. Raises ValueError where the file is not of this form."""
+    """Return device name -> entries. Raises ValueError if the file does not have this form."""
     if not path.exists():  # an exported model's folder has code alone
         return {}
     try:
@@ -139,7 +147,7 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
 
 
 def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
-    """Put a device's entries into the table; they replace those of the same shapes."""
+    """Write a device's entries into the table; they replace those of the same shapes."""
     tables = dict(read(path)) if path.exists() else {}
     kept = {
         (one.dtype, one.dk, one.dv, one.causal, one.tokens): one
