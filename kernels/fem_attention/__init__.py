@@ -94,7 +94,7 @@ def fem_attention(
     that call, with one warning. Each call with beta waits for the device to find the range.
     - The names of engines run prep and epilogue in Triton around that engine's attention. A block
       of 16 channels with one channel beyond 80 is
-    read exactly, the other blocks are not slowed, and nothing waits.
+    read exactly, the other blocks are not slowed, and no call waits.
     - "auto" on a GPU takes the engine that table.json measured as fastest at the nearest shape, or
       "decode"; on a CPU it takes "reference" for
     one query without gradients.

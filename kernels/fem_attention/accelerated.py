@@ -2,8 +2,7 @@
 operations, or in Triton on a GPU.
 
 With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu
-follows from both. On a GPU the read is one operation for autograd, and nothing waits for the
-device, so that a CUDA graph can capture it. Blocks of channels whose range exceeds the limit of the
+follows from both. On a GPU the read is one operation for autograd, and no step waits for the device, so that a CUDA graph can capture it. Blocks of channels whose range exceeds the limit of the
 engines are marked on the device. The exact kernels overwrite their results, forward and backward.
 """
 

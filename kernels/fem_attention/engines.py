@@ -184,8 +184,7 @@ def _torch_takes(
     """Return True if torch's backend accepts these widths, queried with a few tokens.
 
     Torch checks lengths only for equality and for 1, so that a few tokens are enough.
-    deterministic: torch's mode, in which some backends are not available. On the meta device
-    machine.PAPER, which torch cannot query, the result is that of an H100.
+    deterministic: torch's mode, in which some backends are not available. machine.PAPER is not a real device, so torch cannot check it; its result is that of an H100.
     """
     if call.device == machine.PAPER:
         return (
@@ -292,8 +291,7 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Return why there is no CUDA GPU with Triton, which vendor kernels and the Triton kernels
-    around them need, or None.
+    """Return why vendor kernels, and the Triton kernels around them, cannot run on the device, or None.
     """
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"

@@ -12,11 +12,11 @@ sum_i p_t(i) [v_i | U_i] gives
     kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
 
 kappa = 1 where beta * range is small. U then contains only the part beyond the mean, so that a
-small F - mu keeps its digits, which matters most in bfloat16. No value is clipped here.
+small F - mu keeps its digits, which matters most in bfloat16. No value is clipped.
 
 Decoding: `ValueWindow` is a running window of the values seen so far, so that exp(beta (v - c))
 stays in range. The state of a scan contains sums of U. When a new value moves c, these sums are
-multiplied by exp(beta (c_old - c_new)). Any constant is valid, so nothing else changes.
+multiplied by exp(beta (c_old - c_new)). Any constant is valid, so the result stays the same.
 
 The definition, `exact_read`: mu[t, j] = sum_i p_t(i) v[i, j] and F[t, j] = (1 / beta_j) log sum_i
 exp(log p_t(i) + beta_j v[i, j]), with a separate maximum for every (t, j). It is exact for any
@@ -93,7 +93,7 @@ def free_energy_read(
     required where exact is None.
 
     exact: True runs the definition. None: where beta * (max v - min v) over the sequence exceeds 80
-    in a channel, F comes from ``log_read``, with one warning, because [v | U] cannot represent it;
+    in a channel, F is read by ``log_read``, with one warning, because [v | U] cannot represent it;
     the other channels keep every bit. To find the range, each call with beta waits for the device,
     unless the layer passes a ``decision`` (`kernels.free_energy.ranges`). False: the fast form
     always runs. If a range exceeds 80 all the same, the results are finite, but F loses the values
@@ -383,7 +383,7 @@ class ValueWindow:
     While beta * (high - low) <= 80, c is the middle and every exponent is in [-40, 40]. Beyond 80,
     c = high - 40 / beta: values far below the greatest underflow smoothly, and F becomes mu where
     no other value is read. state [b, h, 2, dv]: (low, high); None: no past. On a CPU, one warning
-    reports a range over 80. On a device and in a compiled step there is no warning, because each
+    reports a range over 80. On a device and in a compiled step no warning is logged, because each
     step would have to wait for the range.
     """
 
@@ -442,8 +442,7 @@ def exact_read(
     F is None without beta.
 
     log_weights(start, stop) returns the log weights [b, h, stop - start, t] of the rows start to
-    stop, -inf for unread keys, with at least one finite weight per row. They are normalised here.
-    terms: how many numbers it computes for one weight, for the size of a block.
+    stop, -inf for unread keys, with at least one finite weight per row. This function normalises them. terms: how many numbers it computes for one weight, for the size of a block.
     """
     b, h, t, dv = v.shape
     budget = BLOCK_TERMS_CPU if v.device.type == "cpu" else BLOCK_TERMS_DEVICE

@@ -40,7 +40,7 @@ class Decision:
     """Form of the reads of one call of a layer. Without ``ranges``, each read waits for its own
     range.
 
-    told: the range that the decision is based on. form: the number of heads reserved for the exact
+    The second argument is the range that the decision is based on. form: the number of heads reserved for the exact
     form; None: unknown until a read waits.
     """
 

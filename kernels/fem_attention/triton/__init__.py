@@ -1,7 +1,9 @@
-"""Flash attention in Triton: one pass over the keys with a running maximum; `attention_backward` has its gradients.
+"""Flash attention in Triton: one pass over the keys with a running maximum; `attention_backward`
+contains its gradients.
 
-The weights are summed as they are multiplied, rounded to the inputs' type, so that they add up to one and Jensen's inequality holds between
-the reads. Keys that every query of a block reads are gone through without a mask. Nothing is autotuned and nothing waits for the device.
+The weights are summed after they are rounded to the inputs' dtype, as they are multiplied. They
+therefore add up to one, and Jensen's inequality holds between the reads. Keys that every query of a
+block reads are processed without a mask. No kernel is autotuned and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ from kernels.tiles import (
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
-    """softmax(scale q k^T) values, differentiable in q, k and values: [b, h, tq, n] in q's type.
+    """Return softmax(scale q k^T) values, differentiable in q, k and values: [b, h, tq, n] in q's
+    dtype.
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head i reads head i // (h // hk). The
-    queries are the last tq of the tk positions. keys_valid [b, tk] bool: a False key is read by the query at its own position alone.
-    bounds: (first, last), int32 [tk]: the token at position i reads first[i] <= j < last[i], its document's tokens (b = 1, tq = tk).
-    Types: float32 or bfloat16. Raises ValueError for dk over 256, n over 512 or a negative scale.
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head
+    i reads head i // (h // hk). The queries are the last tq of the tk positions. keys_valid [b, tk]
+    bool: only the query at the same position reads a False key. bounds: (first, last), int32 [tk]:
+    the token at position i reads first[i] <= j < last[i], its document's tokens (b = 1, tq = tk).
+    Dtypes: float32 or bfloat16. Raises ValueError for dk over 256, n over 512 or a negative scale.
     """
     return _Attend.apply(q, k, values, keys_valid, bounds, causal, scale)
 
@@ -112,7 +116,9 @@ def _span(
     MASKED: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop: running maximum (in powers of two), sum of weights, reads."""
+    """Read the keys from start to stop; return the running maximum (in powers of two), the sum of
+    weights and the reads.
+    """
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
         keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
@@ -146,7 +152,7 @@ def _forward_kernel(
     CAUSAL: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of a head."""
+    """Compute the reads and log-sum-exp of a block of queries of a head."""
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     kv = h // GROUP
     start, left = top_row.to(tl.int64), tq - top_row

@@ -1,11 +1,15 @@
-"""The gradients of attention on [v | U] in Triton: one kernel for q's, one for those of k and the values; and what the forward shares.
+"""Gradients of attention on [v | U] in Triton: one kernel for q, one for k and the values; and the
+helpers shared with the forward.
 
-Both make the weights again from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
+Both kernels recompute the weights from the scores and their log-sum-exp. With [dmu | dZ] the
+gradient of the reads and D its row term,
 
-    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      dq = scale dS k      dk = scale dS^T q      d[v | U] = P^T [dmu | dZ]
+    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      dq = scale dS k      dk = scale
+    dS^T q      d[v | U] = P^T [dmu | dZ]
 
-The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers; it masks every block, since a second
-loop without masks would not fit the registers, and goes over its query heads itself.
+The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers.
+It masks every block, because a second loop without masks would not fit the registers, and iterates
+over its query heads itself.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ FLOAT32 = Blocks(
 
 @triton.jit
 def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
-    """(begin, inner, end): where the keys of the queries at positions top to bottom begin, need a mask from, and end.
+    """Return (begin, inner, end) of the keys that the queries at positions top to bottom read; a
+    mask is needed from inner on.
 
-    begin and inner are multiples of KEYS. With invalid keys or documents every block has a mask: inner is begin.
+    begin and inner are multiples of KEYS. With invalid keys or documents every block has a mask:
+    inner is begin.
     """
     begin = 0
     end = tk
@@ -47,9 +53,10 @@ def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: t
 
 @triton.jit
 def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
-    """(begin, end): where the queries that read the keys at positions top to bottom begin, a multiple of ROWS, and end.
+    """Return (begin, end) of the queries that read the keys at positions top to bottom; begin is a
+    multiple of ROWS.
 
-    past: positions before the first query.
+    past: the number of positions before the first query.
     """
     begin = 0
     end = tq
@@ -63,7 +70,7 @@ def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: t
 
 @triton.jit
 def last_key(position, there, tk, last, CAUSAL: tl.constexpr):
-    """The last key that the queries at ``position`` may read."""
+    """Return the last key that the queries at ``position`` may read."""
     if CAUSAL:
         highest = position
     elif last is not None:
@@ -75,7 +82,10 @@ def last_key(position, there, tk, last, CAUSAL: tl.constexpr):
 
 @triton.jit
 def readable(position, lowest, highest, key, tk, valid):
-    """[queries, keys]: whether the queries at ``position`` read ``key``; a key that is not valid is read at its own position alone."""
+    """Return whether the queries at ``position`` read ``key``, [queries, keys].
+
+    An invalid key is read only by the query at its own position.
+    """
     allowed = key[None, :] <= highest[:, None]
     if lowest is not None:
         allowed &= key[None, :] >= lowest[:, None]
@@ -91,7 +101,7 @@ def _queries_span(
     MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop: dS k."""
+    """Return ``grad`` plus dS k of the keys from start to stop."""
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
         keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
@@ -119,7 +129,9 @@ def _queries_kernel(
     CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of a head. Long, because it goes over the keys in up to two spans."""
+    """Compute dq of a block of queries of a head. Long, because it reads the keys in up to two
+    spans.
+    """
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
@@ -175,7 +187,9 @@ def _keys_kernel(
     CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dk and d[v | U] of a block of keys of a key head, over all its query heads. Long, because every tensor has its strides."""
+    """Compute dk and d[v | U] of a block of keys of a key head, over all its query heads. Long,
+    because every tensor has its strides.
+    """
     blocks = tl.cdiv(tk, KEYS)
     block = tl.program_id(0) % blocks
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
@@ -273,7 +287,9 @@ def _keys_kernel(
 
 
 def forward_blocks(dtype, dk, width):
-    """Block sizes for a head's widths, of queries and keys and of what is read. Rows at multiples of under 8 bytes take the smallest."""
+    """Return the block sizes for a head's widths, of queries and keys and of the values; rows
+    aligned to less than 8 bytes take the smallest.
+    """
     if interpreted():
         return Blocks(32, 16, 4, 1)
     if dtype == torch.float32:
@@ -286,7 +302,7 @@ def forward_blocks(dtype, dk, width):
 
 
 def queries_blocks(dtype, dk, dv, halves):
-    """Block sizes of dq's kernel for a head's widths."""
+    """Return the block sizes of dq's kernel for a head's widths."""
     width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)
@@ -298,7 +314,10 @@ def queries_blocks(dtype, dk, dv, halves):
 
 
 def keys_blocks(dtype, dk, dv, halves):
-    """Block sizes of dk's and the values' kernel for a head's widths; with three accumulators it is the one that fills the registers."""
+    """Return the block sizes of the kernel of dk and the values' gradient for a head's widths.
+
+    With three accumulators, this kernel fills the registers.
+    """
     width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)

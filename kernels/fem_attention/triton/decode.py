@@ -1,10 +1,13 @@
-"""The free-energy read of a few queries over many keys (decoding) in Triton: exact at any range, without gradients.
+"""Free-energy read of a few queries over many keys (decoding) in Triton: exact at any range,
+without gradients.
 
-Decoding waits for memory, so each key and each value is read once. A program has a (batch, kv head) and a part of the sequence, all query
-heads and queries of the group as its rows, and per row and channel a running maximum of log p + beta v beside the sum of its exponentials:
-no centre and no window is needed. Scores count from their own running maximum, and where |beta v| stays under 1/2 the sum of
-p (exp(beta v) - 1) gives F instead: a logarithm near 0 would lose F's digits. A second kernel joins the parts by their log-sum-exps and
-applies lam and gate. Logarithms are powers of two.
+Decoding is limited by memory bandwidth, so each key and each value is read once. A program has a
+(batch, kv head) and a part of the sequence. Its rows are all query heads and queries of the group.
+Per row and channel it keeps a running maximum of log p + beta v and the sum of its exponentials, so
+that no centre and no window is needed. Scores are relative to their own running maximum. Where
+|beta v| stays below 1/2, the sum of p (exp(beta v) - 1) gives F instead, because a logarithm near 0
+would lose F's digits. A second kernel joins the parts by their log-sum-exps and applies lam and
+gate. Logarithms are in base 2.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ JOINED, JOIN_WARPS = 16, 4  # parts at once
 
 
 def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
-    """The read o = gate (mu + lam (F - mu)) of the last tq of tk positions: [b, h, tq, dv] in q's type.
+    """Return the read o = gate (mu + lam (F - mu)) of the last tq of tk positions: [b, h, tq, dv]
+    in q's dtype.
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate mu), lam and gate [b, h, tq, dv] or None
-    (lam: 1, gate: 1), keys_valid [b, tk] bool: a False key is read by the query at its own position alone; hk divides h, and query head i
-    reads head i // (h // hk). Types: float32 or bfloat16; reads are summed in float32. splits: parts of the sequence, at most; None:
-    enough to fill a device. Meant for tq <= 16 or so: beyond 16 rows (queries times heads of a group; fewer for wide values) keys and
-    values are read again. Equations: Free Energy Mixer, the two-level gated read.
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate
+    mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool: only the
+    query at the same position reads a False key; hk divides h, and query head i reads head i // (h
+    // hk). Dtypes: float32 or bfloat16; reads are summed in float32. splits: the most parts of the
+    sequence; None: enough to fill a device. Intended for tq up to about 16: beyond 16 rows (queries
+    times heads of a group; fewer for wide values), keys and values are read more than once.
+    Equations: Free Energy Mixer, the two-level gated read.
     """
     (b, h, tq, width), (hk, tk, channels) = q.shape, v.shape[1:]
     sizes = _Sizes(width, channels, h // hk * tq)
@@ -60,7 +66,9 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
 
 
 class _Sizes:
-    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16 to 32 numbers a thread."""
+    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16
+    to 32 numbers per thread.
+    """
 
     def __init__(self, width, channels, rows):
         wide = padded(channels)
@@ -77,7 +85,10 @@ class _Sizes:
 
 
 def _keys_each(tk, heads, keys, splits):
-    """Keys of a part, whole blocks of them: so many that the parts of all heads fill a device, and each has four blocks where it can."""
+    """Return the keys per part, a multiple of the block size.
+
+    The parts of all heads together fill a device, and each part has four blocks where possible.
+    """
     blocks = triton.cdiv(tk, keys)
     wanted = min(triton.cdiv(PROGRAMS, heads), triton.cdiv(blocks, 4)) if splits is None else splits
     return triton.cdiv(blocks, max(1, wanted)) * keys
@@ -89,9 +100,11 @@ def _part_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BETA: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Of one part: the scores' maximum and sum, sum p v, and the maximum and sum of exp(log p + beta v), log p from the scores' maximum.
+    """Compute the sums of one part of the sequence in a single pass over its keys.
 
-    Long, because one pass over the keys makes them all.
+    They are the scores' maximum and sum, sum p v, and the maximum and sum of exp(log p + beta v),
+    with log p relative to the scores' maximum. Long, because one pass over the keys computes them
+    all.
     """
     batch, kv = (
         (tl.program_id(0) // kv_heads).to(tl.int64),
@@ -198,7 +211,9 @@ def _join_kernel(
     scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads, tq, parts,
     CHANNELS: tl.constexpr, HAS_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row joined, for a block of channels; then lam and gate. Rows are in the order batch, head, query."""
+    """Join the parts of one row for a block of channels, then apply lam and gate. Rows are in the
+    order batch, head, query.
+    """
     flat = tl.program_id(0).to(tl.int64)
     batch, head, query = flat // tq // heads, flat // tq % heads, flat % tq
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

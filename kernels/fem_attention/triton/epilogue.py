@@ -1,7 +1,9 @@
-"""What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
+"""Step after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and
+no softmax.
 
-The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads [mu | Z] anyway
-(attention keeps it), so nothing of the epilogue's own is kept.
+The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. The backward reads [mu |
+Z] anyway (attention keeps it) and recomputes F - mu, so that the epilogue stores no tensors of its
+own.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ FAINT = tl.constexpr(LEAST)
 
 
 class GatedRead(torch.autograd.Function):
-    """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
+    """o [b, h, tq, dv] in the dtype of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv]
+    or None.
 
-    beta [hk, dv] (float32) and `value_constants`: of kv head n // (h // hk) for head n. A wild block, where ``wild`` is not None, has
-    no part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
+    beta [hk, dv] (float32) and `value_constants` belong to kv head n // (h // hk) for head n. If
+    ``wild`` is not None, the gradients of wild blocks are zero. beta's gradient is the epilogue's
+    own part, at fixed reads.
     """
 
     @staticmethod
@@ -84,7 +88,9 @@ class GatedRead(torch.autograd.Function):
 
 @triton.jit
 def log_beyond(y, log):
-    """log(1 + y) - y from that logarithm, or its series where y is small, so that no digit is lost."""
+    """Return log(1 + y) - y from that logarithm, or from its series where y is small, so that no
+    digit is lost.
+    """
     series = y * (1.0 / 13) - 1.0 / 12
     series = series * y + 1.0 / 11
     series = series * y - 1.0 / 10
@@ -101,9 +107,10 @@ def log_beyond(y, log):
 
 @triton.jit
 def free_energy_gap(mu, z, beta, centre, shifted):
-    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
+    """Return (F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta and c; kappa = 1 where
+    shifted, and only these y have a meaning.
 
-    One logarithm and no division for an element.
+    It takes one logarithm and no division per element.
     """
     offset = mu - centre
     y = tl.maximum(z + offset * beta, LOWEST)
@@ -119,7 +126,7 @@ def _epilogue_kernel(
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o of ROWS tokens of a head."""
+    """Compute o of ROWS tokens of a head."""
     head, _, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -147,7 +154,7 @@ def _epilogue_backward_kernel(
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
+    """Compute [dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
     head, kv, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -225,9 +232,10 @@ def _row_term_kernel(
 
 
 def row_term(d_out: Tensor, out: Tensor, share: Tensor | None = None) -> Tensor:
-    """The sum of do o over each row [b, h, t], float32, of do and o [b, h, t, n], rows contiguous.
+    """Return the sum of do o over each row, [b, h, t] float32, of do and o [b, h, t, n], rows
+    contiguous.
 
-    share [b h, t], where it is given: minus that sum, and 0 where share is 0.
+    share [b h, t], if given: minus that sum, and 0 where share is 0.
     """
     b, h, tokens, n = out.shape
     rows = 16 if interpreted() else max(4, 1024 // padded(n))

@@ -1,16 +1,22 @@
-"""The exact free-energy read of blocks of channels, in place: the kernels of its backward, and the launches of both.
+"""Exact free-energy read of blocks of channels, in place: the kernels of its backward, and the
+launches of forward and backward.
 
-Attention on [v | U] holds while the range of beta v is at most 80. Where it is more, or where values are not finite, these kernels
-overwrite the results of that (batch, kv head)'s block of channels with exact ones, for values of any range, and add its part to the
-gradients of q and k. The choice is a mask on the device, so nothing waits for it, and a launch whose mask is empty does nothing. Of the
-forward only the log-sum-exp of the scores is kept: the backward reads again.
+Attention on [v | U] is correct while the range of beta v is at most 80. Where the range is greater,
+or values are not finite, these kernels overwrite the results of that (batch, kv head)'s block of
+channels with exact ones, for values of any range, and add the block's part to the gradients of q
+and k. A mask on the device selects the blocks, so that no step waits, and a launch with an empty
+mask returns at once. The forward keeps only the log-sum-exp of the scores; the backward reads
+again.
 
-With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF of the two reads:
+With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF
+of the two reads:
 
-    dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta
-    dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF / beta)
+    dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta dscore[t, i] =
+    sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF /
+    beta)
 
-`_rows_kernel` reads as in the forward and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
+`_rows_kernel` reads as in the forward and stores x, F - x and the terms; each of the other kernels
+sums over one of the dimensions.
 """
 
 from __future__ import annotations
@@ -42,7 +48,11 @@ def _score_gradients(
     log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The marked channels' part of the gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
+    """Return the marked channels' part of the gradient of the scores, [rows, keys], from log_p
+    [keys, rows].
+
+    The pointers are already offset to the head.
+    """
     there = tl.minimum(rows, tq - 1)
     term = tl.zeros_like(there).to(tl.float32)
     for block in range(0, CHANNELS, BLOCK_C):
@@ -143,7 +153,9 @@ def _keys_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dk; d_k None: dv. Long, because both go over the same rows of the same heads."""
+    """Compute dk, or dv if d_k is None. Long, because both iterate over the same rows of the same
+    heads.
+    """
     ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair whose items are apart
     blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
@@ -245,13 +257,16 @@ PROGRAMS = 264  # two for each of an H100's multiprocessors
 
 
 def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_valid, bounds):
-    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Returns what `exact_backward_` needs.
+    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Return the
+    tensors that `exact_backward_` needs.
 
-    Shapes: o [b, h, tq, dv] in q's type, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv], lam and gate
-    [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels] bool; hk divides h. Queries, keys_valid and bounds as in
-    `attention.attend`. Types: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the
-    definition gives; rows that cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
-    Equations: Free Energy Mixer, the two-level gated read.
+    Shapes: o [b, h, tq, dv] in q's dtype, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv],
+    beta [hk, dv], lam and gate [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels]
+    bool; hk divides h. Queries, keys_valid and bounds as in `kernels.fem_attention.triton.attend`.
+    Dtypes: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not
+    finite gives the definition's result; rows that cannot read it are not affected. Returned: the
+    scores' log-sum-exp [b, h, tq], float32, filled where wild. Equations: Free Energy Mixer, the
+    two-level gated read.
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -264,11 +279,14 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
 def exact_backward_(
     saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale, keys_valid, bounds
 ):  # fmt: skip
-    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other arguments as in `exact_forward_`.
+    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other
+    arguments as in `exact_forward_`.
 
-    To dq and dk the wild blocks' part is added; where all blocks of a head are wild, they are overwritten, too, whatever they were.
-    dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. Returns the wild blocks' part of beta's, float32.
-    For a while it holds dv float32 and dv numbers of v's type for each query: F - x and x, the greatest value that it reads.
+    The wild blocks' part is added to dq and dk. If all blocks of a head are wild, its dq and dk are
+    overwritten, whatever they contained. dq, dk, dv, dlam, dgate: shaped as q, k, v, lam, gate
+    (None with them), rows contiguous. Returns the wild blocks' part of beta's gradient, float32.
+    Temporary memory: dv float32 numbers and dv numbers of v's dtype for each query, for F - x and
+    x, the greatest value that it reads.
     """
     (lse,) = saved
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
@@ -302,7 +320,7 @@ def exact_backward_(
 
 
 class _Launch:
-    """What all of the kernels are given."""
+    """Arguments and constants that all of the kernels share."""
 
     def __init__(self, q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds):
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
@@ -331,7 +349,9 @@ class _Launch:
         self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
-        """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
+        """Launch a kernel. more: pointers that follow the shared ones; strided: those of them that
+        are passed with strides, in their order.
+        """
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError(
                 "exact read: a result's last dimension is not contiguous; it is written in place, so make it so"
