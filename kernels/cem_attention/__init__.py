@@ -1,6 +1,8 @@
-"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function, `cem_attention`.
+"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function,
+`cem_attention`.
 
-Projections, preconditioner, norms and steps stay with the layer; `reference` has the energy that the read descends.
+The layer implements projections, preconditioner, norms and steps; `reference` contains the energy
+that the read descends.
 """
 
 from __future__ import annotations
@@ -50,18 +52,21 @@ def cem_attention(
     valid: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j].
+    """Return o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i
+    - j| + b_self [i = j] + b_cross [i != j].
 
-    Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's, then these tokens'), slopes m [heads] (no gradient), self_bias and
-    cross_bias of one number each, ``diagonal``: u [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are made once) or
-    [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone. i and j count all keys, padding
-    too: where padding lies between two tokens, it adds to their distance.
-    Returns [b, heads, t, r] in q's type.
-    Types: q, k, u, h alike, float64, float32, bfloat16 or float16; computed in float32 or float64; d and the biases of any of them.
-    Memory is linear in the tokens: pairs are made in blocks, again in the backward; the inputs are kept as they came, and the output.
-    implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU even if over 64; not float64; bfloat16
-    multiplies in bfloat16) or reference.
-    Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
+    Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's keys, then those of these tokens),
+    slopes m [heads] (no gradient), self_bias and cross_bias of one number each, ``diagonal``: u [b,
+    t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are computed once) or [heads, D];
+    None: no diagonal. valid [b, tk] bool, False at padding: only the token at its own position sees
+    such a key. i and j count all keys, padding too: padding between two tokens adds to their
+    distance. Returns [b, heads, t, r] in q's dtype. Dtypes: q, k, u, h all float64, float32,
+    bfloat16 or float16; computed in float32 or float64; d and the biases of any of them. Memory is
+    linear in the tokens: pairs are computed in blocks, and again in the backward, which keeps the
+    inputs in their own dtypes and the output. implementation: auto, triton (heads up to 128 wide,
+    in bfloat16 256, on a GPU an even width if over 64; not float64; bfloat16 multiplies in
+    bfloat16) or reference. Raises ValueError for shapes and dtypes that do not fit. Source: Causal
+    Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
     u, h, d = diagonal or (None, None, None)
@@ -83,7 +88,7 @@ def _read(
     valid: Tensor | None,
     implementation: str,
 ) -> Tensor:
-    """`cem_attention`, its arguments checked and side by side."""
+    """Run `cem_attention` on checked arguments, with the diagonal passed as three tensors."""
     wide = torch.promote_types(q.dtype, torch.float32)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()

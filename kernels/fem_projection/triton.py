@@ -1,11 +1,15 @@
-"""FEM's projection up to its read in Triton: one pass over memory forward, one backward. No autotuning.
+"""FEM's projection up to its read in Triton: one pass over memory forward, one backward. No
+autotuning.
 
-A program has some tokens of one head, whose channels lie together: [q | k | what is scaled alone | lambda's logit | g's logit]. A tile of
-phi = f W is made where it is needed and none is kept: z, f and W are, and the backward makes x = z (1 + phi) again. With e = exp(-|x|) and,
-for g = r y, y = softplus(x), 1 / r = the root mean square of y: for lambda dx = dlambda e / (1 + e)^2, for g
-dx = r (dg - g mean(g dg)) sigmoid(x), for q and k dx is dq turned back. Then dz = dx (1 + phi) and dphi = dx z, which is stored, and of
-which the vendor's products make df and dW: with df inside, the backward spilled at 16 warps, where it takes 87 registers. The read's prep
-is not inside: its centre must be known before the values are, and one kept from the step before would be state that a resume must have.
+A program has some tokens of one head, whose channels are contiguous: [q | k | plain slices, which
+are scaled only | lambda's logit | g's logit]. A tile of phi = f W is computed where it is needed
+and not stored. z, f and W are saved, and the backward computes x = z (1 + phi) again. Let e =
+exp(-|x|) and, for g = r y, y = softplus(x), 1 / r = the root mean square of y. For lambda, dx =
+dlambda e / (1 + e)^2; for g, dx = r (dg - g mean(g dg)) sigmoid(x); for q and k, dx is dq or dk
+rotated back. Then dz = dx (1 + phi) and dphi = dx z. dphi is stored, and torch's matrix products
+compute df and dW from it: with df inside, the backward spilled at 16 warps, where it now takes 87
+registers. The read's prep is not part of the kernel: its centre must be known before the values
+are, and a centre from the previous step would be state that a resumed run must have.
 """
 
 from __future__ import annotations
@@ -30,7 +34,11 @@ SOME = tl.constexpr(64)  # channels at once of what is scaled alone
 
 
 def fused_projection(z, features, weight, turn, plain, gates, eps):
-    """As `kernels.fem_projection.fem_projection`, which has checked; plain: name -> width of what is scaled alone; gates: lam's, g's."""
+    """Return the result of `kernels.fem_projection.fem_projection`, which has checked the
+    arguments.
+
+    plain: name -> width of the slices that are scaled only; gates: the widths of lam and gate.
+    """
     cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
     sizes = (0 if cos is None else 2 * cos.shape[3], sum(plain.values()), *gates)
     z, features, weight = (None if t is None else t.contiguous() for t in (z, features, weight))
@@ -41,7 +49,9 @@ def fused_projection(z, features, weight, turn, plain, gates, eps):
 
 
 class _Projection(torch.autograd.Function):
-    """(q, k, what is scaled alone, lambda, g), each [s, b, heads, width] or None where ``sizes`` has it 0."""
+    """(q, k, plain slices, lambda, g), each [s, b, heads, width] or None where its width in
+    ``sizes`` is 0.
+    """
 
     @staticmethod
     def forward(ctx, z, features, weight, cos, sin, sizes, eps):
@@ -75,7 +85,9 @@ class _Projection(torch.autograd.Function):
 
 
 class _Launch:
-    """Grid, counts (tokens, heads, sequences, sequences that share angles) and constants of both kernels."""
+    """Grid, counts (tokens, heads, sequences, sequences that share angles) and constants of both
+    kernels.
+    """
 
     def __init__(self, z, features, cos, sizes):
         self.constants = _constants(z.dtype, 0 if features is None else features.shape[2], *sizes)
@@ -91,7 +103,7 @@ class _Launch:
 
 
 def _constants(dtype, features, turned, plain, lam, gate):
-    """Widths, tokens of a program, warps."""
+    """Return the widths, the tokens per program and the warps."""
     numbers = UNEVEN if any(width % 8 for width in (turned // 2, plain, lam, gate)) else NUMBERS
     numbers, widest = (
         FLOAT32 if dtype == torch.float32 else numbers,
@@ -107,28 +119,30 @@ def _constants(dtype, features, turned, plain, lam, gate):
 
 @triton.jit
 def _program(tokens, heads, ROWS: tl.constexpr):
-    """(tokens, which of them exist, head) of a program; the heads of the same tokens lie side by side."""
+    """Return (tokens, which of them exist, head) of a program; consecutive programs have the heads
+    of the same tokens.
+    """
     token = (tl.program_id(0) // heads * ROWS).to(tl.int64) + tl.arange(0, ROWS)[:, None]
     return token, token < tokens, tl.program_id(0) % heads
 
 
 @triton.jit
 def _columns(good, WIDTH: tl.constexpr):
-    """WIDTH channels [1, a power of two], and which numbers of a tile exist."""
+    """Return WIDTH channels [1, a power of two], and which numbers of a tile exist."""
     column = tl.arange(0, 16 if WIDTH < 16 else triton.next_power_of_2(WIDTH))[None, :]
     return column, good & (column < WIDTH)
 
 
 @triton.jit
 def _tokens(features, token, good, FEATURES: tl.constexpr):
-    """f of some tokens."""
+    """Load f of some tokens."""
     column, there = _columns(good, FEATURES)
     return tl.load(features + token * FEATURES + column, mask=there, other=0.0)
 
 
 @triton.jit
 def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
-    """z and 1 + phi of WIDTH channels from ``begin`` on."""
+    """Return z and 1 + phi of WIDTH channels from ``begin`` on."""
     column, there = _columns(good, WIDTH)
     value = tl.load(z + begin + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.full(value.shape, 1.0, tl.float32)
@@ -142,6 +156,7 @@ def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.conste
 
 @triton.jit
 def _scaled(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
+    """Return x = z (1 + phi) of WIDTH channels from ``begin`` on."""
     value, scale = _factors(z, f, weight, begin, good, WIDTH, FEATURES)
     return value * scale
 
@@ -161,7 +176,7 @@ def _back(d_z, d_phi, at, there, value, scale, dx):
 
 @triton.jit
 def _gate(x, there, eps, WIDTH: tl.constexpr):
-    """(g, r) of logits x."""
+    """Return (g, r) of logits x."""
     y = tl.where(there, softplus(x), 0.0)
     r = 1.0 / tl.sqrt(tl.sum(y * y, 1) / WIDTH + eps)[:, None]
     return y * r, r

@@ -1,7 +1,9 @@
-"""`python -m tools.kernel_gate [--only OP ...] [--write]`: compile the kernels for sm_90, sm_80 and sm_100 on any machine, and judge.
+"""Compile and check the kernels for sm_90, sm_80 and sm_100 on any machine: `python -m
+tools.kernel_gate [--only OP ...] [--write]`.
 
-With `--warm DIR` it fills a Triton cache instead: every kernel that a machine with GPUs (sm_90, or --sm) asks for, packed as DIR.tgz. It is
-unpacked there at the same path, or at --at, which TRITON_CACHE_DIR then names.
+With `--warm DIR` it fills a Triton cache instead: every kernel that a machine with GPUs (sm_90, or
+--sm) requests, packed as DIR.tgz. Unpack it on that machine at the same path, or at --at, and set
+TRITON_CACHE_DIR to this path.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
+    """Return the exit code: 0 on success, 1 if a kernel has a fault, 2 if the call cannot be
+    carried out.
+    """
     parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
     parser.add_argument(
         "prefix",
@@ -93,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
-    """The kernels that the call is about; raises UserError where it cannot be carried out."""
+    """Return the kernels that the call selects; raise UserError if it cannot be carried out."""
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
         raise UserError(
@@ -136,14 +140,16 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
 
 
 def _whole(asked: argparse.Namespace) -> bool:
-    """Whether docs/kernels.md can be written of what is built."""
+    """Return True if docs/kernels.md can be written from this build."""
     return asked.prefix == "kernels" and not (
         asked.only or asked.sm or asked.few or asked.documents
     )
 
 
 def _same(recorded: str, found: str, whole: bool) -> bool:
-    """Whether docs/kernels.md is what was built; whole False: in the parts of the modules that were built."""
+    """Return True if docs/kernels.md matches this build, in all parts or only in the modules that
+    were built.
+    """
     was, is_now = sections(recorded), sections(found)
     return (
         recorded == found
@@ -157,7 +163,7 @@ def _same(recorded: str, found: str, whole: bool) -> bool:
 
 
 def _progress() -> Progress:
-    """Prints how much is done and the seconds that are left."""
+    """Return a function that prints the progress and the remaining seconds."""
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:

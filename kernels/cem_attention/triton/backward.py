@@ -1,7 +1,9 @@
-"""CEM's attention backward: three kernels that make a tile's weights again, by rows, by keys and by pairs. Nothing is added by atomics.
+"""Backward of CEM's attention: three kernels that recompute a tile's weights, by rows, by keys and
+by pairs. No atomics.
 
-By rows comes first: it leaves the softmax's row terms to the others. By keys the gradients as values and as keys meet in one sum. By pairs
-gives what the scores' additive part C gets, summed over the heads that share it.
+The kernels by rows run first and store the softmax's row terms for the others. The kernel by keys
+adds the gradients as values and as keys in one sum. The kernel by pairs computes the gradient of
+the scores' additive part C, summed over the heads that share it.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ def _weights(
     a, b, a_grad, b_grad, added, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, lse, row_term, edge,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile and the gradient of its a_ij, p (dp - sum_j p dp). The tile is a b^T: queries and keys, or keys and queries.
+    """Return p of a tile and the gradient of its a_ij, p (dp - sum_j p dp).
 
-    own, key, lse, row_term and the masks broadcast against it.
+    The tile is a b^T: queries and keys, or keys and queries. own, key, lse, row_term and the masks
+    broadcast against it.
     """
     products = tl.dot(a, tl.trans(b), added, input_precision="ieee")
     scores = pair_scores(
@@ -47,9 +50,10 @@ def _rows_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of M rows of a head: o.do, which is the row term but for o's rounding, and p_ii. Grid: heads, tiles of rows, batch.
+    """Compute o.do, which is the row term up to the rounding of o, and p_ii of M rows of a head.
+    Grid: heads, tiles of rows, batch.
 
-    row_terms and p_own lie as lse.
+    row_terms and p_own have the layout of lse.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
@@ -103,10 +107,12 @@ def _dq_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq of M rows of a head. Grid as forward's. ``scale`` holds log2(e), ``unit`` does not.
+    """Compute dq of M rows of a head. Grid as in the forward. ``scale`` includes log2(e), ``unit``
+    does not.
 
-    The gradients of a row's a_ij should sum to zero; what they sum to is what o.do misses of the row term sum_j p dp. It is added to
-    row_terms, p_ii of it is taken from the gradient of ``alone`` (one number a program) and, keys being values, o of it from dq.
+    The gradients of a row's a_ij should sum to zero. Their actual sum is the difference between
+    o.do and the row term sum_j p dp. It is added to row_terms. p_ii times it is subtracted from the
+    gradient of ``alone`` (one number per program) and, because keys are values, o times it from dq.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -171,7 +177,10 @@ def _dk_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dk of N keys of a head, from these rows. Grid: heads, tiles of keys from the first, which most rows see, batch. ADD: to dk."""
+    """Compute the part of dk of N keys of a head that these rows give; ADD: add it to dk.
+
+    Grid: heads, tiles of keys from the first, which most rows see, batch.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_key = tl.program_id(1) * N
     local = tl.arange(0, N)
@@ -233,9 +242,10 @@ def _d_bias_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of C for M rows and N keys, summed over the ``heads`` heads of a group in their order; zeros where no pair is seen.
+    """Compute the gradient of C for M rows and N keys, summed over the ``heads`` heads of a group
+    in their order; zeros where no pair is seen.
 
-    Grid: tiles of keys, tiles of rows, batch x groups. d_bias lies as bias.
+    Grid: tiles of keys, tiles of rows, batch x groups. d_bias has the layout of bias.
     """
     batch, group = (
         (tl.program_id(2) // groups).to(tl.int64),
@@ -304,7 +314,9 @@ def _d_bias_kernel(
 def d_queries(
     part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor
 ) -> Tensor:
-    """Write a part's dq and row terms (as lse); returns the gradient of ``alone``, []. First of the three."""
+    """Write a part's dq and row terms (layout of lse) and return the gradient of ``alone``, [].
+    Call it before `d_keys` and `d_pairs`.
+    """
     b, heads, rows, width = part.q.shape
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     sizes = sizes_of(_rows_kernel, part.q.dtype, width)
@@ -325,7 +337,7 @@ def d_queries(
 def d_keys(
     part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool
 ) -> None:
-    """Write what a part's rows give to dk [b, heads, keys, r], or add it to what is there."""
+    """Write the part of dk [b, heads, keys, r] that a part's rows give, or add it to dk."""
     b, heads, _, width = part.q.shape
     sizes = sizes_of(_dk_kernel, part.q.dtype, width)
     _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
@@ -335,7 +347,7 @@ def d_keys(
 
 
 def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor:
-    """The gradient of a part's C, shaped and laid out as it is; zeros where a pair is not seen."""
+    """Return the gradient of a part's C, with C's shape and layout; zeros where a pair is not seen."""
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)

@@ -1,4 +1,5 @@
-"""CEM's attention forward in Triton, one pass over the keys, and what the backward shares with it: tiles, scores, block sizes.
+"""Forward of CEM's attention in Triton, one pass over the keys, and the helpers shared with the
+backward: tiles, scores, block sizes.
 
 A tile of keys is loaded once, as keys and as values.
 """
@@ -28,10 +29,12 @@ from kernels.tiles import (
 
 
 class Part(NamedTuple):
-    """Some rows of some sequences, and the keys that they may see; unit strides in the last dimension.
+    """Some rows of some sequences, and the keys that they may see; unit strides in the last
+    dimension.
 
-    q [b, heads, rows, r], the first of them at position ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows,
-    keys] or None; slopes [heads] and alone [], float32; valid [b, at least keys] or None.
+    q [b, heads, rows, r], whose first row is at position ``first`` among the keys k [b, heads,
+    keys, r]; bias: C [b, 1 or heads, rows, keys] or None; slopes [heads] and alone [], float32;
+    valid [b, at least keys] or None.
     """
 
     q: Tensor
@@ -45,15 +48,17 @@ class Part(NamedTuple):
     causal: bool
 
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """What every kernel takes first."""
+        """Return the first arguments of every kernel."""
         return self.q, self.k, self.bias, self.slopes, self.alone, self.valid
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Rows, keys, first, and the scale for base 2."""
+        """Return the number of rows, the number of keys, first, and the scale for base 2."""
         return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2E
 
     def strides(self, *others: Tensor) -> tuple[int, ...]:
-        """Of q, k, C (a head's is 0 where one is for all), valid and, of three dimensions each, others."""
+        """Return the strides of q, k, C (0 between heads if they share one C), valid and, three
+        each, the other tensors.
+        """
         bias = (0, 0, 0)
         if self.bias is not None:
             bias = (
@@ -71,7 +76,7 @@ class Part(NamedTuple):
         )
 
     def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
-        """The compile-time arguments that every kernel has, and how it is built."""
+        """Return the compile-time arguments and launch options that every kernel has."""
         width = self.q.shape[3]
         tiles = {
             "WIDTH": width,
@@ -99,7 +104,11 @@ BLOCKS = {
 
 
 def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
-    """A kernel's tiles for heads this wide; small in the interpreter, so that a test has many, and without tensor cores, in float32."""
+    """Return the block sizes of a kernel for heads of this width.
+
+    They are small in the interpreter, so that a test has many blocks, and in float32, which has no
+    tensor cores.
+    """
     narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
     alone = Blocks(32, 32, 8, 1) if wide <= 64 else Blocks(16, 16, 8, 1)
@@ -122,7 +131,7 @@ def row_tile(
     PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """`load_tile` of x's ``count`` rows, those from ``start`` on."""
+    """Load with `load_tile` the rows of x from ``start`` on; x has ``count`` rows."""
     return load_tile(
         at_row(x, tl.cast(start, tl.int64), x_t, ALIGN),
         x_t,
@@ -139,7 +148,7 @@ def row_tile(
 def head_tile(
     x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """`row_tile` of a head of x."""
+    """Load the `row_tile` of a head of x."""
     return row_tile(
         of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN
     )
@@ -160,11 +169,12 @@ def pair_scores(
     edge,
     CAUSAL: tl.constexpr,
 ):
-    """a_ij log2(e) of a tile; -inf where i does not see j.
+    """Return a_ij log2(e) of a tile; -inf where i does not see j.
 
-    products: q_i.k_j + C_ij; or q_i.k_j, and ``scaled``, None else, is C_ij times scale. own, key: positions as float32 (exact to 2^24)
-    that broadcast against each other, of ``keys`` there are. slope, alone and scale hold log2(e). own_valid, key_valid: None, or they
-    broadcast likewise. edge: whether i <= j or j >= keys occurs.
+    products: q_i.k_j + C_ij if ``scaled`` is None; otherwise q_i.k_j, and ``scaled`` is C_ij times
+    scale. own, key: positions as float32 (exact to 2^24) that broadcast against each other;
+    ``keys`` is the number of keys. slope, alone and scale include log2(e). own_valid, key_valid:
+    None, or masks that broadcast likewise. edge: True if the tile may contain i <= j or j >= keys.
     """
     distance = own - key
     if not CAUSAL:
@@ -186,7 +196,8 @@ def pair_scores(
 
 @triton.jit
 def bias_tile(bias, row_stride, row, rows, key, keys):
-    """C_ij as float32; zeros beyond it. What lies above the diagonal may be anything: its pairs are not seen.
+    """Load C_ij as float32; zeros outside C. Values above the diagonal may be arbitrary, because
+    their pairs are not seen.
 
     row, key: indices that broadcast against each other; ``bias`` begins at row 0.
     """
@@ -203,8 +214,9 @@ def _forward_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse in base 2, of M rows of a head. Grid: heads (they share C's tiles), row tiles from the last (it sees most), batch.
+    """Compute out, and lse in base 2, of M rows of a head.
 
+    Grid: heads (they share C's tiles), row tiles from the last, which sees the most keys, batch.
     ``first`` is row 0's position among the keys.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -1,9 +1,10 @@
 """Flash attention in Triton: one pass over the keys with a running maximum; `attention_backward`
 contains its gradients.
 
-The weights are summed after they are rounded to the inputs' dtype, as they are multiplied. They
-therefore add up to one, and Jensen's inequality holds between the reads. Keys that every query of a
-block reads are processed without a mask. No kernel is autotuned and no step waits for the device.
+The weights are rounded to the inputs' dtype before they are summed and multiplied. The weights that
+multiply the values therefore add up to one, and Jensen's inequality holds between the reads. Keys
+that every query of a block reads are processed without a mask. No kernel is autotuned and no step
+waits for the device.
 """
 
 from __future__ import annotations

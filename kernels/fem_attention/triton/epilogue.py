@@ -2,8 +2,7 @@
 no softmax.
 
 The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. The backward reads [mu |
-Z] anyway (attention keeps it) and recomputes F - mu, so that the epilogue stores no tensors of its
-own.
+Z] anyway (attention keeps it) and recomputes F - mu, so that the epilogue saves no further tensors.
 """
 
 from __future__ import annotations

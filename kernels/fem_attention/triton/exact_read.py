@@ -149,8 +149,7 @@ def _marked(wild, count, MARKS: tl.constexpr, PAIRS: tl.constexpr):
 def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
     """Return (batch, head, kv head, block, block of channels) of an item.
 
-    Each mark has ``each`` items, and each (batch, kv head) pair has MARKS marks. (batch, kv head)
-    pair.
+    Each mark has ``each`` items, and each (batch, kv head) pair has MARKS marks.
     """
     kv_heads = heads // group
     mark = tl.sum((upto <= item // each).to(tl.int32), 0)

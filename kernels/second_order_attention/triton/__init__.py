@@ -1,16 +1,19 @@
 """MHA2nd1st's step around `forward`'s two flash passes in Triton, and their backward.
 
-For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the gradient of kbar, or of C u, e_i = g.c_i and
-w_i = u.c_i (`forward` has the symbols), and sums over the pairs:
+For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the
+gradient of kbar, or of C u, e_i = g.c_i and w_i = u.c_i (`forward` defines the symbols), and sums
+over the pairs:
 
-    kbar:   da_i = p_i e_i                      dk_i += p_i g
-    C u:    da_i = p_i (e_i w_i - g.C u)        dk_i += p_i (e_i u + w_i g)        du = C g = sum_i p_i e_i c_i
-    both:   dq = sum_i da_i c_i / T             dk_i += da_i (q - k_i) / T         dT = -sum_i da_i (a_i - mean a) / T
+    kbar:   da_i = p_i e_i                      dk_i += p_i g C u:    da_i = p_i (e_i w_i - g.C u)
+    dk_i += p_i (e_i u + w_i g)        du = C g = sum_i p_i e_i c_i both:   dq = sum_i da_i c_i / T
+    dk_i += da_i (q - k_i) / T         dT = -sum_i da_i (a_i - mean a) / T
 
-since the derivative of p is da, and those of kbar inside c cancel: sum p c = 0. Likewise sum da = 0, which lets c stand for k, and the
-score less its mean under p for the score: where T is large, what is left of dT is small beside its terms. Weights that were rounded have
-the rounded ones' sum taken off, as in the forward. dT is a partial sum a query. All work in the frame
-to which k is turned: turning is linear, so q, u and the reads are turned outside them.
+because the derivative of p is da, and those of kbar inside c cancel: sum p c = 0. Likewise sum da =
+0, so that c can replace k, and the score less its mean under p can replace the score: for a large
+T, the remainder of dT is small compared with its terms. For rounded weights, the sum of the rounded
+ones is subtracted, as in the forward. dT is a partial sum per query. All kernels work in the frame
+to which k is rotated: the rotation is linear, so q, u and the reads are rotated outside the
+kernels.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, jitter):
-    """r + G^-1 (C / T') G r as `reference.step` without exact, q and k float32 or bfloat16, the rest float32: [b, h, t, d] in q's type.
+    """Return r + G^-1 (C / T') G r as `reference.step` without exact: [b, h, t, d] in q's dtype.
 
-    Products of q, k, u and gradients are in q's type, sums over keys, r, u and the system in float32.
+    q and k are float32 or bfloat16, the other tensors float32. Products of q, k, u and gradients
+    are in q's dtype, sums over keys, r, u and the system in float32.
     """
     own = q.to(torch.float32)
     turned, k = rows_of(rotated(own, turn).to(k.dtype)), rows_of(k)
@@ -62,7 +66,9 @@ def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, ji
 
 
 class _Means(torch.autograd.Function):
-    """As `means`; log-sum-exp and mean score have no gradient. Differentiable in q, k and T."""
+    """`means` as an autograd function, differentiable in q, k and T; log-sum-exp and mean score
+    have no gradient.
+    """
 
     @staticmethod
     def forward(ctx, q, k, temperature, half, factors, valid, causal):
@@ -84,9 +90,11 @@ class _Means(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """C u, float32, differentiable in q, k, u and T; kbar and the levels are what the other pass found, and have no gradient here.
+    """C u, float32, differentiable in q, k, u and T; kbar and the levels are results of the other
+    pass and get no gradient.
 
-    That is exact: C depends on them through q, k and T alone, and its derivative is written in those.
+    That is exact: C depends on them through q, k and T alone, and its derivative is expressed in
+    those.
     """
 
     @staticmethod
@@ -109,9 +117,11 @@ class _Second(torch.autograd.Function):
 
 
 def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, causal):
-    """(dq, dk, du, dT) for a gradient g [b, h, t, d] of kbar (u, read and centre None; du None), or of C u.
+    """Return (dq, dk, du, dT) for a gradient g [b, h, t, d] of kbar (u, read and centre None; du
+    None), or of C u.
 
-    g in q's type, contiguous; read, centre: the forward's results; the others as there. du is float32, dT [h] float32.
+    g has q's dtype and is contiguous; read, centre: the forward's results; the other arguments as
+    in the forward. du is float32, dT [h] float32.
     """
     t, d = q.shape[2:]
     is_second = u is not None
@@ -138,7 +148,7 @@ def _queries_kernel(
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
+    """Compute dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -216,7 +226,7 @@ def _keys_kernel(
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
+    """Compute dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
     blocks = tl.cdiv(tk, OWN)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head_of_all // heads, head_of_all % heads
@@ -283,7 +293,7 @@ def _keys_kernel(
 
 
 def queries_blocks(dtype, width, is_second, padding):
-    """Block sizes of the kernel over queries."""
+    """Return the block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
     # With a second stage C u's two sums would not fit the registers.
     return fitting(
@@ -295,7 +305,7 @@ def queries_blocks(dtype, width, is_second, padding):
 
 
 def keys_blocks(dtype, width, is_second, padding):
-    """Block sizes of the kernel over keys."""
+    """Return the block sizes of the kernel over keys."""
     narrow, wide = (FLOAT32, Blocks(128, 64, 8, 2)), (Blocks(16, 16, 8, 1), Blocks(128, 32, 8, 2))
     return fitting(dtype, SMALL, *(narrow if padded(width) <= 64 else wide))
 

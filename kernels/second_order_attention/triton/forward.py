@@ -1,8 +1,10 @@
-"""The two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product C u. No gradients, no autotuning.
+"""Two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product
+C u. No gradients, no autotuning.
 
-With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u = sum p_i w_i c_i. Products take their
-operands in the inputs' type. Weights are summed as they were multiplied, rounded to it, so that a rounding's error is of the size of
-c, not of k: keys may lie far from zero. |k|^2 / 2 is taken off in float32, from the same rounded k.
+With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u =
+sum p_i w_i c_i. Products take their operands in the inputs' dtype. Weights are rounded to it before
+they are summed and multiplied, so that a rounding error has the size of c, not of k: keys may be
+far from zero. |k|^2 / 2 is subtracted in float32, from the same rounded k.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ SMALL, FLOAT32 = (
 
 
 def means(q, k, half, factors, valid, causal):
-    """(kbar [b, h, t, d], the scores' log-sum-exp and mean under p, [2, b, h, t] in powers of two), both float32 and contiguous.
+    """Return (kbar [b, h, t, d], the scores' log-sum-exp and mean under p [2, b, h, t], in base 2),
+    both float32 and contiguous.
 
-    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half [b, h, tk]: |k|^2 / 2, factors [h]:
-    log2(e) / T, float32 and contiguous; valid [b, tk] bool or None.
+    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half [b, h,
+    tk]: |k|^2 / 2, factors [h]: log2(e) / T, float32 and contiguous; valid [b, tk] bool or None.
     """
     b, h, t, d = q.shape
     mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
@@ -45,7 +48,10 @@ def means(q, k, half, factors, valid, causal):
 
 
 def second(q, k, u, half, factors, mean, lse, valid, causal):
-    """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
+    """Return (C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous.
+
+    u: as q but contiguous; the other arguments as those and the results of `means`.
+    """
     read, centre = torch.empty_like(mean), torch.empty_like(lse)
     given = (q, k, u, half, factors, valid, mean, lse, None, read, centre)
     launch(
@@ -55,7 +61,10 @@ def second(q, k, u, half, factors, mean, lse, valid, causal):
 
 
 def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
-    """A kernel on each block of every head's ``own`` queries or keys: its arguments, then what all kernels of this room end with."""
+    """Launch a kernel on each block of every head's ``own`` queries or keys.
+
+    After ``arguments`` come the ones that all kernels of this package end with.
+    """
     b, h, t, d = q.shape
     kernel[(triton.cdiv(own, blocks.rows) * b * h,)](
         *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3], 0 if valid is None else valid.stride(0),
@@ -69,7 +78,9 @@ def _read_kernel(
     q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """u None: the pass for kbar; else that for C u. Long, because both go over the same pairs."""
+    """Compute the pass for kbar if u is None, else the pass for C u. Long, because both iterate
+    over the same pairs.
+    """
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -144,7 +155,7 @@ def _read_kernel(
 
 
 def read_blocks(dtype, is_second):
-    """Block sizes of a pass, for kbar or for C u."""
+    """Return the block sizes of a pass, for kbar or for C u."""
     return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2 if is_second else 3))
 
 
