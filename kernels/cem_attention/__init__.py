@@ -30,7 +30,8 @@ OP = Op(
     (
         Implementation(
             "triton",
-            "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix products",
+            "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix "
+            "products",
             lacks_triton,
         ),
         Implementation("reference", "blocks of rows in plain PyTorch"),

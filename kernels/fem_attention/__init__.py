@@ -136,7 +136,8 @@ def fem_attention(
         if spread is None or (largest := float(spread.max())) <= MAX_RANGE:
             return fused_attention(x, centre, spread, reading)
         OP.log.warning(
-            "fem_attention: beta * (max v - min v) reaches %.4g, over %g: the exact reference (slower) runs for such calls",
+            "fem_attention: beta * (max v - min v) reaches %.4g, over %g: the exact reference "
+            "(slower) runs for such calls",
             largest,
             MAX_RANGE,
         )
@@ -209,7 +210,8 @@ def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> 
     check_read("fem_attention", beta, lam)
     if tq > tk:
         raise ValueError(
-            f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk"
+            f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the "
+            "keys, so tq <= tk"
         )
     if cu_seqlens is None:
         return
@@ -219,5 +221,6 @@ def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> 
     )
     if b != 1 or tq != tk:
         raise ValueError(
-            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, {tq} and {tk}"
+            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, "
+            f"{tq} and {tk}"
         )

@@ -151,7 +151,8 @@ class _Read(torch.autograd.Function):
         saved = rest[: ctx.exact]
         if ctx.end is None:
             raise RuntimeError(
-                "fem_attention: a second backward through the same call; its inner graph is freed by the first"
+                "fem_attention: a second backward through the same call; its inner graph is "
+                "freed by the first"
             )
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
@@ -267,7 +268,8 @@ class RangeWatch:
         """Record the ranges of a call, and warn about those of earlier calls."""
         if (told := self._told.so_far()[0]) > MAX_RANGE:
             log.warning(
-                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of channels beyond it run the exact form, slower",
+                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of "
+                "channels beyond it run the exact form, slower",
                 told,
                 MAX_RANGE,
             )

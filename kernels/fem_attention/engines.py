@@ -291,8 +291,7 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Return why vendor kernels, and the Triton kernels around them, cannot run on the device, or None.
-    """
+    """Return why vendor kernels, and the Triton kernels around them, cannot run on the device, or None."""
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
     return lacks_triton(device)
@@ -376,19 +375,25 @@ def _package_engine(
 
 
 _LISTED = (
-    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, refuses=_refuses_new_shapes),
+    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION,
+    refuses=_refuses_new_shapes),
     _package_engine(
-        "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
+        "flash_attn_3", "FlashAttention-3, the package flash_attn_interface",
+        "flash_attn_interface", "flash_attn_interface", 90, 90
     ),
-    _package_engine("flash_attn_4", "FlashAttention-4, the package flash_attn.cute", "flash_attn.cute", "flash-attn-4", 90, 119, 128),
-    _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, refuses=_refuses_masks, equal=True),
-    _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
+    _package_engine("flash_attn_4", "FlashAttention-4, the package flash_attn.cute",
+    "flash_attn.cute", "flash-attn-4", 90, 119, 128),
+    _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION,
+    refuses=_refuses_masks, equal=True),
+    _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn",
+    "flash-attn", 80, 129),
     Engine(
         "triton", "this room's kernels", lacks_triton, _triton,
         lambda call, widths: widths[0] <= 256 and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256),
         _refuses_spilling,
     ),
-    _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),
+    _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION,
+    groups=False),
     Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),
 )  # fmt: skip
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _LISTED}

@@ -85,7 +85,8 @@ class Entry:
             and all(time > 0 for time in self.microseconds.values())
         ):
             raise ValueError(
-                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, {self.tokens} tokens"
+                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, "
+                f"{self.tokens} tokens"
             )
 
     def far_from(self, call: Call) -> tuple[float, float]:
@@ -142,7 +143,8 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
         }
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}"
+            f"{path.name} is not a table of engines: {error}; write it again with the benchmark "
+            f"or make it {{}}"
         ) from error
 
 

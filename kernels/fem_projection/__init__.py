@@ -27,7 +27,8 @@ HARD = 128  # channels and a conditioner's features where a slice is no multiple
 
 OP = Op(
     "fem_projection",
-    "FEM's packed projection scaled by the conditioner, its queries and keys turned, its gates opened",
+    "FEM's packed projection scaled by the conditioner, its queries and keys turned, its gates "
+    "opened",
     (
         Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
         Implementation("reference", "the equations in PyTorch"),
@@ -65,7 +66,8 @@ def fem_projection(
     head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
     if z.dim() != 3 or z.shape[2] % head:
         raise ValueError(
-            f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for slices of {dict(widths)}"
+            f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for "
+            f"slices of {dict(widths)}"
         )
     pair, gates = (
         ("q", "k") if turn is not None else (),
@@ -74,7 +76,8 @@ def fem_projection(
     plain = {name: width for name, width in widths.items() if name not in (*pair, *gates)}
     if list(widths) != [*pair, *plain, *gates] or len({widths[name] for name in pair}) > 1:
         raise ValueError(
-            f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, stand first, lam and gate last"
+            f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, "
+            "stand first, lam and gate last"
         )
     expected: dict[str, tuple[Any, ...]] = {}
     for n, (features, weight) in enumerate(conditioners):

@@ -76,7 +76,8 @@ class _Projection(torch.autograd.Function):
         grads = [None if g is None else rows_of(g) for g in grads]
         d_z, d_phi = torch.empty_like(z), None if features is None else torch.empty_like(z)
         _backward_kernel[launch.grid](
-            z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts, ctx.eps, **launch.constants
+            z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts,
+            ctx.eps, **launch.constants
         )  # fmt: skip
         d_features = d_weight = None
         if d_phi is not None:
@@ -185,7 +186,8 @@ def _gate(x, there, eps, WIDTH: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     z, features, weight, cos, sin, q, k, plain, lam, gate, tokens, heads, batch, share, eps,
-    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = TURNED // 2
     HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE
@@ -238,7 +240,8 @@ def _forward_kernel(
 def _backward_kernel(
     z, features, weight, cos, sin, d_q, d_k, d_plain, d_lam, d_gate, d_z, d_phi,
     qt, qb, qh, kt, kb, kh, pt, pb, ph, lt, lb, lh, gt, gb, gh, tokens, heads, batch, share, eps,
-    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = TURNED // 2
     HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE

@@ -53,7 +53,8 @@ LOWEST_Y = math.expm1(
 
 OP = Op(
     "free_energy",
-    "FEM's gated read over any prior that reads value streams; the prior's own operation chooses for itself",
+    "FEM's gated read over any prior that reads value streams; the prior's own operation chooses "
+    "for itself",
     (
         Implementation("triton", "prep and epilogue in one pass each", lacks_triton),
         Implementation("reference", "prep and epilogue in PyTorch"),
@@ -136,7 +137,8 @@ def free_energy_read(
     )
     if heads:
         OP.log.warning(
-            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g the exact form (slower) runs, too",
+            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g "
+            "the exact form (slower) runs, too",
             math.nan if asked.told is None else asked.told,
             asked.limit,
             MAX_RANGE,
@@ -411,7 +413,8 @@ class ValueWindow:
     def _warn(largest: float) -> None:
         if not largest <= MAX_RANGE:
             OP.log.warning(
-                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under the greatest so far are lost to F",
+                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under "
+                "the greatest so far are lost to F",
                 largest,
                 MAX_RANGE,
             )

@@ -51,8 +51,7 @@ def _ramp(size: Mapping[str, int]) -> Inputs:
 
 
 def _sharp(size: Mapping[str, int]) -> Inputs:
-    """Return inputs where few keys matter to a row: the logarithms of the features are spread eight times as wide.
-    """
+    """Return inputs where few keys matter to a row: the logarithms of the features are spread eight times as wide."""
     made = _random(size, "none")
     return {**made, "q": made["q"] ** 8 + 1e-6, "k": made["k"] ** 8 + 1e-6}
 

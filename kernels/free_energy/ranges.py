@@ -70,7 +70,8 @@ class Decision:
         if form is None:
             if capturing():
                 raise RuntimeError(
-                    "free_energy_read: a layer's first call waits for the device; make one before a CUDA graph is captured"
+                    "free_energy_read: a layer's first call waits for the device; make one "
+                    "before a CUDA graph is captured"
                 )
             self.told = float(numbers[0])
             form = 0 if self.told < SWITCH else _room(float(numbers[1]))
@@ -128,8 +129,10 @@ class Ranges:
         told, near, over = self._numbers.last()
         if self._last.form is not None and over > self._last.form:
             log.warning(
-                "free_energy_read: beta * (max v - min v) jumped from %.4g to %.4g within a call of a layer, in more heads than it was "
-                "ready for: in that call F is not exact where it lies over %g under the greatest value; from now on heads over %g have the "
+                "free_energy_read: beta * (max v - min v) jumped from %.4g to %.4g within a call "
+                "of a layer, in more heads than it was "
+                "ready for: in that call F is not exact where it lies over %g under the greatest "
+                "value; from now on heads over %g have the "
                 "exact form (slower)",
                 self._last.told,
                 told,

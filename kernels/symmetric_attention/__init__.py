@@ -146,5 +146,6 @@ def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tenso
     )
     if kind == "bisoftmax" and (causal or tk != t):
         raise ValueError(
-            "symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax"
+            "symmetric_attention: bisoftmax lets every token move every other; it has no causal "
+            "form, use softmax"
         )

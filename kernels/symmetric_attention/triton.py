@@ -268,7 +268,8 @@ def _bisoftmax_kernel(
 
 @triton.jit
 def _terms_kernel(
-    z, valid, lse, d_out, terms, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, valid_b,
+    z, valid, lse, d_out, terms, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t,
+    valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
@@ -294,7 +295,8 @@ def _terms_kernel(
 
 @triton.jit
 def _bisoftmax_gradient_kernel(
-    z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
+    z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h,
+    d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
@@ -355,8 +357,10 @@ def _weights(scores):
 
 @triton.jit
 def _sigmoid_kernel(
-    z, keys, valid, out, factor, heads, t, tk, z_b, z_h, z_t, keys_b, keys_h, keys_t, out_b, out_h, out_t, valid_b,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    z, keys, valid, out, factor, heads, t, tk, z_b, z_h, z_t, keys_b, keys_h, keys_t, out_b, out_h,
+    out_t, valid_b,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     b, h, _, start = place(heads, t, ROWS)
     keys += b * keys_b + h * keys_h
@@ -393,8 +397,10 @@ def _sigmoid_kernel(
 @triton.jit
 def _sigmoid_gradient_kernel(
     own, other, d_out, valid, found, scale, factor, heads, count, others, positions,
-    own_b, own_h, own_t, other_b, other_h, other_t, d_out_b, d_out_h, d_out_t, found_b, found_h, found_t, valid_b,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    own_b, own_h, own_t, other_b, other_h, other_t, d_out_b, d_out_h, d_out_t, found_b, found_h,
+    found_t, valid_b,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     AS_QUERY: tl.constexpr, AS_KEY: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of own rows, over all rows of ``other``.

@@ -90,7 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         "--triton",
         type=Path,
         metavar="TARGET",
-        help="with --warm: where pip has installed Triton for another Python (--target), to run there",
+        help=(
+            "with --warm: where pip has installed Triton for another Python (--target), to run "
+            "there"
+        ),
     )
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _warm(asked) if asked.warm else _judge(asked))
@@ -186,14 +189,16 @@ def _warm(asked: argparse.Namespace) -> int:
     for build, (_, fault) in zip(builds, entries, strict=True):
         if fault:
             print(
-                f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: {fault}",
+                f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: "
+                f"{fault}",
                 file=sys.stderr,
             )
     made, at = {entry for entry, _ in entries if entry}, asked.at or folder
     archive = pack(folder, made, at)
     size = archive.stat().st_size / 1e6
     print(
-        f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, which TRITON_CACHE_DIR names"
+        f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, "
+        "which TRITON_CACHE_DIR names"
     )
     return Exit.FAULT if any(fault for _, fault in entries) else Exit.DONE
 
@@ -231,7 +236,8 @@ def _judge(asked: argparse.Namespace) -> int:
         PAGE.write_text(text, encoding="utf-8")
     if asked.check and not _same(PAGE.read_text(encoding="utf-8"), text, whole):
         print(
-            f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write",
+            f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate "
+            "--write",
             file=sys.stderr,
         )
         return Exit.FAULT

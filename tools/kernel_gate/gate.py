@@ -165,7 +165,10 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
     except Exception as error:  # whatever Triton's passes raise is reported as this build's fault
         return Report(arch, failed=reason(error)), b""
     if missing := {"ttir", "ttgir", "ptx"} - set(made.asm):
-        kept = f"Triton's cache has it without {', '.join(sorted(missing))}: set TRITON_CACHE_DIR to another folder"
+        kept = (
+            f"Triton's cache has it without {', '.join(sorted(missing))}: set TRITON_CACHE_DIR to "
+            "another folder"
+        )
         return Report(arch, failed=kept), b""
     tools = Path(get_ptxas(arch).path)
     with tempfile.TemporaryDirectory() as folder:
@@ -451,15 +454,21 @@ def page(built: list[Built], triton_version: str) -> str:
     lines = [
         "# The kernels' machine code",
         "",
-        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them,",
+        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and "
+        "compares. Built",
+        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in "
+        "which layers and operations launch them,",
         f"from sources whose hash is `{sources_hash()}`.",
         "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
-        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
-        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: all of the kernel's",
-        "products are wgmma in at least so many instructions; `-`: it multiplies little, or small tiles.",
-        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many builds spill or need",
+        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is "
+        "within",
+        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: "
+        "all of the kernel's",
+        "products are wgmma in at least so many instructions; `-`: it multiplies little, or "
+        "small tiles.",
+        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many "
+        "builds spill or need",
         "too much shared memory; block sizes are sm_90's.",
     ]
     rows: dict[str, dict[str, list[Built]]] = {}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 POINTERS = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64", torch.bool: "*u1",
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64",
+    torch.bool: "*u1",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 """The dtype of a tensor -> the JIT's type of a pointer to it."""

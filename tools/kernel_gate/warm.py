@@ -67,11 +67,13 @@ def key_of(installed: Path) -> str:
     if found is None or not (installed / library).is_file():
         options = f"--no-deps --only-binary :all: --python-version 3.12 --target {installed}"
         raise UserError(
-            f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of the Python there"
+            f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of "
+            "the Python there"
         )
     if found != version("triton"):
         raise UserError(
-            f"{installed} has Triton {found}, and {version('triton')} compiles here: put that version on PYTHONPATH"
+            f"{installed} has Triton {found}, and {version('triton')} compiles here: put that "
+            "version on PYTHONPATH"
         )
     import triton
 

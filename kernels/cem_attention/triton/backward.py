@@ -26,7 +26,8 @@ from kernels.tiles import LOG2_E, good_at, load_tile, of_head, store_tile
 
 @triton.jit
 def _weights(
-    a, b, a_grad, b_grad, added, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, lse, row_term, edge,
+    a, b, a_grad, b_grad, added, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid,
+    lse, row_term, edge,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Return p of a tile and the gradient of its a_ij, p (dp - sum_j p dp).
@@ -45,9 +46,11 @@ def _weights(
 @triton.jit
 def _rows_kernel(
     q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, rows, keys, first, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     d_out_batch, d_out_head, d_out_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute o.do, which is the row term up to the rounding of o, and p_ii of M rows of a head.
@@ -101,10 +104,13 @@ def _rows_kernel(
 
 @triton.jit
 def _dq_kernel(
-    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, dq, d_alone, rows, keys, first, scale, unit,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, dq, d_alone, rows, keys,
+    first, scale, unit,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     d_out_batch, d_out_head, d_out_row, dq_batch, dq_head, dq_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of M rows of a head. Grid as in the forward. ``scale`` includes log2(e), ``unit``
@@ -149,7 +155,8 @@ def _dq_kernel(
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
         at, edge = key.to(tl.float32)[None, :], n + N > common
         _, d_scores = _weights(
-            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias, scale, own_valid,
+            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias,
+            scale, own_valid,
             good_at(valid, key[None, :], keys), row_lse[:, None], row_term[:, None], edge, CAUSAL,
         )  # fmt: skip
         missing += tl.sum(d_scores, 1)
@@ -174,7 +181,8 @@ def _dk_kernel(
     q, k, bias, slopes, alone, valid, d_out, lse, row_terms, dk, rows, keys, first, scale, unit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     d_out_batch, d_out_head, d_out_row, dk_batch, dk_head, dk_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, ADD: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute the part of dk of N keys of a head that these rows give; ADD: add it to dk.
@@ -226,7 +234,8 @@ def _dk_kernel(
             )
         own_valid = good_at(valid, (first + row)[None, :], first + rows)
         weights, d_scores = _weights(
-            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :], position, keys, slope, own_bias, scale,
+            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :],
+            position, keys, slope, own_bias, scale,
             own_valid, key_valid, row_lse[None, :], row_term[None, :], edge, CAUSAL,
         )  # fmt: skip
         total = tl.dot(weights.to(grad.dtype), grad, total, input_precision="ieee")
@@ -236,10 +245,12 @@ def _dk_kernel(
 
 @triton.jit
 def _d_bias_kernel(
-    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, d_bias, rows, keys, first, scale, unit, groups, heads,
+    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, d_bias, rows, keys, first, scale, unit,
+    groups, heads,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     d_out_batch, d_out_head, d_out_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of C for M rows and N keys, summed over the ``heads`` heads of a group
@@ -299,8 +310,10 @@ def _d_bias_kernel(
             row_lse = tl.load(lse + row, mask=there, other=float("inf"))
             row_term = tl.load(row_terms + row, mask=there, other=0.0)
             _, d_scores = _weights(
-                query, key_tile, grad, key_tile, None, scaled, position.to(tl.float32)[:, None], key.to(tl.float32)[None, :], keys, slope,
-                own_bias, scale, own_valid, key_valid, row_lse[:, None], row_term[:, None], edge, CAUSAL,
+                query, key_tile, grad, key_tile, None, scaled, position.to(tl.float32)[:, None],
+                key.to(tl.float32)[None, :], keys, slope,
+                own_bias, scale, own_valid, key_valid, row_lse[:, None], row_term[:, None], edge,
+                CAUSAL,
             )  # fmt: skip
             total += d_scores
     at = d_bias + offset + local[:, None] * bias_row + key[None, :]
@@ -321,14 +334,16 @@ def d_queries(
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     sizes = sizes_of(_rows_kernel, part.q.dtype, width)
     _rows_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out, d_out), *lse.stride()[:2],
+        *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out,
+        d_out), *lse.stride()[:2],
         **part.constants(sizes, out, d_out),
     )  # fmt: skip
     sizes = sizes_of(_dq_kernel, part.q.dtype, width)
     grid = (heads, triton.cdiv(rows, sizes.rows), b)
     d_alone = lse.new_empty(b * heads * grid[1])
     _dq_kernel[grid](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(), part.scale, *part.strides(out, d_out, dq),
+        *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(),
+        part.scale, *part.strides(out, d_out, dq),
         *lse.stride()[:2], **part.constants(sizes, out, d_out, dq),
     )  # fmt: skip
     return d_alone.sum()
@@ -341,7 +356,8 @@ def d_keys(
     b, heads, _, width = part.q.shape
     sizes = sizes_of(_dk_kernel, part.q.dtype, width)
     _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
-        *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale, *part.strides(d_out, dk), *lse.stride()[:2],
+        *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale,
+        *part.strides(d_out, dk), *lse.stride()[:2],
         ADD=add, **part.constants(sizes, d_out, dk),
     )  # fmt: skip
 
@@ -354,8 +370,10 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     d_bias = torch.empty_strided(
         part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device
     )
-    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows), b * groups)](
-        *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups, heads // groups, *part.strides(d_out),
+    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows),
+    b * groups)](
+        *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups,
+        heads // groups, *part.strides(d_out),
         *lse.stride()[:2], **part.constants(sizes, d_out),
     )  # fmt: skip
     return d_bias

@@ -146,7 +146,8 @@ def row_tile(
 
 @triton.jit
 def head_tile(
-    x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
+    x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
     """Load the `row_tile` of a head of x."""
     return row_tile(
@@ -209,9 +210,11 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
 @triton.jit
 def _forward_kernel(
     q, k, bias, slopes, alone, valid, out, lse, rows, keys, first, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute out, and lse in base 2, of M rows of a head.
@@ -250,7 +253,8 @@ def _forward_kernel(
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
         products = tl.dot(query, tl.trans(key_tile), added, input_precision="ieee")
         scores = pair_scores(
-            products, None, own[:, None], key.to(tl.float32)[None, :], keys, slope, own_bias, scale, own_valid,
+            products, None, own[:, None], key.to(tl.float32)[None, :], keys, slope, own_bias, scale,
+            own_valid,
             good_at(valid, key[None, :], keys), n + N > common, CAUSAL,
         )  # fmt: skip
         highest = tl.maximum(best, tl.max(scores, 1))

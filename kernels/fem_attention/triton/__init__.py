@@ -60,7 +60,8 @@ class _Attend(torch.autograd.Function):
         (b, h, tq, dk), (hk, tk, n) = q.shape, values.shape[1:]
         if dk > WIDEST or n > 2 * WIDEST or scale < 0:
             raise ValueError(
-                f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and {2 * WIDEST}, and scale >= 0"
+                f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and "
+                f"{2 * WIDEST}, and scale >= 0"
             )
         q, k, values = rows_of(q), rows_of(k), rows_of(values)
         masks = tuple(
@@ -69,8 +70,10 @@ class _Attend(torch.autograd.Function):
         out, lse = empty_as(q, width=n), torch.empty(b, h, tq, dtype=torch.float32, device=q.device)
         blocks = forward_blocks(q.dtype, dk, n)
         _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
-            q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values, out),
-            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), GROUP=h // hk, ALIGN=alignment(n, q, k, values, out),
+            q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values,
+            out),
+            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), GROUP=h // hk,
+            ALIGN=alignment(n, q, k, values, out),
             **blocks.given(),
         )  # fmt: skip
         ctx.save_for_backward(q, k, values, *masks, out, lse)
@@ -113,7 +116,8 @@ class _Attend(torch.autograd.Function):
 
 @triton.jit
 def _span(
-    top, total, read, q, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
+    top, total, read, q, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t,
+    values_t,
     MASKED: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +185,8 @@ def _forward_kernel(
     )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         top, total, read = _span(
-            top, total, read, queries, k, values, valid, position, lowest, highest, inner if MASKED else begin, end if MASKED else inner,
+            top, total, read, queries, k, values, valid, position, lowest, highest,
+            inner if MASKED else begin, end if MASKED else inner,
             factor, tk, k_t, values_t, MASKED, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
 

@@ -97,8 +97,10 @@ def readable(position, lowest, highest, key, tk, valid):
 
 @triton.jit
 def _queries_span(
-    grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
-    MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
+    grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop,
+    factor, tk, k_t, values_t,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Return ``grad`` plus dS k of the keys from start to stop."""
@@ -125,8 +127,10 @@ def _queries_span(
 def _queries_kernel(
     q, k, values, valid, first, last, d_reads, row_term, lse, d_q,
     scale, factor, heads, tq, tk,
-    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t, d_q_b, d_q_h, d_q_t,
-    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
+    d_q_b, d_q_h, d_q_t,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries of a head. Long, because it reads the keys in up to two
@@ -163,8 +167,10 @@ def _queries_kernel(
     )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         grad = _queries_span(
-            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner if MASKED else begin,
-            end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
+            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest,
+            inner if MASKED else begin,
+            end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV,
+            KEYS, ALIGN,
         )  # fmt: skip
     store_tile(
         of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN),
@@ -184,7 +190,8 @@ def _keys_kernel(
     scale, factor, heads, tq, tk,
     q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
     d_k_b, d_k_h, d_k_t, d_values_b, d_values_h, d_values_t,
-    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and d[v | U] of a block of keys of a key head, over all its query heads. Long,

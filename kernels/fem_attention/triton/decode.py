@@ -53,14 +53,16 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
     )
     shared = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "HAS_BETA": beta is not None}
     _part_kernel[(b * hk, splits, blocks)](
-        q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], h, hk, tq, tk, each, scale * LOG2E,
+        q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        h, hk, tq, tk, each, scale * LOG2E,
         **shared, **sizes.constants, num_warps=sizes.warps, num_stages=STAGES,
     )  # fmt: skip
     o = torch.empty(b, h, tq, channels, dtype=q.dtype, device=q.device)
     strides = strides_of(lam, gate)
     _join_kernel[(b * h * tq, triton.cdiv(channels, sizes.joined_channels))](
         scores, reads, beta, lam, gate, o, *strides, h, hk, tq, splits,
-        CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels, num_warps=JOIN_WARPS,
+        CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels,
+        num_warps=JOIN_WARPS,
     )  # fmt: skip
     return o
 
@@ -96,7 +98,8 @@ def _keys_each(tk, heads, keys, splits):
 
 @triton.jit
 def _part_kernel(
-    q, k, v, beta, valid, scores, reads, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, kv_heads, tq, tk, each, scale,
+    q, k, v, beta, valid, scores, reads, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads,
+    kv_heads, tq, tk, each, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BETA: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +211,8 @@ def _part_kernel(
 
 @triton.jit
 def _join_kernel(
-    scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads, tq, parts,
+    scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads,
+    tq, parts,
     CHANNELS: tl.constexpr, HAS_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one row for a block of channels, then apply lam and gate. Rows are in the

@@ -61,7 +61,8 @@ class GatedRead(torch.autograd.Function):
         o = empty_as(reads, width=dv)
         rows, columns = row_blocks(dv)
         _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
-            reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h, h // beta.shape[0], tokens,
+            reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h,
+            h // beta.shape[0], tokens,
             dv, rows, columns, num_warps=WARPS,
         )  # fmt: skip
         ctx.save_for_backward(reads, beta, centre, shifted, constants.wild, lam, gate)
@@ -80,7 +81,8 @@ class GatedRead(torch.autograd.Function):
         d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
         _epilogue_backward_kernel[b * h * blocks,](
             reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv,
+            rows, columns, num_warps=WARPS,
         )  # fmt: skip
         return d_reads, d_beta.sum((0, 2)), None, d_lam, d_gate
 
@@ -150,7 +152,8 @@ def _epilogue_kernel(
 @triton.jit
 def _epilogue_backward_kernel(
     reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
+    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt,
+    heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute [dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""

@@ -45,7 +45,8 @@ from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
 @triton.jit
 def _score_gradients(
-    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
+    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate,
+    d_o_t, lam_t, gate_t, rows, tq, tk,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Return the marked channels' part of the gradient of the scores, [rows, keys], from log_p
@@ -92,11 +93,14 @@ def _score_gradients(
 
 @triton.jit
 def _dq_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_q,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term,
+    d_q,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b,
+    d_o_h, d_o_t,
     d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
@@ -123,8 +127,10 @@ def _dq_kernel(
             tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
             log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
             d_scores = _score_gradients(
-                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
+                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS,
+                free_energy + flat * CHANNELS,
+                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
+                d_o_t, lam_t, gate_t, rows, tq, tk,
                 CHANNELS, BLOCK_C,
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
@@ -147,11 +153,14 @@ def _dq_kernel(
 
 @triton.jit
 def _keys_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k, d_v,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term,
+    d_k, d_v,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b,
+    d_o_h, d_o_t,
     d_k_b, d_k_h, d_k_t, d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, or dv if d_k is None. Long, because both iterate over the same rows of the same
     heads.
@@ -199,8 +208,10 @@ def _keys_kernel(
                 )
                 if d_v is None:
                     d_scores = _score_gradients(
-                        log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                        log_p, allowed, v_here, v_t, keys, beta, kv, marks,
+                        greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t,
+                        gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
                     )  # fmt: skip
                     found += tl.dot(
                         tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee"
@@ -277,7 +288,8 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
 
 
 def exact_backward_(
-    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale, keys_valid, bounds
+    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale,
+    keys_valid, bounds
 ):  # fmt: skip
     """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other
     arguments as in `exact_forward_`.
@@ -354,7 +366,8 @@ class _Launch:
         """
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError(
-                "exact read: a result's last dimension is not contiguous; it is written in place, so make it so"
+                "exact read: a result's last dimension is not contiguous; it is written in "
+                "place, so make it so"
             )
         strides = strides_of(*self.strided, *strided)
         kernel[(3 if interpreted() else PROGRAMS,)](

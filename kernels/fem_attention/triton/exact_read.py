@@ -101,7 +101,8 @@ def _greatest(
 
 @triton.jit
 def _read(
-    q, k, v, k_t, v_t, x, lse, beta, position, channels, columns, valid, first, last, begin, end, tk, scale,
+    q, k, v, k_t, v_t, x, lse, beta, position, channels, columns, valid, first, last, begin, end,
+    tk, scale,
     MOMENT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -207,11 +208,14 @@ def _put(
 
 @triton.jit
 def _rows_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, lse, o, d_o, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, lse, o, d_o, d_lam, d_gate, greatest,
+    free_energy, row_term, d_beta,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b,
+    o_h, o_t, d_o_b, d_o_h, d_o_t,
     d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Forward: compute o and the scores' log-sum-exp. Backward (o is None): compute x, F - x, the
     row terms, and gradients that sum over keys.
@@ -239,14 +243,16 @@ def _rows_kernel(
         k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
         flat = (batch * heads + head) * tq
         x, sums = _greatest(
-            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
+            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last,
+            begin, end, tk, scale,
             o is not None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
         if o is None:
             sums = tl.load(lse + flat + there)
         beta_1 = _temperature(beta, kv, channels, CHANNELS)
         mean, free, moment = _read(
-            queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels, columns, valid_here, first, last, begin, end,
+            queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels,
+            columns, valid_here, first, last, begin, end,
             tk, scale, o is None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
         lam_here = of_head(lam, batch, head, lam_b, lam_h)

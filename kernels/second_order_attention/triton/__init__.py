@@ -133,10 +133,12 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
     g_read = None if read is None else row_term(g, read)
     launch(
         _queries_kernel, blocks, t, q, k, valid, causal,
-        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, *d_q.stride()[:3],
+        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u,
+        heats, *d_q.stride()[:3],
     )  # fmt: skip
     launch(
-        _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k, valid, causal,
+        _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k,
+        valid, causal,
         q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
     )  # fmt: skip
     return d_q, d_k, d_u, heats.sum((0, 2))
@@ -144,9 +146,11 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
 
 @triton.jit
 def _queries_kernel(
-    q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, d_q_b, d_q_h, d_q_t,
+    q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats,
+    d_q_b, d_q_h, d_q_t,
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
     b, h, head_of_all, start = place(heads, t, OWN)
@@ -224,7 +228,8 @@ def _queries_kernel(
 def _keys_kernel(
     q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, d_k_b, d_k_h, d_k_t,
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
     """Compute dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
     blocks = tl.cdiv(tk, OWN)

@@ -67,7 +67,8 @@ def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
     """
     b, h, t, d = q.shape
     kernel[(triton.cdiv(own, blocks.rows) * b * h,)](
-        *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3], 0 if valid is None else valid.stride(0),
+        *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3],
+        0 if valid is None else valid.stride(0),
         CAUSAL=causal, WIDTH=d, PADDED=padded(d), OWN=blocks.rows, OTHER=blocks.keys,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
@@ -75,8 +76,10 @@ def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
 
 @triton.jit
 def _read_kernel(
-    q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t,
+    k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
     """Compute the pass for kbar if u is None, else the pass for C u. Long, because both iterate
     over the same pairs.
