@@ -19,10 +19,8 @@ from kernels.registered import registered
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDE, WIDEST = (
-    128,
-    256,
-)  # of a head that the Triton kernels keep in registers, in float32 and in bfloat16
+# Largest head widths that the Triton kernels keep in registers, in float32 and in bfloat16.
+WIDE, WIDEST = 128, 256
 
 OP = Op(
     "cem_attention",
@@ -53,21 +51,24 @@ def cem_attention(
     valid: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i
-    - j| + b_self [i = j] + b_cross [i != j].
+    """Return the attention read o_i = sum_j softmax_j(a_ij) k_j with CEM's scores.
+
+        a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j]
 
     Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's keys, then those of these tokens),
-    slopes m [heads] (no gradient), self_bias and cross_bias of one number each, ``diagonal``: u [b,
-    t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are computed once) or [heads, D];
-    None: no diagonal. valid [b, tk] bool, False at padding: only the token at its own position sees
-    such a key. i and j count all keys, padding too: padding between two tokens adds to their
-    distance. Returns [b, heads, t, r] in q's dtype. Dtypes: q, k, u, h all float64, float32,
-    bfloat16 or float16; computed in float32 or float64; d and the biases of any of them. Memory is
-    linear in the tokens: pairs are computed in blocks, and again in the backward, which keeps the
-    inputs in their own dtypes and the output. implementation: auto, triton (heads up to 128 wide,
-    in bfloat16 256, on a GPU an even width if over 64; not float64; bfloat16 multiplies in
-    bfloat16) or reference. Raises ValueError for shapes and dtypes that do not fit. Source: Causal
-    Energy Minimization, Algorithm 1 and appendix B.
+    slopes m [heads] (no gradient), self_bias and cross_bias of one number each, ``diagonal``: u
+    [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are computed once) or
+    [heads, D]; None: no diagonal. valid [b, tk] bool, False at padding: only the token at its own
+    position sees such a key. i and j count all keys, padding too: padding between two tokens adds
+    to their distance.
+    Returns [b, heads, t, r] in q's dtype.
+    Dtypes: q, k, u, h all float64, float32, bfloat16 or float16; computed in float32 or float64; d
+    and the biases of any of them. Memory is linear in the tokens: pairs are computed in blocks, and
+    again in the backward, which keeps the inputs in their own dtypes and the output.
+    implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU an even width if
+    over 64; not float64; bfloat16 multiplies in bfloat16) or reference.
+    Raises ValueError for shapes and dtypes that do not fit.
+    Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
     u, h, d = diagonal or (None, None, None)
@@ -91,7 +92,8 @@ def _read(
 ) -> Tensor:
     """Run `cem_attention` on checked arguments, with the diagonal passed as three tensors."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
+    # A constant added to all scores of a row does not change the softmax, so only the difference of
+    # the two biases matters.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
     widest = WIDEST if q.dtype == torch.bfloat16 else WIDE
     unfit = first_reason(

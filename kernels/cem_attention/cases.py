@@ -28,9 +28,11 @@ def inputs(
     """Return random tokens.
 
     biases: of a token on itself and on other tokens; one tensor, so that their error depends less
-    on chance. steepness: factor on ALiBi's slopes 2^(-8 k / heads). sharpness: factor on all scores
-    but ALiBi's. equal_keys: the last sequence has equal keys. The gradients of its scores are zero,
-    so that it needs another sequence to which an error can be relative.
+    on chance.
+    steepness: factor on ALiBi's slopes 2^(-8 k / heads).
+    sharpness: factor on all scores but ALiBi's.
+    equal_keys: the last sequence has equal keys. The gradients of its scores are zero, so that it
+    needs another sequence to which an error can be relative.
     """
     normal = Draw(0).normal
     b, heads, r, t = size["batch"], size["heads"], size["width"], tokens or size["tokens"]
@@ -48,12 +50,12 @@ def inputs(
     made["biases"] = torch.tensor(biases, dtype=torch.float64)
     made["valid"] = torch.ones(b, tk, dtype=torch.bool) if padding else None
     if padding:
+        # Before, between and after the tokens.
         made["valid"][0, : tk // 4] = made["valid"][-1, tk // 3 : tk // 2] = made["valid"][
             -1, -1
-        ] = False  # before, between, after
-    made["slopes"] = tuple(
-        steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads)
-    )  # no tensor: they have no gradient
+        ] = False
+    # Not a tensor, because the slopes have no gradient.
+    made["slopes"] = tuple(steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads))
     return made | {"scale": sharpness * r**-0.5, "causal": causal}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
-# [b, heads, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, heads, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
@@ -38,11 +38,12 @@ def pair_scores(
     diagonal: tuple[Tensor, Tensor] | None,
     scale: float,
 ) -> Tensor:
-    """Return a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k [b,
-    heads, keys, r] at 0, 1, 2, ...; no mask.
+    """Return a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k
+    [b, heads, keys, r] at 0, 1, 2, ...; no mask.
 
-    diagonal: (d u [b, 1 or heads, n, D], h [b, keys, D]). alone: b_self - b_cross, so that the
-    result is a - b_cross. Returns [b, heads, n, keys].
+    diagonal: (d u [b, 1 or heads, n, D], h [b, keys, D]).
+    alone: b_self - b_cross, so that the result is a - b_cross.
+    Returns [b, heads, n, keys].
     """
     scores = q @ k.mT
     if diagonal is not None:
@@ -130,20 +131,21 @@ def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
         assert seen is not None
         scores.masked_fill_(~seen[..., :end], -torch.inf)
     elif causal:
-        first = rows.start + past  # every row of the block sees what is before it
+        first = rows.start + past  # every row of the block sees all keys before it
         later = torch.ones(len(own), len(own), dtype=torch.bool, device=q.device).triu_(1)
         scores[..., first:].masked_fill_(later, -torch.inf)
     return scores.softmax(-1)
 
 
 def interaction_energy(scores: Tensor, scale: float) -> Tensor:
-    """Return eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale, of
-    `interaction_scores` [b, heads, n, tk]: [b, n].
+    """Return the energy of n tokens, [b, n], of their `interaction_scores` [b, heads, n, tk].
+
+        eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale
 
     The sum is over these heads; the layer's energy is the sum over tensor-parallel ranks. Its
     gradient in u, with q = W_Q u, is minus the read's update of x. Algorithm 1 leaves the
-    diagonal's own part, d sum_j p_j h_j, out of the step. Source: Causal Energy Minimization,
-    equation 1 and appendix B.
+    diagonal's own part, d sum_j p_j h_j, out of the step.
+    Source: Causal Energy Minimization, equation 1 and appendix B.
     """
     return -scores.logsumexp(-1).sum(1) / scale
 

@@ -28,7 +28,7 @@ from kernels.registered import registered
 
 __all__ = ["OP", "fem_attention"]
 
-DECODED = 16  # queries at once, at most, that the decoding kernel is for
+DECODED = 16  # most queries of a call for which the decoding kernel is used
 
 OP = Op(
     "fem_attention",
@@ -74,34 +74,35 @@ def fem_attention(
     scale: float | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return the two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F), with mu
-    and F under p = softmax(scale * q k^T).
+    """Return the two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F).
+
+    mu and F are taken under p = softmax(scale * q k^T).
 
     Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] (positive), lam
-    and gate [b, h, tq, dv]; returns [b, h, tq, dv]. hk divides h, and query head n reads kv head n
-    // (h // hk). The queries are the last tq of the tk positions (decoding: tq < tk). beta None: o
-    = mu. lam None: o = F. gate None: no gate. keys_valid [b, tk] bool: False at padding; only the
+    and gate [b, h, tq, dv]; returns [b, h, tq, dv]. hk divides h, and query head n reads kv head
+    n // (h // hk). The queries are the last tq of the tk positions (decoding: tq < tk). beta None:
+    o = mu. lam None: o = F. gate None: no gate. keys_valid [b, tk] bool: False at padding; only the
     query at its own position reads such a key. cu_seqlens [n + 1], int32 or int64: the start of
-    each of n documents, beginning with 0, followed by the token count. No document reads another (b
-    = 1 and tq = tk; the numbers are not checked). Dtypes: q, k, v all float64, float32, bfloat16 or
-    float16; beta, lam, gate the same, or float32 with bfloat16. The result has q's dtype.
+    each of n documents, beginning with 0, followed by the token count. No document reads another
+    (b = 1 and tq = tk; the numbers are not checked).
+    Dtypes: q, k, v all float64, float32, bfloat16 or float16; beta, lam, gate the same, or float32
+    with bfloat16. The result has q's dtype.
 
     implementation: one of OP's names.
     - "reference" is exact for any finite values.
     - "fused" is torch's attention on [v | U], and "auto" takes it on a CPU. It is correct while
-      beta * (max v - min v) over the sequence is at
-    most 80 in every channel. Beyond 80, or with values that are not finite, the reference runs for
-    that call, with one warning. Each call with beta waits for the device to find the range.
+      beta * (max v - min v) over the sequence is at most 80 in every channel. Beyond 80, or with
+      values that are not finite, the reference runs for that call, with one warning. Each call with
+      beta waits for the device to find the range.
     - The names of engines run prep and epilogue in Triton around that engine's attention. A block
-      of 16 channels with one channel beyond 80 is
-    read exactly, the other blocks are not slowed, and no call waits.
+      of 16 channels with one channel beyond 80 is read exactly, the other blocks are not slowed,
+      and no call waits.
     - "auto" on a GPU takes the engine that table.json measured as fastest at the nearest shape, or
-      "decode"; on a CPU it takes "reference" for
-    one query without gradients.
+      "decode"; on a CPU it takes "reference" for one query without gradients.
 
-    The chosen implementation is logged once (level INFO). Raises ValueError for shapes, dtypes or
-    names that do not fit. Equations: Free Energy Mixer, the two-level gated read; numerics in
-    kernels/README.md.
+    The chosen implementation is logged once (level INFO).
+    Raises ValueError for shapes, dtypes or names that do not fit.
+    Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     x = Tensors(q, k, v, beta, lam, gate)
     _check(x, keys_valid, cu_seqlens)
@@ -110,7 +111,7 @@ def fem_attention(
         causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds
     )
     call = _call(x, reading)
-    # One query: the exact form costs no more than the fused one, and asks nothing of the range.
+    # For one query, the exact form costs no more than the fused one, and needs no range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
 
     def unfit(name: str) -> str | None:
@@ -120,9 +121,8 @@ def fem_attention(
             else None
         )
 
-    engines = (
-        ENGINES if torch.compiler.is_compiling() else order(call)
-    )  # torch.compile reads no file
+    # torch.compile cannot trace reading a file.
+    engines = ENGINES if torch.compiler.is_compiling() else order(call)
     chosen = _in_order(("decode", *engines, *last)).choose(implementation, q.device, unfit)
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode

@@ -2,7 +2,8 @@
 operations, or in Triton on a GPU.
 
 With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu
-follows from both. On a GPU the read is one operation for autograd, and no step waits for the device, so that a CUDA graph can capture it. Blocks of channels whose range exceeds the limit of the
+follows from both. On a GPU the read is one operation for autograd, and no step waits for the
+device, so that a CUDA graph can capture it. Blocks of channels whose range exceeds the limit of the
 engines are marked on the device. The exact kernels overwrite their results, forward and backward.
 """
 
@@ -61,7 +62,8 @@ def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     """
     width, value_width = q.shape[-1], values.shape[-1]
     if q.device.type == "cpu" and width != value_width:
-        # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
+        # The CPU's flash kernel requires equal widths. With padding it is still faster than the
+        # unfused path, which would run otherwise.
         common = max(width, value_width)
         q, k, values = (
             F.pad(q, (0, common - width)),
@@ -119,7 +121,8 @@ class _Read(torch.autograd.Function):
             kept.append(t)
             return len(kept) - 1
 
-        # What the inner graph saves is saved with the rest: a checkpoint around this call then remakes all of it at once.
+        # The tensors that the inner graph saves are saved by this function, so that a checkpoint
+        # around this call recomputes all of them together.
         with (
             torch.set_grad_enabled(choice.call.trains),
             saved_tensors_hooks(keep, room.__getitem__),

@@ -55,7 +55,8 @@ def inputs(
     if ramp is not None:
         v = (torch.linspace(-0.5, 0.5, tk, dtype=torch.float64)[:, None] * ramp + 0.5 * v) / beta
     if equal_values:
-        # Of the last sequence: everywhere, F - mu would be zero, with nothing that an error could be relative to.
+        # Only in the last sequence. With equal values everywhere, F - mu would be zero, and no
+        # number would be left to which an error can be relative.
         v[-1] = -3.5
     made = {
         "q": normal(b, h, t, dk) * sharpness,
@@ -175,7 +176,7 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     ),
     "full, documents, padding": lambda size: inputs(
         size, documents=(0.3, 0.7), causal=False, padding=True
-    ),  # no padding at the joints
+    ),  # no padding at the document boundaries
     "budget (ii)": lambda size: inputs(size, values=2.0),
     "widths 96 and 48": lambda size: inputs(size, widths=(96, 48)),
     "widths 32 and 16": lambda size: inputs(size, widths=(32, 16)),
@@ -224,6 +225,7 @@ SUITE = Suite(
     call=call,
     small={"batch": 1, "heads": 2, "tokens": 45, "dk": 16, "dv": 8},
     real={"batch": 2, "heads": 2, "tokens": 1021, "dk": 128, "dv": 64},
-    # F of one value is that value whatever beta is: float64's own gradient is rounding, and any small number is as good.
+    # F of one value is that value for any beta, so the float64 gradient is rounding too, and any
+    # small number is correct.
     loose={("one token", "d beta"): 1e12},
 )

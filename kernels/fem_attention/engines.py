@@ -55,7 +55,7 @@ class Call:
     padding: bool  # keys_valid
     documents: bool  # cu_seqlens
     trains: bool
-    cudnn: bool = True  # cuDNN may read it
+    cudnn: bool = True  # cuDNN may be used
 
     @property
     def masked(self) -> bool:
@@ -86,10 +86,11 @@ class Engine:
     """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n],
     differentiable.
 
-    lacks(device): why the engine is not available on this machine, or None. refuses(call): why it
-    cannot take a call of this kind, or None. fits(call, widths): True if it takes these widths.
-    attend(q, k, values, reading): the call itself, at widths that fit. equal: the engine prefers
-    equal widths.
+    lacks(device): why the engine is not available on this machine, or None.
+    refuses(call): why it cannot take a call of this kind, or None.
+    fits(call, widths): True if it takes these widths.
+    attend(q, k, values, reading): the call itself, at widths that fit.
+    equal: the engine prefers equal widths.
     """
 
     name: str
@@ -132,9 +133,8 @@ class Engine:
         dk, part = way.widths(call.dk, call.values)
         q, k = (F.pad(_rows(t), (0, dk - call.dk)) if dk > call.dk else _rows(t) for t in (q, k))
         reads = []
-        for piece in (
-            (values,) if way.parts == 1 else values.split(part, dim=-1)
-        ):  # a split's gradient is a copy
+        # A single part is not split, because the gradient of a split is a copy.
+        for piece in (values,) if way.parts == 1 else values.split(part, dim=-1):
             width = piece.shape[-1]
             reads.append(
                 self.attend(
@@ -148,7 +148,7 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-# --- torch's scaled_dot_product_attention ----------------------------------------------------------------------------------------
+# --- torch's scaled_dot_product_attention ---------------------------------------------------------
 
 
 def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
@@ -184,7 +184,8 @@ def _torch_takes(
     """Return True if torch's backend accepts these widths, queried with a few tokens.
 
     Torch checks lengths only for equality and for 1, so that a few tokens are enough.
-    deterministic: torch's mode, in which some backends are not available. machine.PAPER is not a real device, so torch cannot check it; its result is that of an H100.
+    deterministic: torch's mode, in which some backends are not available. machine.PAPER is not a
+    real device, so torch cannot check it; its result is that of an H100.
     """
     if call.device == machine.PAPER:
         return (
@@ -222,7 +223,7 @@ def _torch_takes(
         return bool(_TAKES[backend](params, debug=False))
 
 
-# --- the packages of FlashAttention ----------------------------------------------------------------------------------------------
+# --- the packages of FlashAttention ---------------------------------------------------------------
 
 
 def _flash_package(package: str) -> Attend:
@@ -243,7 +244,8 @@ def _flash_package(package: str) -> Attend:
         if reading.cu_seqlens is None:
             out = functions.flash_attn_func(q, k, values, **kinds)
         else:
-            # The longest document is at most all tokens; to know it exactly the host would have to wait.
+            # The token count is an upper bound of the longest document; the host would have to wait
+            # for the exact length.
             starts, longest = reading.cu_seqlens.int(), q.shape[1]
             lengths = {
                 "cu_seqlens_q": starts,
@@ -253,7 +255,7 @@ def _flash_package(package: str) -> Attend:
             }
             out = functions.flash_attn_varlen_func(q[0], k[0], values[0], **lengths, **kinds)
             out = (out[0] if isinstance(out, tuple) else out)[None]
-        # FlashAttention-4 and early versions of -3 give the log-sum-exp too.
+        # FlashAttention-4 and early versions of -3 return (output, log-sum-exp).
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attend
@@ -273,7 +275,7 @@ def _lacks_package(
             return f"the package {distribution} is not installed"
         try:
             module = import_module(package)
-        except Exception as error:  # made for another torch, it fails in ways of its own
+        except Exception as error:  # a package built for another torch may raise anything
             return f"the package {distribution} cannot be imported ({type(error).__name__})"
         return (
             None
@@ -291,13 +293,13 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Return why vendor kernels, and the Triton kernels around them, cannot run on the device, or None."""
+    """Return why vendor kernels, and the Triton kernels around them, cannot run, or None."""
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
     return lacks_triton(device)
 
 
-# --- what each refuses -----------------------------------------------------------------------------------------------------------
+# --- calls that an engine refuses -----------------------------------------------------------------
 
 
 def _refuses_new_shapes(call: Call) -> str | None:
@@ -375,25 +377,61 @@ def _package_engine(
 
 
 _LISTED = (
-    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION,
-    refuses=_refuses_new_shapes),
-    _package_engine(
-        "flash_attn_3", "FlashAttention-3, the package flash_attn_interface",
-        "flash_attn_interface", "flash_attn_interface", 90, 90
+    _torch_engine(
+        "cudnn",
+        "cuDNN's attention, through torch",
+        SDPBackend.CUDNN_ATTENTION,
+        refuses=_refuses_new_shapes,
     ),
-    _package_engine("flash_attn_4", "FlashAttention-4, the package flash_attn.cute",
-    "flash_attn.cute", "flash-attn-4", 90, 119, 128),
-    _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION,
-    refuses=_refuses_masks, equal=True),
-    _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn",
-    "flash-attn", 80, 129),
+    _package_engine(
+        "flash_attn_3",
+        "FlashAttention-3, the package flash_attn_interface",
+        "flash_attn_interface",
+        "flash_attn_interface",
+        90,
+        90,
+    ),
+    _package_engine(
+        "flash_attn_4",
+        "FlashAttention-4, the package flash_attn.cute",
+        "flash_attn.cute",
+        "flash-attn-4",
+        90,
+        119,
+        128,
+    ),
+    _torch_engine(
+        "flash",
+        "FlashAttention-2, torch's own",
+        SDPBackend.FLASH_ATTENTION,
+        refuses=_refuses_masks,
+        equal=True,
+    ),
+    _package_engine(
+        "flash_attn_2",
+        "FlashAttention-2, the package flash-attn",
+        "flash_attn",
+        "flash-attn",
+        80,
+        129,
+    ),
     Engine(
-        "triton", "this room's kernels", lacks_triton, _triton,
-        lambda call, widths: widths[0] <= 256 and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256),
+        "triton",
+        "this room's kernels",
+        lacks_triton,
+        _triton,
+        lambda call, widths: (
+            widths[0] <= 256
+            and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256)
+        ),
         _refuses_spilling,
     ),
-    _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION,
-    groups=False),
+    _torch_engine(
+        "efficient",
+        "torch's memory-efficient attention",
+        SDPBackend.EFFICIENT_ATTENTION,
+        groups=False,
+    ),
     Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),
-)  # fmt: skip
+)
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _LISTED}

@@ -1,10 +1,10 @@
 """Definition of the free-energy read in plain PyTorch, for any device, exact for any finite values.
-Do not add approximations.
 
-    mu[t, j] = sum_i p_t(i) v[i, j] F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i,
-    j])      with a separate maximum for every (t, j)
+    mu[t, j] = sum_i p_t(i) v[i, j]
+    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])
 
-The [t, j, i] terms are computed block by block, so that memory stays bounded. The block boundaries
+The log-sum-exp of F has a separate maximum for every (t, j). Do not add approximations. The
+[t, j, i] terms are computed block by block, so that memory stays bounded. The block boundaries
 depend on shapes alone and a masked term is an exact zero in every sum, so that later tokens never
 change a bit of an output.
 """
@@ -22,7 +22,8 @@ from kernels.arguments import without_autocast
 from kernels.free_energy import mix
 from kernels.pairs import readable_keys
 
-# [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
+# Most terms of a block, [heads, queries, channels, keys], of which the backward holds four tensors:
+# about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 
 Bounds = tuple[Tensor, Tensor]
@@ -148,7 +149,8 @@ class _Read(torch.autograd.Function):
             d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
             dv[n, keys] += p.mT @ d_mu[n, rows]
             if beta is not None:
-                # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+                # w = p exp(beta (v - F)) is computed as one softmax: w is at most 1, but its
+                # factors alone may overflow.
                 w = _joint_logits(log_p, v[n, keys], beta[n]).softmax(-1)
                 d_beta[n] += (
                     ((w * v[n, None, keys].mT).sum(-1) - free_energy[n, rows]) * d_free[n, rows]

@@ -22,7 +22,8 @@ from kernels.fem_attention.engines import Call
 
 TABLE = Path(__file__).with_name("table.json")
 
-# Before anything is measured: what is known of the engines from Hopper on (sm_90, sm_100), and on what came before.
+# Default orders for shapes without measurements: on Hopper and later (sm_90, sm_100), and on
+# earlier architectures.
 HOPPER = (
     "cudnn",
     "flash_attn_3",
@@ -43,7 +44,7 @@ OTHERS = (
     "flash_attn_3",
     "flash_attn_4",
 )
-# Engines that take documents as they are come before those that are given a mask of all pairs.
+# Engines that read documents directly precede those that need a mask of all pairs.
 MASKED = (
     "flash_attn_3",
     "flash_attn_4",
@@ -105,9 +106,8 @@ def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
     elif call.masked:
         usual = MASKED
     else:
-        usual = (
-            HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS
-        )  # sm_120 has an A100's kernels
+        # sm_120 runs the kernels of an A100.
+        usual = HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS
     return (
         usual
         if call.masked
@@ -134,7 +134,7 @@ def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...])
 @functools.lru_cache(maxsize=8)
 def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
     """Return device name -> entries. Raises ValueError if the file does not have this form."""
-    if not path.exists():  # an exported model's folder has code alone
+    if not path.exists():  # the folder of an exported model contains code only
         return {}
     try:
         return {

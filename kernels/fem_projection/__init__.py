@@ -19,11 +19,12 @@ from kernels.rotary import turned
 
 __all__ = ["OP", "fem_projection", "split_heads"]
 
-WIDEST, LARGEST = (
-    256,
-    1 << 15,
-)  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
-HARD = 128  # channels and a conditioner's features where a slice is no multiple of 8 channels; in float32 half the features
+# Most channels of a slice, and most numbers of its part of the conditioner's weight, that the
+# kernels hold in registers.
+WIDEST, LARGEST = 256, 1 << 15
+# Most channels, and most features of a conditioner, if a slice is not a multiple of 8 channels; in
+# float32 half the features.
+HARD = 128
 
 OP = Op(
     "fem_projection",
@@ -46,21 +47,27 @@ def fem_projection(
     *,
     implementation: str = "auto",
 ) -> dict[str, Tensor]:
-    """Return the slices of z (1 + phi) by head: "q" and "k" rotated by RoPE, sigmoid of "lam",
-    "gate" = softplus over its root mean square.
+    """Return the slices of z (1 + phi) by head, with rotated queries and keys and activated gates.
+
+    "q" and "k" are rotated by RoPE, "lam" is the sigmoid of its slice, and "gate" is the softplus
+    of its slice divided by the root mean square.
 
     Shapes: z [s, b, heads * sum of widths]: each head has its slices in the order of ``widths``
     (name -> channels); "lam" and "gate", if present, are last. conditioners: any number of
     (features f [s, b, n], weight W [heads * sum of widths, n]), each with its own n; phi is the sum
     of all f W^T. turn (cos, sin), [s, 1 or b, 1, d / 2] each, of the pairs (x_i, x_(i + d/2)) of
-    "q" and "k", which are first and d wide; None: no rotation. eps: of the mean square. Returns
-    name -> [s, b, heads, width] in z's dtype; without conditioners, turn, lam and gate these are
-    views of z. Dtypes: z float64, float32, bfloat16 or float16, features and weights the same; cos
-    and sin the same, but float32 for narrower ones. implementation: "triton", "reference" or
-    "auto", the fastest that this call allows. "triton" saves only its arguments for the backward.
+    "q" and "k", which are first and d wide; None: no rotation.
+    eps: added to the mean square.
+    Returns name -> [s, b, heads, width] in z's dtype; without conditioners, turn, lam and gate
+    these are views of z.
+    Dtypes: z float64, float32, bfloat16 or float16, features and weights the same; cos and sin the
+    same, but float32 for narrower ones.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows. "triton"
+    saves only its arguments for the backward.
     Raises ValueError for shapes, dtypes or devices that do not fit, and for an implementation that
-    cannot run. Equations: Free Energy Mixer, the time-decay conditioner and the two gates
-    (mathematics 1.1, 1.4); RoFormer, equation 34.
+    cannot run.
+    Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1,
+    1.4); RoFormer, equation 34.
     """
     check_first("fem_projection", "z", z, "[s, b, ...]")
     head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
@@ -97,9 +104,8 @@ def fem_projection(
             z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation
         )
         return dict(zip(widths, parts, strict=True))
-    widest = max(
-        [64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)]
-    )  # of what a program takes at once
+    # The widest tile of a program.
+    widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])
     inner, odd = (
         sum(features.shape[-1] for features, _ in conditioners),
         any(width % 8 for width in widths.values()),

@@ -1,15 +1,18 @@
-"""FEM's projection up to its read in Triton: one pass over memory forward, one backward. No
-autotuning.
+"""FEM's projection up to its read in Triton: one pass over memory forward, one backward.
 
-A program has some tokens of one head, whose channels are contiguous: [q | k | plain slices, which
-are scaled only | lambda's logit | g's logit]. A tile of phi = f W is computed where it is needed
-and not stored. z, f and W are saved, and the backward computes x = z (1 + phi) again. Let e =
-exp(-|x|) and, for g = r y, y = softplus(x), 1 / r = the root mean square of y. For lambda, dx =
-dlambda e / (1 + e)^2; for g, dx = r (dg - g mean(g dg)) sigmoid(x); for q and k, dx is dq or dk
-rotated back. Then dz = dx (1 + phi) and dphi = dx z. dphi is stored, and torch's matrix products
-compute df and dW from it: with df inside, the backward spilled at 16 warps, where it now takes 87
-registers. The read's prep is not part of the kernel: its centre must be known before the values
-are, and a centre from the previous step would be state that a resumed run must have.
+A program has some tokens of one head, whose channels are contiguous: q, k, the plain slices (which
+are scaled only), lambda's logit, g's logit. A tile of phi = f W is computed where it is needed and
+not stored. z, f and W are saved, and the backward computes x = z (1 + phi) again. The gradient of x
+is, with e = exp(-|x|), y = softplus(x), g = r y and 1 / r = the root mean square of y,
+
+    lambda:   dx = dlambda e / (1 + e)^2
+    g:        dx = r (dg - g mean(g dg)) sigmoid(x)
+    q and k:  dx is dq or dk rotated back
+
+Then dz = dx (1 + phi) and dphi = dx z. dphi is stored, and torch's matrix products compute df and
+dW from it: with df inside, the backward spilled at 16 warps, where it now takes 87 registers. The
+read's prep is not part of the kernel: its centre must be known before the values are, and a centre
+from the previous step would be state that a resumed run must have. No kernel is autotuned.
 """
 
 from __future__ import annotations
@@ -24,13 +27,11 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, padded, rows_of, strides_of
 from kernels.time_decay_scan.triton import softplus
 
-NUMBERS, UNEVEN, FLOAT32 = (
-    4096,
-    2048,
-    1024,
-)  # of a tile, about; UNEVEN: where each number has an address of its own
-WARPS, FEW_WARPS = 16, 8  # of NUMBERS, and of fewer
-SOME = tl.constexpr(64)  # channels at once of what is scaled alone
+# Approximate numbers per tile; UNEVEN: if slices are not aligned, so that each number is loaded
+# separately.
+NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024
+WARPS, FEW_WARPS = 16, 8  # for NUMBERS, and for fewer
+SOME = tl.constexpr(64)  # channels per step of the slices that are scaled only
 
 
 def fused_projection(z, features, weight, turn, plain, gates, eps):
@@ -169,7 +170,10 @@ def _put(out, at, made, there):
 
 @triton.jit
 def _back(d_z, d_phi, at, there, value, scale, dx):
-    """Store dz and dphi of a tile whose x = z (1 + phi) has the gradient dx; value and scale: z and 1 + phi."""
+    """Store dz and dphi of a tile whose x = z (1 + phi) has the gradient dx.
+
+    value and scale: z and 1 + phi.
+    """
     _put(d_z, at, dx * scale, there)
     if d_phi is not None:
         _put(d_phi, at, dx * value, there)

@@ -1,12 +1,12 @@
-"""Free Energy Mixer read over any prior that can read value streams: `free_energy_read`, and
-`ValueWindow` for decoding.
+"""Free Energy Mixer read over any prior that can read value streams.
 
-The prior is a function from value streams to their reads. This module knows neither the prior's
-kind nor models, layers and configuration.
+`free_energy_read` reads a sequence; `ValueWindow` is for decoding. The prior is a function from
+value streams to their reads. This module does not depend on the prior's kind, models, layers and
+configuration.
 
 A constant per (batch, head, channel) cancels out of the free energy. Let c be the middle of v's
-range over the sequence (detached) and x = beta (v - c). A prior that reads [v | U] as [mu | Z] =
-sum_i p_t(i) [v_i | U_i] gives
+range over the sequence (detached) and x = beta (v - c). A prior that reads [v | U] as
+[mu | Z] = sum_i p_t(i) [v_i | U_i] gives
 
     kappa = 0:  U = exp(x)                                        F - mu = log(Z) / beta - (mu - c)
     kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
@@ -18,11 +18,14 @@ Decoding: `ValueWindow` is a running window of the values seen so far, so that e
 stays in range. The state of a scan contains sums of U. When a new value moves c, these sums are
 multiplied by exp(beta (c_old - c_new)). Any constant is valid, so the result stays the same.
 
-The definition, `exact_read`: mu[t, j] = sum_i p_t(i) v[i, j] and F[t, j] = (1 / beta_j) log sum_i
-exp(log p_t(i) + beta_j v[i, j]), with a separate maximum for every (t, j). It is exact for any
-finite values. The block boundaries depend on shapes alone and an unread key is an exact zero in
-every sum, so that later tokens never change a bit of an output. It takes O(T^2) time; the backward
-recomputes each block.
+The definition, `exact_read`, is exact for any finite values:
+
+    mu[t, j] = sum_i p_t(i) v[i, j]
+    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])
+
+The log-sum-exp of F has a separate maximum for every (t, j). The block boundaries depend on shapes
+alone and an unread key is an exact zero in every sum, so that later tokens never change a bit of an
+output. It takes O(t^2) time; the backward recomputes each block.
 """
 
 from __future__ import annotations
@@ -42,14 +45,13 @@ from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "ValueWindow", "free_energy_read"]
 
-SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
-CLAMP = (
-    MAX_RANGE / 2 + 0.5
-)  # over half of MAX_RANGE, so that nothing within the range meets it; exp(CLAMP)**2 is a float32
+SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is below this
+# More than half of MAX_RANGE, so that no value within the range reaches it; exp(CLAMP)**2 is a
+# finite float32.
+CLAMP = MAX_RANGE / 2 + 0.5
 FAINT = math.exp(-CLAMP)
-LOWEST_Y = math.expm1(
-    -SHIFT_BELOW / 2
-)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
+# Lower bound of y = E[exp(x)] - 1; only rounding can give less.
+LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)
 
 OP = Op(
     "free_energy",
@@ -78,30 +80,35 @@ def free_energy_read(
     span: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F), with mu and F under
-    the prior p that ``read`` reads with.
+    """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F).
+
+    mu and F are taken under the prior p that ``read`` reads with.
 
     Shapes: v, lam, gate [b, h, t, dv], beta [h, dv] (positive); returns [b, h, t, dv] in v's dtype.
-    beta None: o = mu. lam None: o = F. gate None: no gate. Dtypes: float64, float32, bfloat16 or
-    float16; computed in float32 (float64 for float64).
+    beta None: o = mu. lam None: o = F. gate None: no gate.
+    Dtypes: float64, float32, bfloat16 or float16; computed in float32 (float64 for float64).
 
     read(streams [b, h, t, n]) returns sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64,
     with sum_i p_t(i) = 1. It is called once, with n = 2 dv ([v | U], see `kernels.free_energy`), or
-    n = dv without beta. log_weights(start, stop) returns log p_t(i) of these rows, [b, h, stop -
-    start, t], up to a constant per row, -inf for unread keys. The definition calls it block by
-    block, O(t^2) in total. log_read(heads [n], x [n, t, dv]) returns log sum_i p_t(i) exp(x_i) [n,
-    t, dv] for the heads with these indices among the b h heads, in x's dtype, float64. It is
-    required where exact is None.
+    n = dv without beta.
+
+    log_weights(start, stop) returns log p_t(i) of these rows, [b, h, stop - start, t], up to a
+    constant per row, -inf for unread keys. The definition calls it block by block, O(t^2) in total.
+
+    log_read(heads [n], x [n, t, dv]) returns log sum_i p_t(i) exp(x_i) [n, t, dv] for the heads
+    with these indices among the b h heads, in x's dtype, float64. It is required where exact is
+    None.
 
     exact: True runs the definition. None: where beta * (max v - min v) over the sequence exceeds 80
     in a channel, F is read by ``log_read``, with one warning, because [v | U] cannot represent it;
     the other channels keep every bit. To find the range, each call with beta waits for the device,
     unless the layer passes a ``decision`` (`kernels.free_energy.ranges`). False: the fast form
     always runs. If a range exceeds 80 all the same, the results are finite, but F loses the values
-    far below the greatest. terms: how many numbers ``log_weights`` computes for one weight. span
-    [b, h, 2, dv]: where v is a part of the sequence, the least and greatest value of each channel
-    in the full sequence. implementation: one of OP's names; it selects the code before and after
-    ``read``.
+    far below the greatest.
+
+    terms: how many numbers ``log_weights`` computes for one weight. span [b, h, 2, dv]: where v is
+    a part of the sequence, the least and greatest value of each channel in the full sequence.
+    implementation: one of OP's names; it selects the code before and after ``read``.
 
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
@@ -177,7 +184,8 @@ def _with_wild_channels(
         of(beta[:, None].expand_as(centre)),
         of(mu),
     )
-    # In float64: a logarithm of 70 in float32 gives weights 4e-6 off, and beta's gradient is what is left of values of either sign.
+    # In float64: a logarithm of 70 in float32 gives weights with an error of 4e-6, and beta's
+    # gradient is a small difference of values of both signs.
     deviations, slopes = (of(v) - middle).double(), rows.double()
     free_energy = middle + (log_read(chosen, deviations * slopes) / slopes).to(fast.dtype)
     exact = mix_gap(
@@ -277,12 +285,12 @@ def compute_type(t: Tensor) -> torch.dtype:
 
 
 def value_centre_and_range(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the constant c and the range of beta * v over the sequence, for v [b, h, t, dv] and
-    beta [h, dv].
+    """Return the constant c and the range of beta * v over the sequence.
 
-    c is the middle of v's range. Where beta * range exceeds 80, c is high - 40 / beta, so that no
-    exponential overflows. Both results are [b, h, 1, dv], detached, float32 or float64. Source:
-    Free Energy Mixer, the stabilised read; any constant is valid.
+    v is [b, h, t, dv], beta [h, dv]. c is the middle of v's range. Where beta * range exceeds 80, c
+    is high - 40 / beta, so that no exponential overflows. Both results are [b, h, 1, dv], detached,
+    float32 or float64.
+    Source: Free Energy Mixer, the stabilised read; any constant is valid.
     """
     low, high = torch.aminmax(v.detach(), dim=2, keepdim=True)
     low, high = low.to(compute_type(v)), high.to(compute_type(v))
@@ -295,8 +303,8 @@ def _centre(low: Tensor, high: Tensor, beta: Tensor) -> Tensor:
 
 
 class ValueStream(torch.autograd.Function):
-    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1); dU/dx
-    = exp(x) - kappa.
+    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1);
+    dU/dx = exp(x) - kappa.
     """
 
     @staticmethod
@@ -361,8 +369,8 @@ def _beyond_x(x: Tensor) -> Tensor:
 
 
 def _beyond_y(y: Tensor) -> Tensor:
-    """Return log(1 + y) - y to full precision: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2 s -
-    y = -s y.
+    """Return log(1 + y) - y to full precision: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2
+    s - y = -s y.
     """
     s = y / (2 + y)
     square = s * s
@@ -390,8 +398,8 @@ class ValueWindow:
     """
 
     def __init__(self, v: Tensor, beta: Tensor, state: Tensor | None) -> None:
-        """Extend the window by v [b, h, t, dv], the new values (float32 or float64), with beta [h,
-        dv] of the same dtype.
+        """Extend the window by v [b, h, t, dv], the new values (float32 or float64), with beta
+        [h, dv] of the same dtype.
 
         No gradient flows through a window.
         """
@@ -434,7 +442,8 @@ class ValueWindow:
         )
 
 
-# [batch, heads, rows, channels, keys] terms of a block: a CPU's cache or so, or enough to fill a device.
+# Most terms of a block, [batch, heads, rows, channels, keys]: about a CPU's cache, or enough to
+# fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
 
 
@@ -445,7 +454,9 @@ def exact_read(
     F is None without beta.
 
     log_weights(start, stop) returns the log weights [b, h, stop - start, t] of the rows start to
-    stop, -inf for unread keys, with at least one finite weight per row. This function normalises them. terms: how many numbers it computes for one weight, for the size of a block.
+    stop, -inf for unread keys, with at least one finite weight per row. This function normalises
+    them.
+    terms: how many numbers it computes for one weight, for the size of a block.
     """
     b, h, t, dv = v.shape
     budget = BLOCK_TERMS_CPU if v.device.type == "cpu" else BLOCK_TERMS_DEVICE
@@ -490,7 +501,8 @@ class _FreeEnergy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_p, v, beta, free_energy = ctx.saved_tensors
         (d_free,) = grads
-        # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+        # w = p exp(beta (v - F)) is computed as one softmax: w is at most 1, but its factors alone
+        # may overflow.
         w = _joint(log_p, v, beta).softmax(-1)
         d_beta = (((w * v.mT[:, :, None]).sum(-1) - free_energy) * d_free).sum((0, 2)) / beta
         w = w * d_free[..., None]

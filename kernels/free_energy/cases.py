@@ -51,7 +51,10 @@ def _ramp(size: Mapping[str, int]) -> Inputs:
 
 
 def _sharp(size: Mapping[str, int]) -> Inputs:
-    """Return inputs where few keys matter to a row: the logarithms of the features are spread eight times as wide."""
+    """Return inputs where few keys matter to a row.
+
+    The logarithms of the features are spread eight times as wide.
+    """
     made = _random(size, "none")
     return {**made, "q": made["q"] ** 8 + 1e-6, "k": made["k"] ** 8 + 1e-6}
 
@@ -130,6 +133,6 @@ SUITE = Suite(
     call=_call,
     small={"batch": 1, "heads": 1, "tokens": 37, "keys": 12, "values": 10},
     real={"batch": 1, "heads": 2, "tokens": 512, "keys": 64, "values": 32},
-    # A lone token's F is its value: beta's gradient is 0, and the definition's own is rounding.
+    # F of a single token is its value: beta's gradient is 0, and the definition's is rounding.
     loose={("one token", "d beta"): 2.0},
 )

@@ -28,15 +28,18 @@ def linear_read(
     decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return o = gate * ((1 - lam) * mu + lam * F) under p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, c =
-    cumsum(log_decay), with q, k >= 0.
+    """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F) over linear attention.
+
+    The prior is p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, with c = cumsum(log_decay) and q, k >= 0.
 
     Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None; the other arguments
-    and the result as in `free_energy_read`. Dtypes: q and k in the dtype of `linear_attention`'s
-    products, to which the streams are rounded; v, lam, gate as in `free_energy_read`. exact: True
-    runs the definition, in the compute dtype; None runs it where it is needed. decision: as in
-    `free_energy_read`. implementation: of both operations. Raises ValueError in the same cases as
-    both.
+    and the result as in `free_energy_read`.
+    Dtypes: q and k in the dtype of `linear_attention`'s products, to which the streams are rounded;
+    v, lam, gate as in `free_energy_read`.
+    exact: True runs the definition, in the compute dtype; None runs it where it is needed.
+    decision: as in `free_energy_read`.
+    implementation: of both operations.
+    Raises ValueError in the same cases as both.
     """
     given = (q, k, v, log_decay, beta, lam, gate)
     if decision is None:

@@ -29,9 +29,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kernels.machine import LateNumbers, capturing
 
-MAX_RANGE = 80.0  # of x: |x| <= 40, so p * exp(x) and its gradients, up to exp(80), stay inside float32 and bfloat16
-SWITCH = 64.0  # for a head whose range passes this, the next call on a device has room for the exact form
-KEPT = 256  # calls whose form is remembered: more than a pipeline has in flight
+# Range of x for the fast form: |x| <= 40, so that p * exp(x) and its gradients, up to exp(80), are
+# finite in float32 and bfloat16.
+MAX_RANGE = 80.0
+# On a device, the next call reserves the exact form for a head whose range exceeds this.
+SWITCH = 64.0
+KEPT = 256  # calls whose form is stored: more than a pipeline has in flight
 
 log = logging.getLogger("kernels.free_energy.ranges")
 
@@ -40,17 +43,16 @@ class Decision:
     """Form of the reads of one call of a layer. Without ``ranges``, each read waits for its own
     range.
 
-    The second argument is the range that the decision is based on. form: the number of heads reserved for the exact
-    form; None: unknown until a read waits.
+    The second argument is the range that the decision is based on.
+    form: the number of heads reserved for the exact form; None: unknown until a read waits.
     """
 
     def __init__(
         self, ranges: Ranges | None = None, told: float | None = None, form: int | None = None
     ) -> None:
         self.ranges, self.told, self.form = ranges, told, form
-        self.numbers: Tensor | None = (
-            None  # the largest of its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE
-        )
+        # The maxima over its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE.
+        self.numbers: Tensor | None = None
         self.limit = MAX_RANGE if ranges is None else SWITCH
 
     def heads(self, largest: Tensor) -> int:

@@ -82,7 +82,7 @@ def _far(size: Size) -> Inputs:
 
 
 def _steep(size: Size) -> Inputs:
-    """Return inputs with some keys so long that their weights are negligible, exp(-200) and less."""
+    """Return inputs with some keys so long that their weights are negligible, at most exp(-200)."""
     made = _made(size)
     made["k"][:, :, 3::5] *= 20.0
     return made
@@ -138,7 +138,7 @@ def _definition(x: Inputs) -> Outputs:
 
 def _call(x: Inputs, implementation: str) -> Outputs:
     given = {name: value for name, value in x.items() if name != "factor"}
-    # The layer's G is float32 at least, whatever its weights are.
+    # The layer's G is float32 or wider, whatever the dtype of its weights.
     wide = torch.promote_types(x["q"].dtype, torch.float32)
     gram = x["factor"].to(wide) @ x["factor"].to(wide).mT
     if "turn" in given:

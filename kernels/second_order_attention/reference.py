@@ -22,7 +22,7 @@ from kernels.pairs import allowed_pairs
 from kernels.registered import registered
 from kernels.rotary import turned
 
-# [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, h, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
@@ -128,8 +128,8 @@ def _rows(
     causal: bool,
     valid: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or (I - C /
-    T')^-1 G r if exact; both [b, h, n, d].
+    """Return r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or
+    (I - C / T')^-1 G r if exact; both [b, h, n, d].
 
     q has its own dtype, so that a checkpoint saves no wide copy. k's gradient is summed over the
     blocks, so k has the wide dtype.
@@ -144,7 +144,8 @@ def _rows(
     mean = p @ k
     r, u = residual(q, mean, gram, turn)
     if not exact:
-        # sum p k (k.u) - kbar (kbar.u), the second term taken off inside the sum: less is lost where the keys are far from zero.
+        # sum p k (k.u) - kbar (kbar.u), with the second term subtracted inside the sum, which loses
+        # fewer digits where the keys are far from zero.
         along = u @ k.mT - (mean * u).sum(-1, keepdim=True)
         weighted = p * along
         weighted = weighted if seen is None else weighted.masked_fill(~seen, 0.0)
@@ -165,8 +166,9 @@ def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None =
     """Return F = -T log sum_i exp(-|q - k_i|^2 / 2T) of any tokens' q among the keys that they see.
 
     Its gradient in q is r = q - kbar, its Hessian I - C / T; `second_order_attention` defines the
-    symbols. Shapes: q [b, h, n, d] (rotated to its position if k is), k [b, h, tk, d], temperature
-    T [h] > 0, seen bool [n, tk] or [b, 1, n, tk] (`kernels.pairs.allowed_pairs`; None: all).
+    symbols.
+    Shapes: q [b, h, n, d] (rotated to its position if k is), k [b, h, tk, d], temperature T [h] >
+    0, seen bool [n, tk] or [b, 1, n, tk] (`kernels.pairs.allowed_pairs`; None: all).
     Returns [b, h, n], float32 or wider. Memory holds n tk terms: pass a sample of the tokens.
     Source: Transformers as Intrinsic Optimizers, theorem 2 (its F is the mean over heads).
     """
@@ -178,11 +180,11 @@ def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None =
 
 
 def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Return F = -1/2 sum_i (q.k_i)^2, linear attention's energy at T = 1, of any tokens' q among
-    the keys that they see.
+    """Return F = -1/2 sum_i (q.k_i)^2 of any tokens' q among the keys that they see.
 
-    Shapes as in `free_energy`. Its gradient in q is -sum_i (q.k_i) k_i, minus the result of
-    `energy_linear_attention`. Source: Transformers as Intrinsic Optimizers, theorem 3.
+    It is linear attention's energy at T = 1. Shapes as in `free_energy`. Its gradient in q is
+    -sum_i (q.k_i) k_i, minus the result of `energy_linear_attention`.
+    Source: Transformers as Intrinsic Optimizers, theorem 3.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     squares = (q.to(compute) @ k.to(compute).mT).square()
@@ -207,15 +209,16 @@ def energy_linear_attention(
     valid: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_t = sum_i (q_t.k_i) k_i over i <= t (causal), or over all i: minus the gradient of
-    `quadratic_energy` in q; and the state.
+    """Return out_t = sum_i (q_t.k_i) k_i over i <= t (causal) or over all i, and the state.
 
+    out is minus the gradient of `quadratic_energy` in q.
     Shapes: q and k [b, h, t, d], valid [b, t] bool, False at padding (those keys contribute zero),
-    state [b, h, d, d]: the past's sum_i k_i k_i^T (None: no past). Returns (out [b, h, t, d] in q's
-    dtype, the state after the last token). Dtypes: float64, float32, bfloat16 or float16; sums and
-    state are float32 (float64 for float64). Time and memory are linear in t. Raises ValueError for
-    shapes or dtypes that do not fit. Source: Transformers as Intrinsic Optimizers, theorem 3, with
-    W = W_Q^T W_K.
+    state [b, h, d, d]: the past's sum_i k_i k_i^T (None: no past).
+    Returns (out [b, h, t, d] in q's dtype, the state after the last token).
+    Dtypes: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64).
+    Time and memory are linear in t.
+    Raises ValueError for shapes or dtypes that do not fit.
+    Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
     """
     check_first("energy_linear_attention", "q", q)
     b, h, t, d = q.shape

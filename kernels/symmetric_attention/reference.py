@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
-# [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, h, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
@@ -29,7 +29,7 @@ def pairwise_attention(
     """Return `symmetric_attention` of every kind; the result has z's dtype, computed in float32
     (float64 for float64).
     """
-    # torch.compile takes no tensor twice.
+    # torch.compile does not accept the same tensor twice.
     found: Tensor = _Pairs.apply(z, keys.view_as(keys) if keys is z else keys, kind, causal, valid)
     return found
 
@@ -116,18 +116,22 @@ def attention_energy(
     causal: bool = True,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Return each token's energy among the tokens it sees, with s_ij = z_i . z_j / sqrt(p), f_ij =
-    Phi(z_i) . Phi(z_j), Phi the sigmoid.
+    """Return each token's energy among the tokens it sees.
 
-    softmax, bisoftmax: sqrt(p) log sum_j exp(s_ij)     sigmoid: c sqrt(p) sum_j sigma(s_ij)
-    linear: c / (2 sqrt(p)) sum_j f_ij^2
+    With s_ij = z_i . z_j / sqrt(p), f_ij = Phi(z_i) . Phi(z_j), Phi the sigmoid, the kinds are
+
+        softmax, bisoftmax:  sqrt(p) log sum_j exp(s_ij)
+        sigmoid:             c sqrt(p) sum_j sigma(s_ij)
+        linear:              c / (2 sqrt(p)) sum_j f_ij^2
 
     c = 1 if causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, so that
     the sum over i is the total energy, which counts every pair twice. softmax and bisoftmax differ
-    in what moves: z_i alone, or all of z. Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the
-    tokens of z are the last of the keys), valid [b, tk] bool. Returns [b, h, t], float32 or wider.
-    Memory holds t x tk terms: for long sequences pass a few tokens' z at a time. Source: Hyper-SET,
-    equations 3, 4, table 18.
+    in what moves: z_i alone, or all of z.
+    Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the tokens of z are the last of the keys),
+    valid [b, tk] bool.
+    Returns [b, h, t], float32 or wider. Memory holds t x tk terms: for long sequences pass a few
+    tokens' z at a time.
+    Source: Hyper-SET, equations 3, 4, table 18.
     """
     compute = torch.promote_types(z.dtype, torch.float32)
     z, keys = z.to(compute), (z if keys is None else keys).to(compute)
@@ -158,12 +162,15 @@ def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, shar
 
 
 def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:
-    """Return each token's energy among the directions, [...] in float32 or wider, of u [..., M],
-    which is D^T x after its norm.
+    """Return each token's energy among the directions: [...] for u [..., M], D^T x after its norm.
 
-    relu: -1/2 sum_m relu(u_m)^2     softmax: -log sum_m exp(u_m)     gated: -1/2 (sum_m
-    Phi(u_m))^2, Phi the sigmoid Raises ValueError for another kind. Source: Hyper-SET, equation 5
-    and table 19.
+        relu:     -1/2 sum_m relu(u_m)^2
+        softmax:  -log sum_m exp(u_m)
+        gated:    -1/2 (sum_m Phi(u_m))^2, Phi the sigmoid
+
+    The result is float32 or wider.
+    Raises ValueError for another kind.
+    Source: Hyper-SET, equation 5 and table 19.
     """
     u = u.to(torch.promote_types(u.dtype, torch.float32))
     if kind == "relu":

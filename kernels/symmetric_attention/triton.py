@@ -1,18 +1,19 @@
-"""Bi-softmax and sigmoid attention in Triton, forward and backward. Programs share no data, no pair
-is stored, no kernel is autotuned.
+"""Bi-softmax and sigmoid attention in Triton, forward and backward.
+
+Programs share no data, no pair is stored, no kernel is autotuned.
 
 Bi-softmax takes two passes over the pairs, forward and backward. s = z z^T / sqrt(p) is symmetric,
 and so is the mask, so that a column's log-sum-exp is the row's. With P_ij = exp(s_ij - L_i), A = P
-+ P^T and g the gradient of out = A z, dP_ij and dP_ji are both M_ij = g_i.z_j + z_i.g_j. With D_i =
-sum_j P_ij M_ij, the sum over all roles of z is
++ P^T and g the gradient of out = A z, dP_ij and dP_ji are both M_ij = g_i.z_j + z_i.g_j. With
+D_i = sum_j P_ij M_ij, the sum over all roles of z is
 
     dz_i = sum_j A_ij g_j + (A_ij M_ij - P_ij D_i - P_ji D_j) z_j / sqrt(p)
 
 Sigmoid takes one pass, forward and backward, causal or full. w_ij = sigma(s_ij) (1 - sigma(s_ij))
 is a function of the pair alone. With g the gradient of out = w k and w' = -w tanh(s / 2),
 
-    dq_i = sum_j w'_ij (g_i.k_j) k_j / sqrt(p)        dk_j = sum_i w_ij g_i + w'_ij (g_i.k_j) q_i /
-    sqrt(p)
+    dq_i = sum_j w'_ij (g_i.k_j) k_j / sqrt(p)
+    dk_j = sum_i w_ij g_i + w'_ij (g_i.k_j) q_i / sqrt(p)
 
 If q and k are one tensor and all pairs count, a program computes both sums for its rows. Otherwise
 each sum has its own launch, over the pairs that it needs. Keys past the last are zeros, so that
@@ -222,7 +223,7 @@ def _log_sum_kernel(
         )
         new = tl.maximum(top, tl.max(scores, 1))
         level = new
-        if valid is not None:  # a row may have seen nothing yet
+        if valid is not None:  # a row may not have seen any key yet
             level = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(top - level) + tl.sum(tl.exp2(scores - level[:, None]), 1)
         top = new
@@ -472,8 +473,9 @@ def _sigmoid_gradient_kernel(
     )
 
 
-# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones. Sigmoid has none of these; its gradient's are those over 64 with
-# padding, whose tests would spill.
+# Block sizes of each kernel in bfloat16: for heads up to 128 wide, and for wider ones. Sigmoid
+# takes no wider heads; its gradient uses the second sizes for heads over 64 with padding, whose
+# mask would spill.
 BLOCKS = {
     _log_sum_kernel: (Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 2)),
     _bisoftmax_kernel: (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2)),
@@ -482,4 +484,4 @@ BLOCKS = {
     _sigmoid_kernel: (Blocks(128, 64, 8, 3),),
     _sigmoid_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2)),
 }
-MATRIX = tuple(BLOCKS)  # their products are wgmma on sm_90
+MATRIX = tuple(BLOCKS)  # compiled to wgmma on sm_90

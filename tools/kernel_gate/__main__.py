@@ -110,9 +110,8 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
     rooms = {module.split(".")[1] for module, _ in kernels_under("kernels")}
     if asked.warm:
-        rooms |= {
-            op for op in suites() if "triton" in implementations(op)
-        }  # some launch kernels of other operations alone
+        # Some operations launch only kernels of other operations.
+        rooms |= {op for op in suites() if "triton" in implementations(op)}
     for op in asked.only:
         if op not in rooms:
             near = nearest(op, rooms)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import kernels
 from tools.kernel_gate.jit import argument, compiled
 
-# Names of integers that count tokens, or stand between rows of a number a token.
+# Names of integers that are token counts, or strides of rows with one number per token.
 COUNTS = {
     "tokens",
     "tq",
@@ -44,27 +44,28 @@ COUNTS = {
     "valid_batch",
 }
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
-ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
-TOGETHER = 8  # builds that a process disassembles at a time
-SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
+ARCHITECTURES = (90, 80, 100)  # every kernel must pass on the first
+TOGETHER = 8  # builds that a process disassembles in one call
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # most bytes per block
 ALLOWED = {
-    "C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"
+    "C7519": "ptxas puts a wait before products whose left operand lies in registers; "
+    "it serialises nothing"
 }
 
 T = TypeVar("T")
-Progress = Callable[
-    [int, int, str], None
-]  # how many builds are done, of how many, and the name of one
+# Number of finished builds, number of builds, and the name of one.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Build:
     """Kernel as a launch compiles it.
 
-    module, kernel: module and name of the ``@triton.jit`` function. types: the Triton type of every
-    argument that is not a constant ("*bf16", "i32", "fp32"). constants: the values of all other
-    arguments. aligned: the arguments known as multiples of 16 (pointers: of 16 bytes). label: the
-    first launch of this kind.
+    module, kernel: module and name of the ``@triton.jit`` function.
+    types: the Triton type of every argument that is not a constant ("*bf16", "i32", "fp32").
+    constants: the values of all other arguments.
+    aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
+    label: the first launch of this kind.
     """
 
     module: str
@@ -82,7 +83,7 @@ class Build:
         return getattr(importlib.import_module(self.module), self.kernel)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments and options (name -> value) for which the JIT compiles this build."""
+        """Return the arguments and options (name -> value) with which the JIT compiles it."""
         given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
         return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 
@@ -103,16 +104,15 @@ class Report:
 
     arch: int
     registers: int = 0
-    spilled: int = 0  # bytes: stores and loads on sm_90, the stack elsewhere
-    shared: int = 0  # bytes a block
-    local: int = 0  # on sm_90, as all that follows: instructions that touch local memory
-    rows: int = 0  # of its narrowest product of bfloat16; wgmma multiplies 64 at least
-    matrix: int = 0  # wgmma
-    slow_matrix: int = 0  # the older kind of matrix instruction
+    spilled: int = 0  # bytes: stores and loads on sm_90, the stack on other architectures
+    shared: int = 0  # bytes per block
+    local: int = 0  # instructions on local memory; this field and the following: only on sm_90
+    rows: int = 0  # rows of its narrowest bfloat16 product; wgmma needs at least 64
+    matrix: int = 0  # wgmma instructions
+    slow_matrix: int = 0  # matrix instructions of the older kind
     warnings: tuple[str, ...] = ()
-    crossed: tuple[
-        str, ...
-    ] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
+    # Arguments that a program stores and loads in different layouts, without a barrier.
+    crossed: tuple[str, ...] = ()
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
@@ -162,7 +162,7 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
 
     try:
         made = compiled(build.function, build.arguments(), arch)
-    except Exception as error:  # whatever Triton's passes raise is reported as this build's fault
+    except Exception as error:  # any error of Triton's passes is a fault of this build
         return Report(arch, failed=reason(error)), b""
     if missing := {"ttir", "ttgir", "ptx"} - set(made.asm):
         kept = (
@@ -228,7 +228,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
     arch, code = ARCHITECTURES[0], [_instructions(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(b"".join(code))
-        # -ndf: no labels by data flow
+        # -ndf: do not find labels by data flow analysis.
         said = _run(
             Path(get_ptxas(arch).path).with_name("nvdisasm"),
             "--binary",
@@ -275,7 +275,8 @@ def crossed_layouts(ttgir: str) -> list[str]:
         origin[name] = name
     for line in ttgir.splitlines():
         made = re.match(
-            r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)",
+            r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)"
+            r"|ttg\.convert_layout) (%\w+)",
             line,
         )
         if made and made[2] in origin:
@@ -530,7 +531,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def _unsuited(found: Report) -> bool:
-    """Return True if a build fails, spills, or needs more shared memory than the architecture has."""
+    """Return True if a build fails, spills, or needs more shared memory than available."""
     return bool(
         found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch]
     )

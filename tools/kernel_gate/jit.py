@@ -15,13 +15,10 @@ POINTERS = {
     torch.bool: "*u1",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-"""The dtype of a tensor -> the JIT's type of a pointer to it."""
+"""Dtype of a tensor -> the JIT's type of a pointer to it."""
 _DTYPES = {name: dtype for dtype, name in POINTERS.items()}
-_INTEGERS = {
-    "u1": (False, True),
-    "i32": (16, 17),
-    "i64": (2**40, 2**40 + 1),
-}  # a multiple of 16, another
+# A multiple of 16, and an integer that is not.
+_INTEGERS = {"u1": (False, True), "i32": (16, 17), "i64": (2**40, 2**40 + 1)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Driver:
 
 
 def argument(kind: str, aligned: bool) -> Any:
-    """Return a value that the JIT specialises to the type ``kind``; aligned: as a multiple of 16."""
+    """Return a value that the JIT specialises to the type ``kind``, a multiple of 16 if aligned."""
     if kind in _DTYPES:
         return Pointer(_DTYPES[kind], 0 if aligned else 1)
     return _INTEGERS[kind][not aligned] if kind in _INTEGERS else 0.5
@@ -78,4 +75,4 @@ def compiled(kernel: Any, given: Mapping[str, Any], arch: int) -> Any:
     try:
         return kernel.run(grid=(1,), warmup=True, **given)
     finally:
-        kernel.device_caches.clear()  # a process compiles hundreds and needs each once
+        kernel.device_caches.clear()  # a process compiles hundreds of kernels, each once

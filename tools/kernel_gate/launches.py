@@ -37,7 +37,7 @@ from tools.kernel_gate.jit import POINTERS
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 TOKENS, BATCH = 4096, 2
-OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel of ours
+OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel in this repository
 IMPLEMENTATIONS = {"fem_attention": ("triton", "decode")}
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -191,7 +191,7 @@ def _cases(
                 for dtype in TYPES:
                     try:
                         launches = _case(suite, make, implementation, dtype)
-                    except ValueError:  # a case that the implementation refuses
+                    except ValueError:  # the implementation refuses this case
                         continue
                     yield (
                         f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}",
@@ -254,7 +254,7 @@ def _documents() -> Documents:
 
 
 class _Unnumbered(TorchFunctionMode):
-    """Mode that draws random numbers without a generator, because tensors without data have none."""
+    """Mode that draws random numbers without a generator, as tensors without data have none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(

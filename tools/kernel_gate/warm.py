@@ -26,7 +26,7 @@ from fem_common.files import write_whole
 from tools.kernel_gate.gate import Build, Progress, in_processes, reason
 from tools.kernel_gate.jit import compiled
 
-Entry = tuple[str, str]  # a folder of the cache, and why there is none ("": there is)
+Entry = tuple[str, str]  # a folder of the cache, and the error without one ("": no error)
 
 
 def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
@@ -47,7 +47,7 @@ def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list
     for build in builds:
         try:
             made = compiled(build.function, build.arguments(), arch)
-        except Exception as error:  # whatever Triton's passes raise; the other builds go on
+        except Exception as error:  # Triton's passes may raise anything; the rest continues
             found.append(("", reason(error)))
         else:
             found.append((Path(next(iter(made.metadata_group.values()))).parent.name, ""))

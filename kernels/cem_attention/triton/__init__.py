@@ -50,9 +50,8 @@ class Read(torch.autograd.Function):
         d_out = rows_of(d_out)
         (b, _, t, _), tk = q.shape, k.shape[2]
         pieces = list(diagonal_parts(b, 0 if d is None else len(d), t, tk))
-        cut = (
-            len({rows.start for _, rows in pieces}) > 1
-        )  # several parts then give to the same keys
+        # If the rows are cut, several parts add to the same keys.
+        cut = len({rows.start for _, rows in pieces}) > 1
         dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), torch.zeros_like(alone)
         dk = torch.zeros_like(k, dtype=torch.float32) if cut else torch.empty_like(k)
         du = dh = dd = None
@@ -99,10 +98,13 @@ def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
     )
 
 
-# Of C's terms at once: 128 MB in bfloat16, and as much for the gradient. A sequence alone may be longer than that; then rows are cut.
+# Most terms of C at a time: 128 MB in bfloat16, and the same for the gradient. The rows of a longer
+# sequence are cut.
 TERMS = 1 << 26
-LEAST_ROWS = 128  # of a part, so that memory is linear in the tokens
-STRIP = 512  # rows or keys of one product: what lies above the diagonal is left out by strips, and a product still fills a GPU
+LEAST_ROWS = 128  # least rows of a part; memory is linear in the tokens
+# Rows or keys of one matrix product: terms above the diagonal are left out in strips, and a product
+# still fills a GPU.
+STRIP = 512
 
 
 def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[slice, slice]]:

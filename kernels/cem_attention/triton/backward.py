@@ -163,7 +163,7 @@ def _dq_kernel(
         if edge:
             d_own += tl.sum(tl.where(own[:, None] == at, d_scores, 0.0), 1)
         total = tl.dot(d_scores.to(key_tile.dtype), key_tile, total, input_precision="ieee")
-    tl.debug_barrier()  # other threads load them than store them
+    tl.debug_barrier()  # other threads load the row terms than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
     tl.store(
@@ -363,7 +363,7 @@ def d_keys(
 
 
 def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor:
-    """Return the gradient of a part's C, with C's shape and layout; zeros where a pair is not seen."""
+    """Return the gradient of a part's C, in C's shape and layout; zeros where a pair is not seen."""
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)
@@ -379,4 +379,4 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     return d_bias
 
 
-MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # their products are wgmma on sm_90
+MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # compiled to wgmma on sm_90

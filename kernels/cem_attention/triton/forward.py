@@ -32,9 +32,9 @@ class Part(NamedTuple):
     """Some rows of some sequences, and the keys that they may see; unit strides in the last
     dimension.
 
-    q [b, heads, rows, r], whose first row is at position ``first`` among the keys k [b, heads,
-    keys, r]; bias: C [b, 1 or heads, rows, keys] or None; slopes [heads] and alone [], float32;
-    valid [b, at least keys] or None.
+    q [b, heads, rows, r], whose first row is at position ``first`` among the keys k
+    [b, heads, keys, r]; bias: C [b, 1 or heads, rows, keys] or None; slopes [heads] and alone [],
+    float32; valid [b, at least keys] or None.
     """
 
     q: Tensor
@@ -93,7 +93,8 @@ class Part(NamedTuple):
         }
 
 
-# Of each kernel's tiles in bfloat16: for heads up to 64, 128 and 256 wide. The last makes no pairs but a row's own.
+# Block sizes of each kernel in bfloat16, for heads up to 64, 128 and 256 wide. The last kernel
+# computes only the pair of each row with itself.
 BLOCKS = {
     "_forward_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
     "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 1)),
@@ -173,9 +174,11 @@ def pair_scores(
     """Return a_ij log2(e) of a tile; -inf where i does not see j.
 
     products: q_i.k_j + C_ij if ``scaled`` is None; otherwise q_i.k_j, and ``scaled`` is C_ij times
-    scale. own, key: positions as float32 (exact to 2^24) that broadcast against each other;
-    ``keys`` is the number of keys. slope, alone and scale include log2(e). own_valid, key_valid:
-    None, or masks that broadcast likewise. edge: True if the tile may contain i <= j or j >= keys.
+    scale.
+    own, key: positions as float32 (exact to 2^24) that broadcast against each other; ``keys`` is
+    the number of keys. slope, alone and scale include log2(e).
+    own_valid, key_valid: None, or masks that broadcast likewise.
+    edge: True if the tile may contain i <= j or j >= keys.
     """
     distance = own - key
     if not CAUSAL:
@@ -238,14 +241,15 @@ def _forward_kernel(
     total = tl.zeros([M], tl.float32)
     read = tl.zeros([M, PADDED], tl.float32)
     end = keys
-    common = 0  # keys before it are seen by all of these rows, and are none's own
+    # All of these rows see the keys before ``common``, and none of those keys is a row's own.
+    common = 0
     if CAUSAL:
         end = tl.minimum(keys, first + start + M)
         common = first + start
-    tl.assume(
-        end > 0
-    )  # in a loop that may not run at all, ptxas lets no product run on beside others
-    for n in tl.range(0, end, N, num_stages=STAGES):  # said here, C's tiles are fetched ahead too
+    # If a loop may run zero times, ptxas does not overlap its products.
+    tl.assume(end > 0)
+    # With num_stages on the loop, C's tiles are prefetched too.
+    for n in tl.range(0, end, N, num_stages=STAGES):
         key = n + tl.arange(0, N)
         key_tile = row_tile(k, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
         added = None
@@ -259,7 +263,7 @@ def _forward_kernel(
         )  # fmt: skip
         highest = tl.maximum(best, tl.max(scores, 1))
         shift = highest
-        if valid is not None:  # a row may have seen nothing yet
+        if valid is not None:  # a row may not have seen any key yet
             shift = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(best - shift)
@@ -269,7 +273,7 @@ def _forward_kernel(
         )
         best = highest
     if valid is not None:
-        total = tl.where(start + local < rows, total, 1.0)  # beyond the rows nothing is seen
+        total = tl.where(start + local < rows, total, 1.0)  # rows past the last see no key
     at = of_head(out, batch, head, out_batch, out_head, row, out_row, ALIGN)
     store_tile(at, out_row, rows - start, read / total[:, None], M, WIDTH, PADDED, ALIGN)
     tl.store(
@@ -294,4 +298,4 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     )
 
 
-MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90
+MATRIX = (_forward_kernel,)  # compiled to wgmma on sm_90

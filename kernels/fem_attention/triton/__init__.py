@@ -47,9 +47,11 @@ def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
 
     Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head
     i reads head i // (h // hk). The queries are the last tq of the tk positions. keys_valid [b, tk]
-    bool: only the query at the same position reads a False key. bounds: (first, last), int32 [tk]:
-    the token at position i reads first[i] <= j < last[i], its document's tokens (b = 1, tq = tk).
-    Dtypes: float32 or bfloat16. Raises ValueError for dk over 256, n over 512 or a negative scale.
+    bool: only the query at the same position reads a False key.
+    bounds: (first, last), int32 [tk]: the token at position i reads first[i] <= j < last[i], its
+    document's tokens (b = 1, tq = tk).
+    Dtypes: float32 or bfloat16.
+    Raises ValueError for dk over 256, n over 512 or a negative scale.
     """
     return _Attend.apply(q, k, values, keys_valid, bounds, causal, scale)
 
@@ -86,8 +88,9 @@ class _Attend(torch.autograd.Function):
         q, k, values, keys_valid, first, last, out, lse = ctx.saved_tensors
         (b, h, tq, dk), (hk, tk, n), d_out = q.shape, values.shape[1:], rows_of(d_out)
         d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
-        # Values in two halves where they are equal: one accumulator of all channels would spill. Not where it would be no wider than two of
-        # theirs, and loads would be narrower where the second half begins.
+        # The values are read in two halves of equal width, because one accumulator of all channels
+        # would spill. They are not split if the one accumulator would be no wider than the two, and
+        # the second half would need narrower loads.
         halves = 1 if n % 2 or (n % 16 and n <= 128) else 2
         given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
         numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
@@ -132,7 +135,7 @@ def _span(
             allowed = readable(position, lowest, highest, n + tl.arange(0, KEYS), tk, valid)
             scores = tl.where(allowed, scores * factor, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
-            # Rows that have read nothing yet: -inf - -inf is no number.
+            # For a row that has read no key yet, -inf - -inf would be NaN.
             level = tl.where(new == float("-inf"), 0.0, new)
             weights = tl.exp2(scores - level[:, None])
             kept = tl.exp2(top - level)
@@ -190,7 +193,7 @@ def _forward_kernel(
             factor, tk, k_t, values_t, MASKED, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
 
-    # Only rows past the last query have read nothing.
+    # Only rows past the last query have read no key.
     total = tl.where(total > 0, total, 1.0)
     tl.store(lse + head_of_all * tq + start + row, top + tl.log2(total), mask=row < left)
     store_tile(
@@ -205,4 +208,4 @@ def _forward_kernel(
     )
 
 
-MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90
+MATRIX = (_forward_kernel,)  # compiled to wgmma on sm_90

@@ -1,11 +1,10 @@
-"""Gradients of attention on [v | U] in Triton: one kernel for q, one for k and the values; and the
-helpers shared with the forward.
+"""Gradients of attention on [v | U] in Triton, one kernel for q and one for k and the values.
 
-Both kernels recompute the weights from the scores and their log-sum-exp. With [dmu | dZ] the
-gradient of the reads and D its row term,
+The module also contains the helpers shared with the forward. Both kernels recompute the weights
+from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
 
-    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      dq = scale dS k      dk = scale
-    dS^T q      d[v | U] = P^T [dmu | dZ]
+    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      d[v | U] = P^T [dmu | dZ]
+    dq = scale dS k            dk = scale dS^T q
 
 The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers.
 It masks every block, because a second loop without masks would not fit the registers, and iterates
@@ -21,10 +20,9 @@ import triton.language as tl
 from kernels.implementations import interpreted
 from kernels.tiles import Blocks, at_row, load_tile, of_head, padded, place, store_tile
 
-WIDEST = 256  # of a head's queries and keys, and of v
-FLOAT32 = Blocks(
-    16, 16, 8, 1
-)  # without tensor cores a product's operands lie in registers, and larger blocks spill
+WIDEST = 256  # largest width of a head's queries and keys, and of v
+# Without tensor cores, a product's operands are in registers, and larger blocks spill.
+FLOAT32 = Blocks(16, 16, 8, 1)
 
 
 @triton.jit
@@ -47,7 +45,8 @@ def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: t
             end = tl.load(last + bottom)
     if valid is not None or first is not None:
         inner = begin
-    # inner is at least begin anyway; where the compiler knows too much of it, ptxas serialises the products (C7515).
+    # inner is at least begin anyway. The maximum hides its value from the compiler; without it
+    # ptxas serialises the products (C7515).
     return begin, tl.maximum(inner, begin), end
 
 
@@ -219,7 +218,8 @@ def _keys_kernel(
         CAUSAL,
         ROWS,
     )
-    # The positions that read a key: from its own on, or from its document's first, to its document's last.
+    # The positions that read a key: from its own position, or from its document's first, to its
+    # document's last.
     opened = key[:, None]
     closed = None
     if first is not None:
@@ -244,7 +244,8 @@ def _keys_kernel(
     row_term += (b * heads + kv * GROUP) * tq
     d_k = of_head(d_k, b, kv, d_k_b, d_k_h, start, d_k_t, ALIGN)
     d_values = of_head(d_values, b, kv, d_values_b, d_values_h, start, d_values_t, ALIGN)
-    # One loop over all query heads, not two: what a loop needs before it would spill beside the three accumulators.
+    # One loop over all query heads, not two nested ones: with the three accumulators, the values
+    # that an inner loop needs in advance would spill.
     count = tl.cdiv(end - begin, ROWS)
     for n in range(count * GROUP):
         m = begin + n * ROWS
@@ -264,7 +265,7 @@ def _keys_kernel(
             True,
             ALIGN,
         )
-        # Queries past the last weigh exp2(-inf).
+        # The weight of queries past the last is exp2(-inf).
         level = tl.load(lse + g * tq + row, mask=row < tq, other=float("inf"))
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * factor - level[None, :]
         position = (tk - tq + row)[None, :]
@@ -335,4 +336,4 @@ def keys_blocks(dtype, dk, dv, halves):
     return Blocks(64, 64 if width > 256 or padded(dv) > 64 else 128, 8, 2)
 
 
-MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
+MATRIX = (_queries_kernel, _keys_kernel)  # compiled to wgmma on sm_90

@@ -22,10 +22,10 @@ from kernels.fem_attention.triton.prep import excess as excess_of
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
-PROGRAMS = 264  # two for each of an H100's multiprocessors
-SLOTS = tl.constexpr(16)  # rows of the smallest product
+PROGRAMS = 264  # two per multiprocessor of an H100
+SLOTS = tl.constexpr(16)  # rows of the smallest matrix product
 STAGES = 3
-JOINED, JOIN_WARPS = 16, 4  # parts at once
+JOINED, JOIN_WARPS = 16, 4  # parts per step
 
 
 def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
@@ -34,10 +34,12 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
 
     Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate
     mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool: only the
-    query at the same position reads a False key; hk divides h, and query head i reads head i // (h
-    // hk). Dtypes: float32 or bfloat16; reads are summed in float32. splits: the most parts of the
-    sequence; None: enough to fill a device. Intended for tq up to about 16: beyond 16 rows (queries
-    times heads of a group; fewer for wide values), keys and values are read more than once.
+    query at the same position reads a False key; hk divides h, and query head i reads head
+    i // (h // hk).
+    Dtypes: float32 or bfloat16; reads are summed in float32.
+    splits: the most parts of the sequence; None: enough to fill a device. Intended for tq up to
+    about 16: beyond 16 rows (queries times heads of a group; fewer for wide values), keys and
+    values are read more than once.
     Equations: Free Energy Mixer, the two-level gated read.
     """
     (b, h, tq, width), (hk, tk, channels) = q.shape, v.shape[1:]
@@ -115,7 +117,7 @@ def _part_kernel(
     )
     group = heads // kv_heads
     columns, channels = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_C)
-    # A product has 16 rows at least: those beyond ROWS are zero, and left out of what follows.
+    # A matrix product has at least 16 rows. Those beyond ROWS are zero and are dropped afterwards.
     slot = tl.arange(0, SLOTS)
     row = tl.program_id(2) * ROWS + slot
     there = (row < group * tq) & (slot < ROWS)
@@ -186,7 +188,7 @@ def _part_kernel(
             level = _finite_or_zero(peak)
             mass = mass * tl.exp2(before - level) + tl.sum(tl.exp2(joint - level[None, :, :]), 0)
             small = values * (beta_2 / LOG2_E)[None, :]
-            # Beyond 1/2 a sum with such a term is not finite, and is not used.
+            # A term beyond 1/2 becomes infinite; a sum that is not finite is not used.
             small = tl.where(tl.abs(small) <= 0.5, excess_of(small) + small, INFINITY)
             excess = excess * fading[:, None] + tl.sum(
                 tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0

@@ -1,8 +1,8 @@
-"""Step after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and
-no softmax.
+"""Step after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward.
 
-The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. The backward reads [mu |
-Z] anyway (attention keeps it) and recomputes F - mu, so that the epilogue saves no further tensors.
+No scores and no softmax are computed. The formulas are those of
+`kernels.free_energy.FreeEnergyGap`, in float32. The backward reads [mu | Z] anyway (attention keeps
+it) and recomputes F - mu, so that the epilogue saves no further tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
 from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 
-WARPS = 8  # a tile's elements are many numbers each here
+WARPS = 8  # more than in prep: each element of a tile needs many registers
 LOWEST = tl.constexpr(LOWEST_Y)
 FAINT = tl.constexpr(LEAST)
 
@@ -165,13 +165,13 @@ def _epilogue_backward_kernel(
         block = kv * tl.cdiv(DV, BLOCK) + column // BLOCK
         kept = inside & (tl.load(wild + block, mask=column < DV, other=0) == 0)[None, :]
     read = tile_of(reads, head, heads, rb, rh, rt, at, column)
-    # A wild block's reads may be anything: masked, its gradients are zero.
+    # The reads of a wild block may be arbitrary. They are masked, so that its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
     gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)
     width = 1.0 / temperature
     mass = tl.where(shift, 1.0 + y, z)
-    known = mass >= FAINT  # else F - mu has no gradient, as in `FreeEnergyGap`
+    known = mass >= FAINT  # otherwise F - mu has no gradient, as in `FreeEnergyGap`
     level = 1.0 / tl.where(known, mass, 1.0)
     tilt = tl.where(shift, y * level, 1.0)
     mixed = gap

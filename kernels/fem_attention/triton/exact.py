@@ -11,9 +11,10 @@ again.
 With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF
 of the two reads:
 
-    dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta dscore[t, i] =
-    sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF /
-    beta)
+    dv[i, j] = sum_t (dF w + dmu p)
+    dbeta_j = sum_t dF (E_w[v] - F) / beta
+    dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t
+    term_t = sum_j (dmu (mu - x) + dF / beta)
 
 `_rows_kernel` reads as in the forward and stores x, F - x and the terms; each of the other kernels
 sums over one of the dimensions.
@@ -165,7 +166,7 @@ def _keys_kernel(
     """Compute dk, or dv if d_k is None. Long, because both iterate over the same rows of the same
     heads.
     """
-    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair whose items are apart
+    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair with separate items
     blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
     upto, count = _marked(wild, pairs * ALONE, MARKS // ALONE, PAIRS)
@@ -262,9 +263,9 @@ def _keys_kernel(
             _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
-KEYS = 16  # at once; kernels whose blocks are of keys have them the other way round
+KEYS = 16  # keys per step; in kernels over blocks of keys, rows per step
 WARPS, STAGES = 8, 2
-PROGRAMS = 264  # two for each of an H100's multiprocessors
+PROGRAMS = 264  # two per multiprocessor of an H100
 
 
 def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_valid, bounds):
@@ -276,14 +277,13 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     bool; hk divides h. Queries, keys_valid and bounds as in `kernels.fem_attention.triton.attend`.
     Dtypes: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not
     finite gives the definition's result; rows that cannot read it are not affected. Returned: the
-    scores' log-sum-exp [b, h, tq], float32, filled where wild. Equations: Free Energy Mixer, the
-    two-level gated read.
+    scores' log-sum-exp [b, h, tq], float32, filled where wild.
+    Equations: Free Energy Mixer, the two-level gated read.
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(
-        _rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1
-    )  # with more it spills in float32
+    # With more stages it spills in float32.
+    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1)
     return (lse,)
 
 
@@ -344,7 +344,7 @@ class _Launch:
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
-        # Over 128 channels, or at odd addresses, 32 would spill.
+        # 32 rows would spill with more than 128 channels, or with unaligned addresses.
         self.rows = (
             16
             if max(width, channels) > 128 or any(n > 64 and n % 16 for n in (width, channels))
@@ -384,4 +384,7 @@ class _Launch:
 
 
 TRAFFIC = dict.fromkeys((_rows_kernel, _dq_kernel, _keys_kernel), ("wild",))
-"""Kernel -> the arguments that a launch reads or writes as a rule, here while no block is wild, for models of memory traffic."""
+"""Kernel -> the arguments that a launch usually reads or writes, for models of memory traffic.
+
+Usually no block is wild.
+"""

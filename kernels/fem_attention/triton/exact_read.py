@@ -106,7 +106,10 @@ def _read(
     MOMENT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Return mu - x, F - x and, with MOMENT, E_w[v - x], each [rows, channels]. beta: for base 2."""
+    """Return mu - x, F - x and, with MOMENT, E_w[v - x], each [rows, channels].
+
+    beta: for base 2.
+    """
     mean = tl.zeros((ROWS, BLOCK_C), tl.float32)
     top = tl.full((ROWS, BLOCK_C), -INFINITY, tl.float32)
     total = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -236,7 +239,7 @@ def _rows_kernel(
             of_channels * BLOCK_C + tl.arange(0, BLOCK_C),
         )
         mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
-        there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
+        there = tl.minimum(rows, tq - 1)  # rows past the last repeat it and are not stored
         position = there + (tk - tq)
         valid_here = of_head(valid, batch, 0, tk, 0)
         queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
@@ -268,9 +271,8 @@ def _rows_kernel(
             earlier = tl.max(
                 tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0
             )
-            tl.store(
-                lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier)
-            )  # by the pair's first mark alone
+            # Only the pair's first mark stores the sums.
+            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier))
         else:
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             d_mean, d_free = _gradients_of_reads(

@@ -1,11 +1,10 @@
-"""Step before attention: the constants of each head's free energy, and the stream [v | U]. No
-scores and no softmax.
+"""Step before attention: the constants of each head's free energy, and the stream [v | U].
 
-The formulas are those of `kernels.free_energy`, in float32. A block of BLOCK channels of a head is
-*wild* if beta * (max v - min v) exceeds MAX_RANGE in one of them. All blocks of a head with values
-that are not finite are wild, because these values would make the gradients of its other channels
-invalid. In a wild block, c is chosen so that no exponential overflows; the results of attention for
-it must be replaced.
+No scores and no softmax are computed. The formulas are those of `kernels.free_energy`, in float32.
+A block of BLOCK channels of a head is *wild* if beta * (max v - min v) exceeds MAX_RANGE in one of
+them. All blocks of a head with values that are not finite are wild, because these values would make
+the gradients of its other channels invalid. In a wild block, c is chosen so that no exponential
+overflows; the results of attention for it must be replaced.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, empty_as, rows_of
 
 WARPS = 4
-BLOCK = tl.constexpr(16)  # channels that are read exactly, or not, together
+BLOCK = tl.constexpr(16)  # channels that are read exactly or not, as a unit
 LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
 CLAMP = tl.constexpr(MOST)
 LOWEST = tl.constexpr(-120.0)  # its exponential is 0 in float32
-LN2_HIGH = tl.constexpr(
-    0.693359375
-)  # ten bits of log 2: times a whole number under 2^14 it is exact
+# Ten bits of log 2: its product with an integer below 2^14 is exact.
+LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of stream and epilogue besides beta: centre, shifted [b, hk, 1, dv] and wild [b,
-    hk, blocks of channels].
+    """Constants of stream and epilogue besides beta: centre, shifted [b, hk, 1, dv] and wild
+    [b, hk, blocks of channels].
 
     largest [b, hk]: the largest beta * range of each head.
     """
@@ -53,11 +51,11 @@ class Constants:
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """Return each channel's c over the sequence, where kappa is 1, and which blocks are wild; v [b,
-    hk, t, dv], beta [hk, dv].
+    """Return each channel's c over the sequence, where kappa is 1, and which blocks are wild; v
+    [b, hk, t, dv], beta [hk, dv].
 
-    The results are float32 and bool, detached, and stay on the device. Source: as
-    `kernels.free_energy.value_centre_and_range`.
+    The results are float32 and bool, detached, and stay on the device.
+    Source: as `kernels.free_energy.value_centre_and_range`.
     """
     v, beta = rows_of(v.detach()), beta.detach().contiguous()
     b, hk, tokens, dv = v.shape

@@ -4,16 +4,18 @@ For each pass, one kernel runs over blocks of queries and one over blocks of key
 gradient of kbar, or of C u, e_i = g.c_i and w_i = u.c_i (`forward` defines the symbols), and sums
 over the pairs:
 
-    kbar:   da_i = p_i e_i                      dk_i += p_i g C u:    da_i = p_i (e_i w_i - g.C u)
-    dk_i += p_i (e_i u + w_i g)        du = C g = sum_i p_i e_i c_i both:   dq = sum_i da_i c_i / T
-    dk_i += da_i (q - k_i) / T         dT = -sum_i da_i (a_i - mean a) / T
+    kbar:   da_i = p_i e_i                   dk_i += p_i g
+    C u:    da_i = p_i (e_i w_i - g.C u)     dk_i += p_i (e_i u + w_i g)
+            du = C g = sum_i p_i e_i c_i
+    both:   dq = sum_i da_i c_i / T          dk_i += da_i (q - k_i) / T
+            dT = -sum_i da_i (a_i - mean a) / T
 
-because the derivative of p is da, and those of kbar inside c cancel: sum p c = 0. Likewise sum da =
-0, so that c can replace k, and the score less its mean under p can replace the score: for a large
-T, the remainder of dT is small compared with its terms. For rounded weights, the sum of the rounded
-ones is subtracted, as in the forward. dT is a partial sum per query. All kernels work in the frame
-to which k is rotated: the rotation is linear, so q, u and the reads are rotated outside the
-kernels.
+This holds because the derivative of p is da, and those of kbar inside c cancel: sum p c = 0.
+Likewise sum da = 0, so that c can replace k, and the score less its mean under p can replace the
+score: for a large T, the result dT is small compared with its terms. For rounded weights, the sum
+of the rounded ones is subtracted, as in the forward. dT is a partial sum per query. All kernels
+work in the frame to which k is rotated: the rotation is linear, so q, u and the reads are rotated
+outside the kernels.
 """
 
 from __future__ import annotations
@@ -117,11 +119,11 @@ class _Second(torch.autograd.Function):
 
 
 def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, causal):
-    """Return (dq, dk, du, dT) for a gradient g [b, h, t, d] of kbar (u, read and centre None; du
-    None), or of C u.
+    """Return (dq, dk, du, dT) for a gradient g [b, h, t, d] of C u, or of kbar.
 
-    g has q's dtype and is contiguous; read, centre: the forward's results; the other arguments as
-    in the forward. du is float32, dT [h] float32.
+    For kbar, u, read and centre are None, and du is None. g has q's dtype and is contiguous.
+    read, centre: the forward's results; the other arguments as in the forward. du is float32, dT
+    [h] float32.
     """
     t, d = q.shape[2:]
     is_second = u is not None
@@ -257,7 +259,7 @@ def _keys_kernel(
         row = m + tl.arange(0, OTHER)[None, :]
         queries = load_tile(q + here * q_t, q_t, t - m, OTHER, WIDTH, PADDED)
         gradient = load_tile(g + (first + here) * WIDTH, WIDTH, t - m, OTHER, WIDTH, PADDED)
-        # A query past the last weighs exp2(-inf).
+        # The weight of a query past the last is exp2(-inf).
         level = tl.load(lse + first + row, mask=row < t, other=float("inf"))
         scores = (tl.dot(keys, tl.trans(queries), input_precision="ieee") - norm) * factor
         position = tk - t + row
@@ -300,7 +302,7 @@ def _keys_kernel(
 def queries_blocks(dtype, width, is_second, padding):
     """Return the block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    # With a second stage C u's two sums would not fit the registers.
+    # With a second stage, the two sums of C u would not fit the registers.
     return fitting(
         dtype,
         SMALL,
@@ -315,4 +317,4 @@ def keys_blocks(dtype, width, is_second, padding):
     return fitting(dtype, SMALL, *(narrow if padded(width) <= 64 else wide))
 
 
-MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
+MATRIX = (_queries_kernel, _keys_kernel)  # compiled to wgmma on sm_90

@@ -1,10 +1,10 @@
 """Two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product
 C u. No gradients, no autotuning.
 
-With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u =
-sum p_i w_i c_i. Products take their operands in the inputs' dtype. Weights are rounded to it before
-they are summed and multiplied, so that a rounding error has the size of c, not of k: keys may be
-far from zero. |k|^2 / 2 is subtracted in float32, from the same rounded k.
+With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C
+u = sum p_i w_i c_i. Products take their operands in the inputs' dtype. Weights are rounded to it
+before they are summed and multiplied, so that a rounding error has the size of c, not of k: keys
+may be far from zero. |k|^2 / 2 is subtracted in float32, from the same rounded k.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from kernels.tiles import (
     store_tile,
 )
 
-SMALL, FLOAT32 = (
-    Blocks(32, 32, 4, 1),
-    Blocks(16, 32, 8, 1),
-)  # in the interpreter; without tensor cores, where larger ones spill
+# Block sizes in the interpreter, and without tensor cores, where larger ones spill.
+SMALL, FLOAT32 = Blocks(32, 32, 4, 1), Blocks(16, 32, 8, 1)
 
 
 def means(q, k, half, factors, valid, causal):
     """Return (kbar [b, h, t, d], the scores' log-sum-exp and mean under p [2, b, h, t], in base 2),
     both float32 and contiguous.
 
-    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half [b, h,
-    tk]: |k|^2 / 2, factors [h]: log2(e) / T, float32 and contiguous; valid [b, tk] bool or None.
+    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half
+    [b, h, tk]: |k|^2 / 2, factors [h]: log2(e) / T, float32 and contiguous; valid [b, tk] bool or
+    None.
     """
     b, h, t, d = q.shape
     mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
@@ -122,12 +121,13 @@ def _read_kernel(
             )
             scores = tl.where(allowed, scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
-            # Rows that have seen nothing yet: -inf - -inf is no number.
+            # For a row that has seen no key yet, -inf - -inf would be NaN.
             level = tl.where(new == float("-inf"), 0.0, new)
             under = scores - level[:, None]
             weights = tl.exp2(under)
             kept = tl.exp2(top - level)
-            # Weights times their scores, which are under the new top now; nothing where nothing was seen.
+            # The sum of weights times scores, relative to the new maximum; zero for rows that have
+            # seen no key.
             score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(
                 tl.where(allowed, weights * under, 0.0), 1
             )
@@ -150,7 +150,7 @@ def _read_kernel(
         tl.store(average + head_of_all * t + row, top + score / total, mask=row < t)
         store_tile(mean + at, WIDTH, t - start, found / weighed[:, None], OWN, WIDTH, PADDED)
     else:
-        # The mean is read again: kept through the loop it would take too many registers.
+        # The mean is loaded again: during the loop it would take too many registers.
         middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
         store_tile(
             read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED
@@ -162,4 +162,4 @@ def read_blocks(dtype, is_second):
     return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2 if is_second else 3))
 
 
-MATRIX = (_read_kernel,)  # its products are wgmma on sm_90
+MATRIX = (_read_kernel,)  # compiled to wgmma on sm_90
