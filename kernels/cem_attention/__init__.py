@@ -1,8 +1,7 @@
-"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function,
-`cem_attention`.
+"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores.
 
-The layer implements projections, preconditioner, norms and steps; `reference` contains the energy
-that the read descends.
+One public function, `cem_attention`. The layer implements projections, preconditioner, norms and
+steps; `reference` contains the energy that the read descends.
 """
 
 from __future__ import annotations

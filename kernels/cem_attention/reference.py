@@ -1,8 +1,7 @@
-"""CEM's attention read by its definition, in blocks of rows: plain PyTorch, any device. Memory is
-linear in the tokens.
+"""CEM's attention read by its definition, in blocks of rows: plain PyTorch, any device.
 
-The block boundaries depend on shapes alone and a masked pair is an exact zero, so that no bit of an
-output depends on later tokens.
+Memory is linear in the tokens. The block boundaries depend on shapes alone and a masked pair is an
+exact zero, so that no bit of an output depends on later tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
 class Diagonal(NamedTuple):
-    """Diagonal part h_j . (d u_i) of the scores: u [b, t, D], h [b, tk, D], d [1, D] for all heads
-    or [heads, D].
+    """Diagonal part h_j . (d u_i) of the scores.
+
+    u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D].
     """
 
     u: Tensor
@@ -56,11 +56,11 @@ def pair_scores(
 
 
 class Read(torch.autograd.Function):
-    """`cem_attention` as an autograd function; alone = b_self - b_cross, a scalar tensor, and the
-    slopes have the compute dtype.
+    """`cem_attention` as an autograd function.
 
-    The backward recomputes the blocks. Inputs are kept in their own dtypes; wide copies of bfloat16
-    exist only during a pass.
+    alone = b_self - b_cross, a scalar tensor, and the slopes have the compute dtype. The backward
+    recomputes the blocks. Inputs are kept in their own dtypes; wide copies of bfloat16 exist only
+    during a pass.
     """
 
     @staticmethod
@@ -116,7 +116,9 @@ def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
     """Return softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may
-    see; given: as in `Read`.
+    see.
+
+    given: as in `Read`.
     """
     q, k, u, h, d, slopes, alone, scale, causal, valid = given
     past, tk = k.shape[2] - q.shape[2], k.shape[2]

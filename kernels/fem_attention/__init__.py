@@ -178,8 +178,9 @@ def _in_order(names: tuple[str, ...]) -> Op:
 
 @functools.lru_cache(maxsize=4096)
 def _unfit(name: str, call: Call, deterministic: int) -> str | None:
-    """Return why an engine, or "decode", does not take a call, or None. deterministic: torch's
-    mode, in which some engines are not available.
+    """Return why an engine, or "decode", does not take a call, or None.
+
+    deterministic: torch's mode, in which some engines are not available.
     """
     if name in ENGINES:
         return ENGINES[name].unfit(call)

@@ -57,8 +57,9 @@ def fused_attention(
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-    """Return softmax(scale * q k^T) values by torch's scaled_dot_product_attention; the queries are
-    the last positions of the keys.
+    """Return softmax(scale * q k^T) values by torch's scaled_dot_product_attention.
+
+    The queries are the last positions of the keys.
     """
     width, value_width = q.shape[-1], values.shape[-1]
     if q.device.type == "cpu" and width != value_width:
@@ -83,9 +84,9 @@ class Choice:
 
 
 def accelerated_attention(x: Tensors, reading: Reading, choice: Choice) -> Tensor:
-    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. The engine
-    must fit the call.
+    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
 
+    The engine must fit the call.
     Dtypes: float32 or bfloat16; the engine works in q's dtype, prep and epilogue in float32.
     """
     if x.beta is None:
@@ -196,8 +197,9 @@ class _Read(torch.autograd.Function):
 
 
 class _Source(torch.autograd.Function):
-    """Identity of t that starts a graph and whose gradient can be requested. Unlike a leaf tensor,
-    the graph does not keep it alive.
+    """Identity of t that starts a graph and whose gradient can be requested.
+
+    Unlike a leaf tensor, the graph does not keep it alive.
     """
 
     @staticmethod
@@ -256,10 +258,10 @@ def _gradients(
 
 
 class RangeWatch:
-    """Warning, without waiting, when beta * (max v - min v) has exceeded the limit of the engines;
-    a call reports the range of earlier calls.
+    """Warning, without waiting, when beta * (max v - min v) has exceeded the limit of the engines.
 
-    The largest range so far is kept on the device. The host may read an older value.
+    A call reports the range of earlier calls. The largest range so far is kept on the device. The
+    host may read an older value.
     """
 
     def __init__(self, device: torch.device) -> None:

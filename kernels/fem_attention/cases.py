@@ -37,9 +37,9 @@ def inputs(
     documents: tuple[float, ...] = (),
     widths: tuple[int, int] | None = None,
 ) -> Inputs:
-    """Return random q, k, v, lam, gate; uniform: beta * v is uniform over this range; ramp: it
-    rises by this much over the tokens.
+    """Return random q, k, v, lam, gate.
 
+    uniform: beta * v is uniform over this range; ramp: it rises by this much over the tokens.
     batch: least number of sequences. group: query heads per kv head. values: v's width relative to
     the usual. documents: where each document but the last ends, as a share of the sequence.
     """
@@ -100,8 +100,9 @@ def faint_greatest(size: Size) -> Inputs:
 
 
 def one_wild_channel(size: Size, **changed: Any) -> Inputs:
-    """Return inputs with a range over 80 in one channel of one head of one sequence alone; values
-    have several blocks of channels.
+    """Return inputs with a range over 80 in one channel of one head of one sequence alone.
+
+    Values have several blocks of channels.
     """
     x = inputs(size, batch=2, widths=(size["dk"], max(size["dv"], 40)), **changed)
     x["v"][0, -1, :, 17] *= 30

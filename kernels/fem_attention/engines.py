@@ -1,11 +1,10 @@
-"""Attention engines that can read [v | U]: their limits and how each is called. `table` and the
-package choose which one runs.
+"""Attention engines that can read [v | U]: their limits and how each is called.
 
-Only public functions are called: torch's scaled_dot_product_attention with one backend, the
-packages of FlashAttention-2, -3 and -4, and this package's own Triton kernels. An engine that
-requires queries and values of equal width gets padded tensors, or reads v and U in two calls. Two
-calls cost the same products where d_v = d_k, and also work where 2 d_v exceeds the engine's width
-limit.
+`table` and the package choose which one runs. Only public functions are called: torch's
+scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and this
+package's own Triton kernels. An engine that requires queries and values of equal width gets padded
+tensors, or reads v and U in two calls. Two calls cost the same products where d_v = d_k, and also
+work where 2 d_v exceeds the engine's width limit.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ from kernels.implementations import lacks_triton
 
 @dataclass(frozen=True)
 class Call:
-    """Properties of a call that determine the engine; ``values``: the width that is read, 2 dv, or
-    dv without a free energy.
+    """Properties of a call that determine the engine.
+
+    ``values``: the width that is read, 2 dv, or dv without a free energy.
     """
 
     device: torch.device
@@ -125,8 +125,9 @@ class Engine:
         )
 
     def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
-        """Return softmax(scale q k^T) values [b, h, tq, n]; reading belongs to ``call``, for which
-        ``unfit`` returns None.
+        """Return softmax(scale q k^T) values [b, h, tq, n].
+
+        reading belongs to ``call``, for which ``unfit`` returns None.
         """
         way = self.plan(call)
         assert way is not None
@@ -152,8 +153,9 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
-    """Return torch's attention with one backend, or with torch's own choice (None); groups: it
-    reads grouped heads itself.
+    """Return torch's attention with one backend, or with torch's own choice (None).
+
+    groups: it reads grouped heads itself.
     """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:

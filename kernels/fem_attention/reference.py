@@ -106,10 +106,9 @@ def repeat_heads(t: Tensor, dim: int, heads: int) -> Tensor:
 
 
 class _Read(torch.autograd.Function):
-    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk]; F is
-    uninitialised without beta.
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk].
 
-    The backward recomputes the blocks.
+    F is uninitialised without beta. The backward recomputes the blocks.
     """
 
     @staticmethod

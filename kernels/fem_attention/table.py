@@ -69,8 +69,9 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Measurement of one shape: v's width dv, ``tokens`` keys and as many queries; microseconds of
-    forward + backward by engine.
+    """Measurement of one shape: v's width dv, ``tokens`` keys and as many queries.
+
+    microseconds: time of forward + backward by engine.
     """
 
     dtype: str
@@ -98,8 +99,9 @@ class Entry:
 
 @functools.lru_cache(maxsize=4096)
 def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
-    """Return the engines' names in the order in which to try them. Raises ValueError for a table
-    that cannot be read.
+    """Return the engines' names in the order in which to try them.
+
+    Raises ValueError for a table that cannot be read.
     """
     if call.dtype == torch.float32:
         usual = FLOAT32

@@ -1,4 +1,5 @@
 """Operations between FEM's packed projection and its read: one public function, `fem_projection`.
+
 Scans and the read are not part of it.
 """
 
@@ -181,8 +182,9 @@ def projection(
     widths: Mapping[str, int],
     eps: float,
 ) -> dict[str, Tensor]:
-    """Return the slices by the definition, with PyTorch's gradients; `fem_projection` has checked
-    the arguments, which are its own.
+    """Return the slices by the definition, with PyTorch's gradients.
+
+    The arguments are those of `fem_projection`, which has checked them.
     """
     if conditioners:
         z = z * (

@@ -121,8 +121,9 @@ def _constants(dtype, features, turned, plain, lam, gate):
 
 @triton.jit
 def _program(tokens, heads, ROWS: tl.constexpr):
-    """Return (tokens, which of them exist, head) of a program; consecutive programs have the heads
-    of the same tokens.
+    """Return (tokens, which of them exist, head) of a program.
+
+    Consecutive programs have the heads of the same tokens.
     """
     token = (tl.program_id(0) // heads * ROWS).to(tl.int64) + tl.arange(0, ROWS)[:, None]
     return token, token < tokens, tl.program_id(0) % heads

@@ -303,7 +303,8 @@ def _centre(low: Tensor, high: Tensor, beta: Tensor) -> Tensor:
 
 
 class ValueStream(torch.autograd.Function):
-    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1);
+    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1).
+
     dU/dx = exp(x) - kappa.
     """
 
@@ -324,11 +325,11 @@ class ValueStream(torch.autograd.Function):
 
 
 class FreeEnergyGap(torch.autograd.Function):
-    """F - mu >= 0 (Jensen's inequality) from the reads mu and Z [b, h, t, dv]. The two clamps
-    correct rounding only; the gradient ignores them.
+    """F - mu >= 0 (Jensen's inequality) from the reads mu and Z [b, h, t, dv].
 
-    With a range over MAX_RANGE, all values that a row reads may be so far below c that Z is less
-    than exp(-CLAMP). F - mu then has no gradient.
+    The two clamps correct rounding only; the gradient ignores them. With a range over MAX_RANGE,
+    all values that a row reads may be so far below c that Z is less than exp(-CLAMP). F - mu then
+    has no gradient.
     """
 
     @staticmethod
@@ -369,8 +370,9 @@ def _beyond_x(x: Tensor) -> Tensor:
 
 
 def _beyond_y(y: Tensor) -> Tensor:
-    """Return log(1 + y) - y to full precision: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2
-    s - y = -s y.
+    """Return log(1 + y) - y to full precision.
+
+    With s = y / (2 + y): log(1 + y) = 2 artanh(s), and 2 s - y = -s y.
     """
     s = y / (2 + y)
     square = s * s
@@ -428,8 +430,9 @@ class ValueWindow:
             )
 
     def stream(self) -> Tensor:
-        """Return U [b, h, t, dv], to be read together with v. First multiply the sums in the state
-        by ``rescale`` [b, h, 1, dv].
+        """Return U [b, h, t, dv], to be read together with v.
+
+        First multiply the sums in the state by ``rescale`` [b, h, 1, dv].
         """
         return ValueStream.apply(
             self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
@@ -450,12 +453,11 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
 def exact_read(
     v: Tensor, beta: Tensor | None, log_weights: Callable[[int, int], Tensor], *, terms: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv];
-    F is None without beta.
+    """Return (mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv].
 
-    log_weights(start, stop) returns the log weights [b, h, stop - start, t] of the rows start to
-    stop, -inf for unread keys, with at least one finite weight per row. This function normalises
-    them.
+    F is None without beta. log_weights(start, stop) returns the log weights [b, h, stop - start, t]
+    of the rows start to stop, -inf for unread keys, with at least one finite weight per row. This
+    function normalises them.
     terms: how many numbers it computes for one weight, for the size of a block.
     """
     b, h, t, dv = v.shape

@@ -20,8 +20,9 @@ def _random(
     beta: float = 1.95,
     value_range: float | None = None,
 ) -> Inputs:
-    """Return random inputs with features above 0; value_range: v is uniform so that beta * v spans
-    about this much.
+    """Return random inputs with features above 0.
+
+    value_range: v is uniform so that beta * v spans about this much.
     """
     draw = Draw(size["tokens"])
     shape = size["batch"], size["heads"], size["tokens"]

@@ -63,8 +63,9 @@ def linear_read_at_once(
     exact: bool | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return the result of `linear_read` without a decision; if the form is not known in advance,
-    the call waits for the range.
+    """Return the result of `linear_read` without a decision.
+
+    If the form is not known in advance, the call waits for the range.
     """
     return _linear_read(q, k, v, log_decay, beta, lam, gate, causal, exact, implementation, None)
 

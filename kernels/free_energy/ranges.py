@@ -40,10 +40,10 @@ log = logging.getLogger("kernels.free_energy.ranges")
 
 
 class Decision:
-    """Form of the reads of one call of a layer. Without ``ranges``, each read waits for its own
-    range.
+    """Form of the reads of one call of a layer.
 
-    The second argument is the range that the decision is based on.
+    Without ``ranges``, each read waits for its own range. The second argument is the range that the
+    decision is based on.
     form: the number of heads reserved for the exact form; None: unknown until a read waits.
     """
 
@@ -56,8 +56,9 @@ class Decision:
         self.limit = MAX_RANGE if ranges is None else SWITCH
 
     def heads(self, largest: Tensor) -> int:
-        """Return for how many heads a read needs the exact form; largest: beta * (max v - min v) of
-        each head, [b, h] or [b, h, ..].
+        """Return for how many heads a read needs the exact form.
+
+        largest: beta * (max v - min v) of each head, [b, h] or [b, h, ..].
         """
         largest = largest.flatten(2).amax(2) if largest.dim() > 2 else largest
         if self.ranges is None:
@@ -97,10 +98,10 @@ def _room(heads: float) -> int:
 
 
 class Ranges:
-    """Ranges and forms of a layer's earlier calls. They belong to the layer, are in no checkpoint,
-    and a copy of the layer starts empty.
+    """Ranges and forms of a layer's earlier calls.
 
-    late: True if calls use the ranges of the previous call; None: True on devices, False on a CPU.
+    They belong to the layer, are in no checkpoint, and a copy of the layer starts empty. late: True
+    if calls use the ranges of the previous call; None: True on devices, False on a CPU.
     """
 
     def __init__(self, late: bool | None = None) -> None:

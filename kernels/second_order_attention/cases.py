@@ -26,10 +26,9 @@ def _made(
     queries: int = 0,
     **switches: Any,
 ) -> Inputs:
-    """Return q and k of about ``times`` per channel, T about ``heat`` d; G = factor factor^T, with
-    condition number 10.
+    """Return q and k of about ``times`` per channel, T about ``heat`` d.
 
-    The last ``queries`` tokens have q (0: all).
+    G = factor factor^T, with condition number 10. The last ``queries`` tokens have q (0: all).
     """
     b, h, tk, d = size["batch"], size["heads"], size["tokens"], size["width"]
     t = queries or tk
@@ -51,8 +50,9 @@ def _made(
 
 
 def _padding(size: Size, causal: bool) -> Inputs:
-    """Return inputs with left padding, holes and padding at the end; the second sequence is padding
-    only.
+    """Return inputs with left padding, holes and padding at the end.
+
+    The second sequence is padding only.
     """
     tokens, valid = size["tokens"], torch.ones(2, size["tokens"], dtype=torch.bool)
     valid[0, : tokens // 3] = False

@@ -39,8 +39,9 @@ def step(
     valid: Tensor | None,
     jitter: float,
 ) -> Tensor:
-    """Return the result of `second_order_attention`; all tensors but q have one dtype, which the
-    result has too.
+    """Return the result of `second_order_attention`.
+
+    All tensors but q have one dtype, which the result has too.
     """
     t, tk, d = q.shape[2], k.shape[2], q.shape[3]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE

@@ -1,12 +1,11 @@
 """Attention of z with itself by its definition, in blocks of rows: plain PyTorch, any device.
-Memory is linear in the tokens.
 
-The scores are symmetric, so the log-sum-exp of a column is that of the row with the same number,
-and softmax over columns is the transpose P^T of softmax over rows. A block of rows of P gives its
-own rows of P z, and its share of every row of P^T z, in one pass. The block boundaries depend on
-shapes alone and a masked pair is an exact zero, so that no bit of an output depends on later
-tokens. The module also contains the energies that Hyper-SET's steps descend, token by token, and
-its measures of spread, for diagnostics and tests.
+Memory is linear in the tokens. The scores are symmetric, so the log-sum-exp of a column is that of
+the row with the same number, and softmax over columns is the transpose P^T of softmax over rows. A
+block of rows of P gives its own rows of P z, and its share of every row of P^T z, in one pass. The
+block boundaries depend on shapes alone and a masked pair is an exact zero, so that no bit of an
+output depends on later tokens. The module also contains the energies that Hyper-SET's steps
+descend, token by token, and its measures of spread, for diagnostics and tests.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 def pairwise_attention(
     z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None
 ) -> Tensor:
-    """Return `symmetric_attention` of every kind; the result has z's dtype, computed in float32
-    (float64 for float64).
+    """Return `symmetric_attention` of every kind.
+
+    The result has z's dtype, computed in float32 (float64 for float64).
     """
     # torch.compile does not accept the same tensor twice.
     found: Tensor = _Pairs.apply(z, keys.view_as(keys) if keys is z else keys, kind, causal, valid)
@@ -35,11 +35,10 @@ def pairwise_attention(
 
 
 class _Pairs(torch.autograd.Function):
-    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k); the
-    backward recomputes the blocks.
+    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k).
 
-    q and k are kept in their own dtypes, and are float32 (float64 for float64) while their blocks
-    are computed.
+    The backward recomputes the blocks. q and k are kept in their own dtypes, and are float32
+    (float64 for float64) while their blocks are computed.
     """
 
     @staticmethod
@@ -89,8 +88,9 @@ def _wide(x: Tensor) -> Tensor:
 def _weights(
     q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (A, s) [b, h, rows, keys] of a block, over the keys that its last row may see; A is
-    zero where a pair is not seen.
+    """Return (A, s) [b, h, rows, keys] of a block, over the keys that its last row may see.
+
+    A is zero where a pair is not seen.
     """
     tq, tk = q.shape[2], k.shape[2]
     end = rows.stop + tk - tq if causal else tk
@@ -141,8 +141,9 @@ def attention_energy(
 
 
 def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, share: float) -> Tensor:
-    """Return the `attention_energy` of any tokens z [b, h, n, p] among keys [b, h, tk, p]; seen
-    [.., n, tk]: the keys that each sees; None: all.
+    """Return the `attention_energy` of any tokens z [b, h, n, p] among keys [b, h, tk, p].
+
+    seen [.., n, tk]: the keys that each sees; None: all.
     """
     p = z.shape[-1]
     if kind == "linear":
@@ -184,6 +185,7 @@ def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:
 
 def effective_rank(x: Tensor) -> Tensor:
     """Return exp of the entropy of the singular values' shares, [...], of n vectors x [..., n, p].
+
     Source: Hyper-SET, equation 17.
     """
     values = torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32)))
@@ -192,11 +194,11 @@ def effective_rank(x: Tensor) -> Tensor:
 
 
 def mean_angle(x: Tensor) -> Tensor:
-    """Return the angle in radians whose cosine is the mean over all pairs, [...], of n >= 2 vectors
-    x [..., n, p]. Hyper-SET, equation 18.
+    """Return the angle in radians whose cosine is the mean over all pairs of n >= 2 vectors.
 
-    The cosines of all pairs add up to (|sum of the unit vectors|^2 - n) / 2, so that no n x n
-    matrix is needed.
+    x [..., n, p] gives [...]. The cosines of all pairs add up to (|sum of the unit
+    vectors|^2 - n) / 2, so that no n x n matrix is needed.
+    Source: Hyper-SET, equation 18.
     """
     n = x.shape[-2]
     unit = torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)

@@ -45,18 +45,18 @@ from kernels.tiles import (
 
 
 def bisoftmax_attention(z, valid):
-    """Return (softmax of rows + softmax of columns) z for z [b, h, t, p], float32 or bfloat16;
-    valid [b, t] bool or None.
+    """Return (softmax of rows + softmax of columns) z for z [b, h, t, p], float32 or bfloat16.
 
-    Differentiable in z.
+    valid [b, t] bool or None. Differentiable in z.
     """
     return _Bisoftmax.apply(z, valid)
 
 
 def sigmoid_attention(z, keys, valid, *, causal):
     """Return w k of z [b, h, t, p] over keys [b, h, tk, p] (None: z), whose last t positions are
-    z's; valid [b, tk] bool or None.
+    z's.
 
+    valid [b, tk] bool or None.
     Dtypes: float32 or bfloat16. Differentiable in z and keys.
     """
     return _Sigmoid.apply(z, keys, valid, causal)
@@ -165,8 +165,9 @@ def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
 
 
 def _launch(kernel, own, valid, *arguments, **constants):
-    """Launch a kernel on each block of every head's rows of ``own``; the arguments end with the
-    strides, and valid's stride is appended.
+    """Launch a kernel on each block of every head's rows of ``own``.
+
+    The arguments end with the strides, and valid's stride is appended.
     """
     b, h, count, width = own.shape
     wide = padded(width) > (64 if kernel is _sigmoid_gradient_kernel and valid is not None else 128)

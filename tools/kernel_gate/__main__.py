@@ -1,9 +1,8 @@
-"""Compile and check the kernels for sm_90, sm_80 and sm_100 on any machine: `python -m
-tools.kernel_gate [--only OP ...] [--write]`.
+"""Compile and check the kernels for sm_90, sm_80 and sm_100 on any machine.
 
-With `--warm DIR` it fills a Triton cache instead: every kernel that a machine with GPUs (sm_90, or
---sm) requests, packed as DIR.tgz. Unpack it on that machine at the same path, or at --at, and set
-TRITON_CACHE_DIR to this path.
+Usage: `python -m tools.kernel_gate [--only OP ...] [--write]`. With `--warm DIR` it fills a Triton
+cache instead: every kernel that a machine with GPUs (sm_90, or --sm) requests, packed as DIR.tgz.
+Unpack it on that machine at the same path, or at --at, and set TRITON_CACHE_DIR to this path.
 """
 
 from __future__ import annotations

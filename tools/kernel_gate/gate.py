@@ -145,8 +145,9 @@ def report(build: Build, arch: int) -> Report:
 
 
 def reports(builds: Sequence[Build], arch: int) -> list[Report]:
-    """Return the `report` of each build. nvdisasm, which takes a third of a second to start, is
-    called once.
+    """Return the `report` of each build.
+
+    nvdisasm, which takes a third of a second to start, is called once.
     """
     found = [_compiled(build, arch) for build in builds]
     listings = iter(disassembled([cubin for _, cubin in found if cubin]))
@@ -320,7 +321,7 @@ class Built:
         return self.build.kernel.lstrip("_")
 
     def faults(self) -> list[str]:
-        """Return all faults on the first architecture; on the others, only that the build does not
+        """Return all faults on the first architecture, and on the others only that it does not
         compile.
         """
         first, *others = (self.reports[arch] for arch in ARCHITECTURES if arch in self.reports)
@@ -421,8 +422,10 @@ def in_processes(
 
 
 def sources_hash() -> str:
-    """Return the SHA-256 of the syntax of the kernels and of this gate, without comments,
-    docstrings and layout; docs/kernels.md records it.
+    """Return the SHA-256 of the syntax of the kernels and of this gate, as docs/kernels.md records
+    it.
+
+    Comments, docstrings and layout do not change it.
     """
     folders = (Path(kernels.__file__).parent, Path(__file__).parent)
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -434,8 +437,9 @@ def sources_hash() -> str:
 
 
 def _syntax(node: Any) -> Any:
-    """Return a syntax tree as lists. Fields without a value are left out, because newer versions of
-    Python have more of them.
+    """Return a syntax tree as lists.
+
+    Fields without a value are left out, because newer versions of Python have more of them.
     """
     if isinstance(node, list):
         kept = [
@@ -524,8 +528,9 @@ def page(built: list[Built], triton_version: str) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the sections of docs/kernels.md by title, each with the rows of one module; the last
-    one lists the allowed warnings.
+    """Return the sections of docs/kernels.md by title, each with the rows of one module.
+
+    The last one lists the allowed warnings.
     """
     return {part.partition("\n")[0]: part.strip() for part in text.split("\n## ")[1:]}
 

@@ -1,12 +1,12 @@
-"""Builds that the gate compiles: the launches of the layers and operations themselves, on tensors
-without data. No list of shapes is needed.
+"""Builds that the gate compiles: the launches of layers and operations, on tensors without data.
 
-The layers are each model of configs/model, and each mixer at the 1.3B Transformer's widths: a layer
-forward and backward as `tools.bench.traffic` runs it. Models with FEM's softmax prior also run with
-this package's own attention, with and without documents. The operations are every case of
-``kernels/<op>/cases.py`` at its real size, in bfloat16 and float32: masks, pasts, states, padding.
-Two launches that Triton would compile alike are one build. Triton treats an integer 1 as a
-constant, and specialises on whether an integer is a multiple of 16 and a pointer is aligned.
+No list of shapes is needed. The layers are each model of configs/model, and each mixer at the 1.3B
+Transformer's widths: a layer forward and backward as `tools.bench.traffic` runs it. Models with
+FEM's softmax prior also run with this package's own attention, with and without documents. The
+operations are every case of ``kernels/<op>/cases.py`` at its real size, in bfloat16 and float32:
+masks, pasts, states, padding. Two launches that Triton would compile alike are one build. Triton
+treats an integer 1 as a constant, and specialises on whether an integer is a multiple of 16 and a
+pointer is aligned.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def launched(only: Collection[str] = ()) -> list[Build]:
 
 
 def _room(kernel: Any) -> str:
-    """Return the operation whose folder contains the kernel; "" if the kernel belongs to another
-    package.
-    """
+    """Return the operation whose folder contains the kernel, or "" if another package does."""
     first, _, rest = kernel.fn.__module__.partition(".")
     return str(rest.split(".")[0]) if first == "kernels" else ""
 

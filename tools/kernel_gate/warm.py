@@ -30,8 +30,9 @@ Entry = tuple[str, str]  # a folder of the cache, and the error without one ("":
 
 
 def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
-    """Compile the builds into a cache at ``folder``, and keep its existing entries. key: Triton's
-    own key; "": this process's.
+    """Compile the builds into a cache at ``folder``, and keep its existing entries.
+
+    key: Triton's own key; "": this process's.
     """
     return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, told)
 
@@ -55,8 +56,9 @@ def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list
 
 
 def key_of(installed: Path) -> str:
-    """Return Triton's key as a machine with the Triton in ``installed`` computes it; raise
-    UserError if its version differs from this one's.
+    """Return Triton's key as a machine with the Triton in ``installed`` computes it.
+
+    Raise UserError if its version differs from this one's.
     """
     from triton.runtime.cache import triton_key
 

@@ -23,8 +23,9 @@ from kernels.tiles import rows_of
 
 
 class Read(torch.autograd.Function):
-    """`cem_attention` of float32 or bfloat16; alone = b_self - b_cross, a scalar tensor, and slopes
-    are float32.
+    """`cem_attention` of float32 or bfloat16.
+
+    alone = b_self - b_cross, a scalar tensor, and slopes are float32.
     """
 
     @staticmethod
@@ -162,9 +163,9 @@ def diagonal_gradients(
     *,
     add: bool,
 ) -> None:
-    """Write du [b, rows, D]; write dh [b, keys, D], or add to it (float32 then); add to dd
-    [diagonals, D] (float32).
+    """Write du, write dh or add to it, and add to dd.
 
+    du [b, rows, D], dh [b, keys, D] (float32 if it is added to), dd [diagonals, D] (float32).
     d_bias [b, diagonals, rows, keys] is zero above the diagonal if causal.
     """
     rows, keys, several = u.shape[1], h.shape[1], len(d) > 1

@@ -54,9 +54,8 @@ def _rows_kernel(
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute o.do, which is the row term up to the rounding of o, and p_ii of M rows of a head.
-    Grid: heads, tiles of rows, batch.
 
-    row_terms and p_own have the layout of lse.
+    Grid: heads, tiles of rows, batch. row_terms and p_own have the layout of lse.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
@@ -113,12 +112,12 @@ def _dq_kernel(
     CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of M rows of a head. Grid as in the forward. ``scale`` includes log2(e), ``unit``
-    does not.
+    """Compute dq of M rows of a head.
 
-    The gradients of a row's a_ij should sum to zero. Their actual sum is the difference between
-    o.do and the row term sum_j p dp. It is added to row_terms. p_ii times it is subtracted from the
-    gradient of ``alone`` (one number per program) and, because keys are values, o times it from dq.
+    The grid is that of the forward. ``scale`` includes log2(e), ``unit`` does not. The gradients of
+    a row's a_ij should sum to zero. Their actual sum is the difference between o.do and the row
+    term sum_j p dp. It is added to row_terms. p_ii times it is subtracted from the gradient of
+    ``alone`` (one number per program) and, because keys are values, o times it from dq.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -328,6 +327,7 @@ def d_queries(
     part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor
 ) -> Tensor:
     """Write a part's dq and row terms (layout of lse) and return the gradient of ``alone``, [].
+
     Call it before `d_keys` and `d_pairs`.
     """
     b, heads, rows, width = part.q.shape
@@ -363,7 +363,10 @@ def d_keys(
 
 
 def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor:
-    """Return the gradient of a part's C, in C's shape and layout; zeros where a pair is not seen."""
+    """Return the gradient of a part's C, in its shape and layout.
+
+    It is zero where a pair is not seen.
+    """
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)

@@ -29,12 +29,11 @@ from kernels.tiles import (
 
 
 class Part(NamedTuple):
-    """Some rows of some sequences, and the keys that they may see; unit strides in the last
-    dimension.
+    """Some rows of some sequences, and the keys that they may see.
 
-    q [b, heads, rows, r], whose first row is at position ``first`` among the keys k
-    [b, heads, keys, r]; bias: C [b, 1 or heads, rows, keys] or None; slopes [heads] and alone [],
-    float32; valid [b, at least keys] or None.
+    The last dimension has unit stride. q [b, heads, rows, r], whose first row is at position
+    ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows, keys] or None;
+    slopes [heads] and alone [], float32; valid [b, at least keys] or None.
     """
 
     q: Tensor
@@ -200,9 +199,9 @@ def pair_scores(
 
 @triton.jit
 def bias_tile(bias, row_stride, row, rows, key, keys):
-    """Load C_ij as float32; zeros outside C. Values above the diagonal may be arbitrary, because
-    their pairs are not seen.
+    """Load C_ij as float32; zeros outside C.
 
+    Values above the diagonal may be arbitrary, because their pairs are not seen.
     row, key: indices that broadcast against each other; ``bias`` begins at row 0.
     """
     return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(

@@ -1,10 +1,9 @@
-"""Flash attention in Triton: one pass over the keys with a running maximum; `attention_backward`
-contains its gradients.
+"""Flash attention in Triton: one pass over the keys with a running maximum.
 
-The weights are rounded to the inputs' dtype before they are summed and multiplied. The weights that
-multiply the values therefore add up to one, and Jensen's inequality holds between the reads. Keys
-that every query of a block reads are processed without a mask. No kernel is autotuned and no step
-waits for the device.
+`attention_backward` contains its gradients. The weights are rounded to the inputs' dtype before
+they are summed and multiplied. The weights that multiply the values therefore add up to one, and
+Jensen's inequality holds between the reads. Keys that every query of a block reads are processed
+without a mask. No kernel is autotuned and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from kernels.tiles import (
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
-    """Return softmax(scale q k^T) values, differentiable in q, k and values: [b, h, tq, n] in q's
-    dtype.
+    """Return softmax(scale q k^T) values, [b, h, tq, n] in q's dtype.
 
+    The result is differentiable in q, k and values.
     Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head
     i reads head i // (h // hk). The queries are the last tq of the tk positions. keys_valid [b, tk]
     bool: only the query at the same position reads a False key.
@@ -124,8 +123,9 @@ def _span(
     MASKED: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Read the keys from start to stop; return the running maximum (in powers of two), the sum of
-    weights and the reads.
+    """Read the keys from start to stop.
+
+    Return the running maximum (in powers of two), the sum of weights and the reads.
     """
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)

@@ -27,11 +27,10 @@ FLOAT32 = Blocks(16, 16, 8, 1)
 
 @triton.jit
 def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
-    """Return (begin, inner, end) of the keys that the queries at positions top to bottom read; a
-    mask is needed from inner on.
+    """Return (begin, inner, end) of the keys that the queries at positions top to bottom read.
 
-    begin and inner are multiples of KEYS. With invalid keys or documents every block has a mask:
-    inner is begin.
+    A mask is needed from inner on. begin and inner are multiples of KEYS. With invalid keys or
+    documents every block has a mask: inner is begin.
     """
     begin = 0
     end = tk
@@ -52,10 +51,9 @@ def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: t
 
 @triton.jit
 def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
-    """Return (begin, end) of the queries that read the keys at positions top to bottom; begin is a
-    multiple of ROWS.
+    """Return (begin, end) of the queries that read the keys at positions top to bottom.
 
-    past: the number of positions before the first query.
+    begin is a multiple of ROWS. past: the number of positions before the first query.
     """
     begin = 0
     end = tq
@@ -132,8 +130,9 @@ def _queries_kernel(
     DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of queries of a head. Long, because it reads the keys in up to two
-    spans.
+    """Compute dq of a block of queries of a head.
+
+    Long, because it reads the keys in up to two spans.
     """
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     start, left = top_row.to(tl.int64), tq - top_row
@@ -193,8 +192,9 @@ def _keys_kernel(
     DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and d[v | U] of a block of keys of a key head, over all its query heads. Long,
-    because every tensor has its strides.
+    """Compute dk and d[v | U] of a block of keys of a key head, over all its query heads.
+
+    Long, because every tensor has its strides.
     """
     blocks = tl.cdiv(tk, KEYS)
     block = tl.program_id(0) % blocks
@@ -295,8 +295,9 @@ def _keys_kernel(
 
 
 def forward_blocks(dtype, dk, width):
-    """Return the block sizes for a head's widths, of queries and keys and of the values; rows
-    aligned to less than 8 bytes take the smallest.
+    """Return the block sizes for a head's widths, of queries and keys and of the values.
+
+    Rows aligned to less than 8 bytes take the smallest.
     """
     if interpreted():
         return Blocks(32, 16, 4, 1)

@@ -29,13 +29,13 @@ JOINED, JOIN_WARPS = 16, 4  # parts per step
 
 
 def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
-    """Return the read o = gate (mu + lam (F - mu)) of the last tq of tk positions: [b, h, tq, dv]
-    in q's dtype.
+    """Return the read o = gate (mu + lam (F - mu)) of the last tq of tk positions.
 
     Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate
     mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool: only the
     query at the same position reads a False key; hk divides h, and query head i reads head
     i // (h // hk).
+    Returns [b, h, tq, dv] in q's dtype.
     Dtypes: float32 or bfloat16; reads are summed in float32.
     splits: the most parts of the sequence; None: enough to fill a device. Intended for tq up to
     about 16: beyond 16 rows (queries times heads of a group; fewer for wide values), keys and
@@ -217,8 +217,9 @@ def _join_kernel(
     tq, parts,
     CHANNELS: tl.constexpr, HAS_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row for a block of channels, then apply lam and gate. Rows are in the
-    order batch, head, query.
+    """Join the parts of one row for a block of channels, then apply lam and gate.
+
+    Rows are in the order batch, head, query.
     """
     flat = tl.program_id(0).to(tl.int64)
     batch, head, query = flat // tq // heads, flat // tq % heads, flat % tq

@@ -33,12 +33,11 @@ FAINT = tl.constexpr(LEAST)
 
 
 class GatedRead(torch.autograd.Function):
-    """o [b, h, tq, dv] in the dtype of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv]
-    or None.
+    """o [b, h, tq, dv] in the dtype of reads [b, h, tq, 2dv] = [mu | Z].
 
-    beta [hk, dv] (float32) and `value_constants` belong to kv head n // (h // hk) for head n. If
-    ``wild`` is not None, the gradients of wild blocks are zero. beta's gradient is the epilogue's
-    own part, at fixed reads.
+    lam, gate [b, h, tq, dv] or None. beta [hk, dv] (float32) and `value_constants` belong to kv
+    head n // (h // hk) for head n. If ``wild`` is not None, the gradients of wild blocks are zero.
+    beta's gradient is the epilogue's own part, at fixed reads.
     """
 
     @staticmethod

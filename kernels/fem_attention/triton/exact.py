@@ -163,8 +163,9 @@ def _keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, or dv if d_k is None. Long, because both iterate over the same rows of the same
-    heads.
+    """Compute dk, or dv if d_k is None.
+
+    Long, because both iterate over the same rows of the same heads.
     """
     ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair with separate items
     blocks = tl.cdiv(tk, KEYS)
@@ -269,9 +270,9 @@ PROGRAMS = 264  # two per multiprocessor of an H100
 
 
 def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_valid, bounds):
-    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Return the
-    tensors that `exact_backward_` needs.
+    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values.
 
+    Return the tensors that `exact_backward_` needs.
     Shapes: o [b, h, tq, dv] in q's dtype, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv],
     beta [hk, dv], lam and gate [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels]
     bool; hk divides h. Queries, keys_valid and bounds as in `kernels.fem_attention.triton.attend`.
@@ -291,12 +292,12 @@ def exact_backward_(
     saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale,
     keys_valid, bounds
 ):  # fmt: skip
-    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other
-    arguments as in `exact_forward_`.
+    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv].
 
-    The wild blocks' part is added to dq and dk. If all blocks of a head are wild, its dq and dk are
-    overwritten, whatever they contained. dq, dk, dv, dlam, dgate: shaped as q, k, v, lam, gate
-    (None with them), rows contiguous. Returns the wild blocks' part of beta's gradient, float32.
+    The other arguments are those of `exact_forward_`. The wild blocks' part is added to dq and dk.
+    If all blocks of a head are wild, its dq and dk are overwritten, whatever they contained. dq,
+    dk, dv, dlam, dgate: shaped as q, k, v, lam, gate (None with them), rows contiguous. Returns the
+    wild blocks' part of beta's gradient, float32.
     Temporary memory: dv float32 numbers and dv numbers of v's dtype for each query, for F - x and
     x, the greatest value that it reads.
     """
@@ -361,8 +362,10 @@ class _Launch:
         self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
-        """Launch a kernel. more: pointers that follow the shared ones; strided: those of them that
-        are passed with strides, in their order.
+        """Launch a kernel.
+
+        more: pointers that follow the shared ones; strided: those of them that are passed with
+        strides, in their order.
         """
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError(

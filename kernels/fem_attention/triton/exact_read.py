@@ -166,8 +166,9 @@ def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
 def _gradients_of_reads(
     d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr
 ):
-    """Return the gradients of mu and F, [rows, channels]; zero in rows beyond the last. The
-    pointers are already offset to the head.
+    """Return the gradients of mu and F, [rows, channels]; zero in rows beyond the last.
+
+    The pointers are already offset to the head.
     """
     d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
     there = tl.minimum(rows, tq - 1)
@@ -220,11 +221,11 @@ def _rows_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Forward: compute o and the scores' log-sum-exp. Backward (o is None): compute x, F - x, the
-    row terms, and gradients that sum over keys.
+    """Forward: compute o and the scores' log-sum-exp.
 
-    These gradients are those of lam and gate, and the row's part of beta's. Long, because both
-    begin with the same reads.
+    Backward (o is None): compute x, F - x, the row terms, and gradients that sum over keys. These
+    gradients are those of lam and gate, and the row's part of beta's. Long, because both begin with
+    the same reads.
     """
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)

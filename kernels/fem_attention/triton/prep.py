@@ -51,10 +51,10 @@ class Constants:
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """Return each channel's c over the sequence, where kappa is 1, and which blocks are wild; v
-    [b, hk, t, dv], beta [hk, dv].
+    """Return each channel's c over the sequence, where kappa is 1, and which blocks are wild.
 
-    The results are float32 and bool, detached, and stay on the device.
+    v [b, hk, t, dv], beta [hk, dv]. The results are float32 and bool, detached, and stay on the
+    device.
     Source: as `kernels.free_energy.value_centre_and_range`.
     """
     v, beta = rows_of(v.detach()), beta.detach().contiguous()
@@ -157,8 +157,9 @@ class ValueStreams(torch.autograd.Function):
 
 
 def row_blocks(dv: int) -> tuple[int, int]:
-    """Return (tokens, channels) of a tile for ``dv`` channels; the kernels keep about six of these
-    tiles in registers.
+    """Return (tokens, channels) of a tile for ``dv`` channels.
+
+    The kernels keep about six of these tiles in registers.
     """
     columns = max(16, triton.next_power_of_2(dv))
     return (16 if interpreted() else max(4, 2048 // columns)), columns
@@ -222,8 +223,9 @@ def _range_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the least and greatest value of each channel in SPAN tokens; the greatest is infinite
-    where a value is NaN.
+    """Compute the least and greatest value of each channel in SPAN tokens.
+
+    The greatest is infinite where a value is NaN.
     """
     head = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits

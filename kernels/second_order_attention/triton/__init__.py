@@ -68,8 +68,9 @@ def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, ji
 
 
 class _Means(torch.autograd.Function):
-    """`means` as an autograd function, differentiable in q, k and T; log-sum-exp and mean score
-    have no gradient.
+    """`means` as an autograd function, differentiable in q, k and T.
+
+    log-sum-exp and mean score have no gradient.
     """
 
     @staticmethod
@@ -92,11 +93,10 @@ class _Means(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """C u, float32, differentiable in q, k, u and T; kbar and the levels are results of the other
-    pass and get no gradient.
+    """C u, float32, differentiable in q, k, u and T.
 
-    That is exact: C depends on them through q, k and T alone, and its derivative is expressed in
-    those.
+    kbar and the levels are results of the other pass and get no gradient. That is exact: C depends
+    on them through q, k and T alone, and its derivative is expressed in those.
     """
 
     @staticmethod

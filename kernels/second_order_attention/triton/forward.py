@@ -1,10 +1,11 @@
 """Two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product
-C u. No gradients, no autotuning.
+C u.
 
-With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C
-u = sum p_i w_i c_i. Products take their operands in the inputs' dtype. Weights are rounded to it
-before they are summed and multiplied, so that a rounding error has the size of c, not of k: keys
-may be far from zero. |k|^2 / 2 is subtracted in float32, from the same rounded k.
+No gradients are computed, and no kernel is autotuned. With p = softmax((q.k - |k|^2 / 2) / T),
+c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u = sum p_i w_i c_i. Products take their
+operands in the inputs' dtype. Weights are rounded to it before they are summed and multiplied, so
+that a rounding error has the size of c, not of k: keys may be far from zero. |k|^2 / 2 is
+subtracted in float32, from the same rounded k.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def _read_kernel(
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
     OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the pass for kbar if u is None, else the pass for C u. Long, because both iterate
-    over the same pairs.
+    """Compute the pass for kbar if u is None, else the pass for C u.
+
+    Long, because both iterate over the same pairs.
     """
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
