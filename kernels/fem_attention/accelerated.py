@@ -1,10 +1,10 @@
-"""Free-energy read as standard attention on [v | U]: prep, attention, epilogue, in torch's
-operations, or in Triton on a GPU.
+"""Free-energy read as standard attention on [v | U]: prep, attention, epilogue.
 
-With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu
-follows from both. On a GPU the read is one operation for autograd, and no step waits for the
-device, so that a CUDA graph can capture it. Blocks of channels whose range exceeds the limit of the
-engines are marked on the device. The exact kernels overwrite their results, forward and backward.
+It runs in torch's operations, or in Triton on a GPU. With U of `kernels.free_energy`, attention
+gives [mu | Z] from the values [v | U], and F - mu follows from both. On a GPU the read is one
+operation for autograd, and no step waits for the device, so that a CUDA graph can capture it.
+Blocks of channels whose range exceeds the limit of the engines are marked on the device. The exact
+kernels overwrite their results, forward and backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention engines that can read [v | U]: their limits and how each is called.
 
-`table` and the package choose which one runs. Only public functions are called: torch's
+`kernels.fem_attention` chooses which one runs. Only public functions are called: torch's
 scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and this
 package's own Triton kernels. An engine that requires queries and values of equal width gets padded
 tensors, or reads v and U in two calls. Two calls cost the same products where d_v = d_k, and also
@@ -65,8 +65,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Split of the values that an engine reads: the number of parts, read one after the other, and
-    whether all tensors get one width.
+    """Split of the values that an engine reads.
+
+    parts: the number of parts, read one after the other. equal: True if all tensors get one width.
     """
 
     parts: int

@@ -1,5 +1,4 @@
-"""Order of the engines for a shape: the measured table, and a default order for shapes without
-measurements.
+"""Order of the engines for a shape: the measured table, and a default without measurements.
 
 table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward +
 backward of one call}}. The benchmark measures and writes it, for calls without padding and

@@ -1,14 +1,13 @@
-"""Choice of how many heads of a free-energy read need the exact form in addition to the fast one,
-which is correct up to a range.
+"""Choice of the heads of a free-energy read that need the exact form in addition to the fast one.
 
-On a CPU, a read uses its own ranges. On a device, reading the range would stall the host, so a
-layer's call uses the range of its previous call (`Ranges`). The ranges of that call are copied to
-the host asynchronously and are read one full call later, long after the copy has finished. Ranks
-whose calls had the same ranges decide alike at the same call. A call reserves the exact form for as
-many heads as exceeded `SWITCH` in the last call, rounded up to a power of 2, and gives it on the
-device to the heads with the greatest range. The fast form is correct up to `MAX_RANGE`. The wrong
-form is used only if more heads than reserved jump over both limits within one call. Their results
-are finite, and the next call logs a warning.
+The fast form is correct up to a range, `MAX_RANGE`. On a CPU, a read uses its own ranges. On a
+device, reading the range would stall the host, so a layer's call uses the range of its previous
+call (`Ranges`). The ranges of that call are copied to the host asynchronously and are read one full
+call later, long after the copy has finished. Ranks whose calls had the same ranges decide alike at
+the same call. A call reserves the exact form for as many heads as exceeded `SWITCH` in the last
+call, rounded up to a power of 2, and gives it on the device to the heads with the greatest range.
+The wrong form is used only if more heads than reserved jump over both limits within one call. Their
+results are finite, and the next call logs a warning.
 
 A layer's first call waits. A recomputation in a backward pass takes the form of the original
 forward. If calls in flight had different forms, the recomputation finds its own by its ranges, and
@@ -100,8 +99,8 @@ def _room(heads: float) -> int:
 class Ranges:
     """Ranges and forms of a layer's earlier calls.
 
-    They belong to the layer, are in no checkpoint, and a copy of the layer starts empty. late: True
-    if calls use the ranges of the previous call; None: True on devices, False on a CPU.
+    They belong to the layer, are in no checkpoint, and a copy of the layer starts empty.
+    late: True if calls use the ranges of the previous call; None: True on devices, False on a CPU.
     """
 
     def __init__(self, late: bool | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Compile all Triton kernels without a GPU, in parallel, and read registers, spills, shared memory,
-matrix instructions, warnings.
+"""Compile all Triton kernels without a GPU, in parallel, and check their machine code.
 
-Triton compiles to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. No kernel is
-launched, and no GPU is needed or searched.
+The checks read registers, spills, shared memory, matrix instructions and warnings. Triton compiles
+to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. No kernel is launched, and no GPU is
+needed or searched.
 """
 
 from __future__ import annotations

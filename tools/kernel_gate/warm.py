@@ -1,13 +1,13 @@
-"""Triton cache for GPUs, made without one: each kernel under the key that the JIT on a GPU machine
-uses, and an archive of them.
+"""Triton cache for GPUs, made without one, and an archive of it.
 
-The key covers the kernel's source, the types and alignment of its arguments, the options, ptxas,
-and Triton's own files. One of these files is a library compiled for one version of Python, so
-`key_of` computes Triton's part for a machine with another version. A cache's group files contain
-absolute paths, so an archive is for one path. The archive contains machine code and metadata, which
-is all that a cache hit reads; the intermediate representations, four fifths of a cache, are left
-out. It contains no launchers: Triton 3.6 compiles one in C for each signature, with the compiler
-and against the Python of the GPU machine.
+The cache has each kernel under the key that the JIT on a GPU machine uses. The key covers the
+kernel's source, the types and alignment of its arguments, the options, ptxas, and Triton's own
+files. One of these files is a library compiled for one version of Python, so `key_of` computes
+Triton's part for a machine with another version. A cache's group files contain absolute paths, so
+an archive is for one path. The archive contains machine code and metadata, which is all that a
+cache hit reads; the intermediate representations, four fifths of a cache, are left out. It contains
+no launchers: Triton 3.6 compiles one in C for each signature, with the compiler and against the
+Python of the GPU machine.
 """
 
 from __future__ import annotations

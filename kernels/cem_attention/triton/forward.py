@@ -1,7 +1,7 @@
-"""Forward of CEM's attention in Triton, one pass over the keys, and the helpers shared with the
-backward: tiles, scores, block sizes.
+"""Forward of CEM's attention in Triton, one pass over the keys.
 
-A tile of keys is loaded once, as keys and as values.
+The module also contains the helpers shared with the backward: tiles, scores, block sizes. A tile of
+keys is loaded once, as keys and as values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Exact free-energy read of blocks of channels, in place: the kernels of its backward, and the
-launches of forward and backward.
+"""Exact free-energy read of blocks of channels, in place: backward kernels, and all launches.
 
 Attention on [v | U] is correct while the range of beta v is at most 80. Where the range is greater,
 or values are not finite, these kernels overwrite the results of that (batch, kv head)'s block of

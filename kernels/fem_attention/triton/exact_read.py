@@ -1,5 +1,4 @@
-"""Exact free-energy read of blocks of channels in Triton: the kernel over rows, and the helpers
-shared with the backward's kernels.
+"""Exact free-energy read of blocks of channels in Triton: the kernel over rows, and shared helpers.
 
 A few programs share the marked work, blocks of channels of (batch, kv head) pairs, so that a launch
 without marks costs almost no time. All quantities are relative to x[t, j], the greatest value that
@@ -221,11 +220,10 @@ def _rows_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Forward: compute o and the scores' log-sum-exp.
+    """Compute the forward's results, or the backward's results that sum over keys if o is None.
 
-    Backward (o is None): compute x, F - x, the row terms, and gradients that sum over keys. These
-    gradients are those of lam and gate, and the row's part of beta's. Long, because both begin with
-    the same reads.
+    Forward: o and the scores' log-sum-exp. Backward: x, F - x, the row terms, the gradients of lam
+    and gate, and the rows' part of beta's gradient. Long, because both begin with the same reads.
     """
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
