@@ -51,7 +51,7 @@ def fem_projection(
     """Return the slices of z (1 + phi) by head, with rotated queries and keys and activated gates.
 
     "q" and "k" are rotated by RoPE, "lam" is the sigmoid of its slice, and "gate" is the softplus
-    of its slice divided by the root mean square.
+    of its slice divided by the root mean square of the softplus.
 
     Shapes: z [s, b, heads * sum of widths]: each head has its slices in the order of ``widths``
     (name -> channels); "lam" and "gate", if present, are last. conditioners: any number of
