@@ -1,6 +1,7 @@
-"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function, `cem_attention`.
+"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores.
 
-Projections, preconditioner, norms and steps stay with the layer; `reference` has the energy that the read descends.
+One public function, `cem_attention`. The layer implements projections, preconditioner, norms and
+steps; `reference` contains the energy that the read descends.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from kernels.registered import registered
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDE, WIDEST = (
-    128,
-    256,
-)  # of a head that the Triton kernels keep in registers, in float32 and in bfloat16
+# Largest head widths that the Triton kernels keep in registers, in float32 and in bfloat16.
+WIDE, WIDEST = 128, 256
 
 OP = Op(
     "cem_attention",
@@ -28,7 +27,8 @@ OP = Op(
     (
         Implementation(
             "triton",
-            "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix products",
+            "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix "
+            "products",
             lacks_triton,
         ),
         Implementation("reference", "blocks of rows in plain PyTorch"),
@@ -50,18 +50,24 @@ def cem_attention(
     valid: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j].
+    """Return the attention read o_i = sum_j softmax_j(a_ij) k_j with CEM's scores.
 
-    Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's, then these tokens'), slopes m [heads] (no gradient), self_bias and
-    cross_bias of one number each, ``diagonal``: u [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are made once) or
-    [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone. i and j count all keys, padding
-    too: where padding lies between two tokens, it adds to their distance.
-    Returns [b, heads, t, r] in q's type.
-    Types: q, k, u, h alike, float64, float32, bfloat16 or float16; computed in float32 or float64; d and the biases of any of them.
-    Memory is linear in the tokens: pairs are made in blocks, again in the backward; the inputs are kept as they came, and the output.
-    implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU even if over 64; not float64; bfloat16
-    multiplies in bfloat16) or reference.
-    Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
+        a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j]
+
+    Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's keys, then those of these tokens),
+    slopes m [heads] (no gradient), self_bias and cross_bias of one number each, ``diagonal``: u
+    [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are computed once) or
+    [heads, D]; None: no diagonal. valid [b, tk] bool, False at padding: only the token at its own
+    position sees such a key. i and j count all keys, padding too: padding between two tokens adds
+    to their distance.
+    Returns [b, heads, t, r] in q's dtype.
+    Dtypes: q, k, u, h all float64, float32, bfloat16 or float16; computed in float32 or float64; d
+    and the biases of any of them. Memory is linear in the tokens: pairs are computed in blocks, and
+    again in the backward, which keeps the inputs in their own dtypes and the output.
+    implementation: auto, triton (heads up to 128 wide, in bfloat16 256, on a GPU an even width if
+    over 64; not float64; bfloat16 multiplies in bfloat16) or reference.
+    Raises ValueError for shapes and dtypes that do not fit.
+    Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
     u, h, d = diagonal or (None, None, None)
@@ -83,9 +89,10 @@ def _read(
     valid: Tensor | None,
     implementation: str,
 ) -> Tensor:
-    """`cem_attention`, its arguments checked and side by side."""
+    """Run `cem_attention` on checked arguments, with the diagonal passed as three tensors."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
+    # A constant added to all scores of a row does not change the softmax, so only the difference of
+    # the two biases matters.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
     widest = WIDEST if q.dtype == torch.bfloat16 else WIDE
     unfit = first_reason(

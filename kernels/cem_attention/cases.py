@@ -1,4 +1,4 @@
-"""What every implementation of `cem_attention` must get right."""
+"""Cases that every implementation of `cem_attention` must compute correctly."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def inputs(
     biases: tuple[float, float] = (0.7, -0.4),
     equal_keys: bool = False,
 ) -> Inputs:
-    """Random tokens. biases: on itself and on others, one tensor, so that their error is less a matter of luck.
+    """Return random tokens.
 
-    steepness: on ALiBi's slopes 2^(-8 k / heads). sharpness: on all scores but ALiBi's. equal_keys: of the last sequence; its scores'
-    gradients are zero, so alone it would have nothing that an error could be relative to.
+    biases: of a token on itself and on other tokens; one tensor, so that their error depends less
+    on chance.
+    steepness: factor on ALiBi's slopes 2^(-8 k / heads).
+    sharpness: factor on all scores but ALiBi's.
+    equal_keys: the last sequence has equal keys. The gradients of its scores are zero, so that it
+    needs another sequence to which an error can be relative.
     """
     normal = Draw(0).normal
     b, heads, r, t = size["batch"], size["heads"], size["width"], tokens or size["tokens"]
@@ -46,17 +50,17 @@ def inputs(
     made["biases"] = torch.tensor(biases, dtype=torch.float64)
     made["valid"] = torch.ones(b, tk, dtype=torch.bool) if padding else None
     if padding:
+        # Before, between and after the tokens.
         made["valid"][0, : tk // 4] = made["valid"][-1, tk // 3 : tk // 2] = made["valid"][
             -1, -1
-        ] = False  # before, between, after
-    made["slopes"] = tuple(
-        steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads)
-    )  # no tensor: they have no gradient
+        ] = False
+    # Not a tensor, because the slopes have no gradient.
+    made["slopes"] = tuple(steepness * 2.0 ** (-8 * (n + 1) / heads) for n in range(heads))
     return made | {"scale": sharpness * r**-0.5, "causal": causal}
 
 
 def definition(x: Inputs) -> Outputs:
-    """a_ij as the paper writes it, all pairs at once."""
+    """Return the read from a_ij as the paper writes it, all pairs at once."""
     q, k, (t, tk) = x["q"], x["k"], (x["q"].shape[2], x["k"].shape[2])
     a = torch.einsum("bhir,bhjr->bhij", q, k)
     if "u" in x:
@@ -73,7 +77,7 @@ def definition(x: Inputs) -> Outputs:
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
-    """The public function."""
+    """Call `cem_attention` with the inputs of a case."""
     diagonal = Diagonal(x["u"], x["h"], x["d"]) if "u" in x else None
     slopes = torch.tensor(
         x["slopes"], dtype=torch.promote_types(x["q"].dtype, torch.float32), device=x["q"].device

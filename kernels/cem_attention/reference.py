@@ -1,6 +1,7 @@
-"""CEM's attention read by its definition, in blocks of rows: plain PyTorch, any device. Memory stays linear in the tokens.
+"""CEM's attention read by its definition, in blocks of rows: plain PyTorch, any device.
 
-How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
+Memory is linear in the tokens. The block boundaries depend on shapes alone and a masked pair is an
+exact zero, so that no bit of an output depends on later tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from torch import Tensor
 from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
-# [b, heads, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, heads, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
 class Diagonal(NamedTuple):
-    """The scores' diagonal part h_j . (d u_i): u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D]."""
+    """Diagonal part h_j . (d u_i) of the scores.
+
+    u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D].
+    """
 
     u: Tensor
     h: Tensor
@@ -34,9 +38,12 @@ def pair_scores(
     diagonal: tuple[Tensor, Tensor] | None,
     scale: float,
 ) -> Tensor:
-    """a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k [b, heads, keys, r] at 0, 1, 2, ...; no mask.
+    """Return a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k
+    [b, heads, keys, r] at 0, 1, 2, ...; no mask.
 
-    diagonal: (d u [b, 1 or heads, n, D], h [b, keys, D]). alone: b_self - b_cross, for a = a - b_cross. Returns [b, heads, n, keys].
+    diagonal: (d u [b, 1 or heads, n, D], h [b, keys, D]).
+    alone: b_self - b_cross, so that the result is a - b_cross.
+    Returns [b, heads, n, keys].
     """
     scores = q @ k.mT
     if diagonal is not None:
@@ -49,9 +56,11 @@ def pair_scores(
 
 
 class Read(torch.autograd.Function):
-    """`cem_attention`; alone = b_self - b_cross, of no dimension, and the slopes are of the type computed in.
+    """`cem_attention` as an autograd function.
 
-    The backward makes the blocks again. Inputs are kept as they came: bfloat16's wide copies last for a pass.
+    alone = b_self - b_cross, a scalar tensor, and the slopes have the compute dtype. The backward
+    recomputes the blocks. Inputs are kept in their own dtypes; wide copies of bfloat16 exist only
+    during a pass.
     """
 
     @staticmethod
@@ -106,7 +115,11 @@ def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
-    """softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may see; given: as `Read`'s."""
+    """Return softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may
+    see.
+
+    given: as in `Read`.
+    """
     q, k, u, h, d, slopes, alone, scale, causal, valid = given
     past, tk = k.shape[2] - q.shape[2], k.shape[2]
     own = torch.arange(rows.start, rows.stop, device=q.device) + past
@@ -120,17 +133,20 @@ def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
         assert seen is not None
         scores.masked_fill_(~seen[..., :end], -torch.inf)
     elif causal:
-        first = rows.start + past  # every row of the block sees what is before it
+        first = rows.start + past  # every row of the block sees all keys before it
         later = torch.ones(len(own), len(own), dtype=torch.bool, device=q.device).triu_(1)
         scores[..., first:].masked_fill_(later, -torch.inf)
     return scores.softmax(-1)
 
 
 def interaction_energy(scores: Tensor, scale: float) -> Tensor:
-    """eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale: of `interaction_scores` [b, heads, n, tk] -> [b, n].
+    """Return the energy of n tokens, [b, n], of their `interaction_scores` [b, heads, n, tk].
 
-    Of these heads: the sum over tensor-parallel ranks is the layer's. Its gradient in u, with q = W_Q u, is minus what the read adds to x;
-    the diagonal's own part, d sum_j p_j h_j, is left out of the step by Algorithm 1.
+        eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale
+
+    The sum is over these heads; the layer's energy is the sum over tensor-parallel ranks. Its
+    gradient in u, with q = W_Q u, is minus the read's update of x. Algorithm 1 leaves the
+    diagonal's own part, d sum_j p_j h_j, out of the step.
     Source: Causal Energy Minimization, equation 1 and appendix B.
     """
     return -scores.logsumexp(-1).sum(1) / scale
@@ -149,9 +165,11 @@ def interaction_scores(
     causal: bool = True,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """a_ij as in `cem_attention` of any n tokens, [b, heads, n, tk], float32 or wider; -inf where a token does not see the key.
+    """Return a_ij as in `cem_attention` of any n tokens, [b, heads, n, tk], float32 or wider; -inf
+    where a token does not see the key.
 
-    own [n]: their positions among the keys; q [b, heads, n, r], diagonal.u [b, n, D], the rest as there.
+    own [n]: their positions among the keys; q [b, heads, n, r], diagonal.u [b, n, D], the other
+    arguments as in `cem_attention`.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, self_bias, cross_bias = (t.to(wide) for t in (q, k, self_bias, cross_bias))

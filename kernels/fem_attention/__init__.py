@@ -1,6 +1,8 @@
-"""The Free Energy Mixer's read over a causal (or full) softmax prior: one public function, `fem_attention`.
+"""Free Energy Mixer read over a causal (or full) softmax prior: one public function,
+`fem_attention`.
 
-Shapes and types are checked here once and the implementation is chosen here and nowhere else; models, layers and configuration stay out.
+This module checks shapes and dtypes once and is the only place that chooses the implementation. It
+does not depend on models, layers and configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kernels.registered import registered
 
 __all__ = ["OP", "fem_attention"]
 
-DECODED = 16  # queries at once, at most, that the decoding kernel is for
+DECODED = 16  # most queries of a call for which the decoding kernel is used
 
 OP = Op(
     "fem_attention",
@@ -52,7 +54,7 @@ OP = Op(
 
 
 def _traceable(q: Tensor, *_: Any, **__: Any) -> bool:
-    """A step of decoding: the definition, which asks nothing of the range."""
+    """Return True for a decoding step, which runs the definition and needs no range."""
     return q.shape[2] == 1 and not torch.is_grad_enabled()
 
 
@@ -72,21 +74,34 @@ def fem_attention(
     scale: float | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F), with mu and F under p = softmax(scale * q k^T).
+    """Return the two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F).
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] (positive), lam and gate [b, h, tq, dv];
-    returns [b, h, tq, dv]. hk divides h, and query head n reads kv head n // (h // hk). The queries are the last tq of the tk positions
-    (decoding: tq < tk). beta None: o = mu. lam None: o = F. gate None: no gate.
-    keys_valid [b, tk] bool: False at padding, which no query reads but its own. cu_seqlens [n + 1], int32 or int64: where each of n
-    documents begins, from 0, and in the end the token count; no document reads another (b = 1 and tq = tk; its numbers are not checked).
-    Types: q, k, v all float64, float32, bfloat16 or float16; beta, lam, gate the same, or float32 beside narrower ones. The result has q's.
-    implementation: one of OP's names. "reference" is exact for any finite values. "fused" (what "auto" takes on a CPU) is torch's attention
-    on [v | U], right while beta * (max v - min v) over the sequence is at most 80 in every channel; beyond that, or with values that are
-    not finite, the reference runs for that call and a warning says so, once; to know it, each call with beta waits for the device. The
-    engines' names: prep and epilogue in Triton around that engine's attention; a block of 16 channels with one beyond 80 is read exactly,
-    the others are not slowed, and nothing waits. On a GPU "auto" takes the engine that table.json measured fastest at the nearest shape, or
-    "decode"; on a CPU it takes "reference" for one query without gradients.
-    Which implementation runs is logged once (level INFO). Raises ValueError for shapes, types or names that do not fit.
+    mu and F are taken under p = softmax(scale * q k^T).
+
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] (positive), lam
+    and gate [b, h, tq, dv]; returns [b, h, tq, dv]. hk divides h, and query head n reads kv head
+    n // (h // hk). The queries are the last tq of the tk positions (decoding: tq < tk). beta None:
+    o = mu. lam None: o = F. gate None: no gate. keys_valid [b, tk] bool: False at padding; only the
+    query at its own position reads such a key. cu_seqlens [n + 1], int32 or int64: the start of
+    each of n documents, beginning with 0, followed by the token count. No document reads another
+    (b = 1 and tq = tk; the numbers are not checked).
+    Dtypes: q, k, v all float64, float32, bfloat16 or float16; beta, lam, gate the same, or float32
+    with bfloat16. The result has q's dtype.
+
+    implementation: one of OP's names.
+    - "reference" is exact for any finite values.
+    - "fused" is torch's attention on [v | U], and "auto" takes it on a CPU. It is correct while
+      beta * (max v - min v) over the sequence is at most 80 in every channel. Beyond 80, or with
+      values that are not finite, the reference runs for that call, with one warning. Each call with
+      beta waits for the device to find the range.
+    - The names of engines run prep and epilogue in Triton around that engine's attention. A block
+      of 16 channels with one channel beyond 80 is read exactly, the other blocks are not slowed,
+      and no call waits.
+    - "auto" on a GPU takes the engine that table.json measured as fastest at the nearest shape, or
+      "decode"; on a CPU it takes "reference" for one query without gradients.
+
+    The chosen implementation is logged once (level INFO).
+    Raises ValueError for shapes, dtypes or names that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     x = Tensors(q, k, v, beta, lam, gate)
@@ -96,7 +111,7 @@ def fem_attention(
         causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds
     )
     call = _call(x, reading)
-    # One query: the exact form costs no more than the fused one, and asks nothing of the range.
+    # For one query, the exact form costs no more than the fused one, and needs no range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
 
     def unfit(name: str) -> str | None:
@@ -106,9 +121,8 @@ def fem_attention(
             else None
         )
 
-    engines = (
-        ENGINES if torch.compiler.is_compiling() else order(call)
-    )  # torch.compile reads no file
+    # torch.compile cannot trace reading a file.
+    engines = ENGINES if torch.compiler.is_compiling() else order(call)
     chosen = _in_order(("decode", *engines, *last)).choose(implementation, q.device, unfit)
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
@@ -122,7 +136,8 @@ def fem_attention(
         if spread is None or (largest := float(spread.max())) <= MAX_RANGE:
             return fused_attention(x, centre, spread, reading)
         OP.log.warning(
-            "fem_attention: beta * (max v - min v) reaches %.4g, over %g: the exact reference (slower) runs for such calls",
+            "fem_attention: beta * (max v - min v) reaches %.4g, over %g: the exact reference "
+            "(slower) runs for such calls",
             largest,
             MAX_RANGE,
         )
@@ -156,14 +171,17 @@ def _call(x: Tensors, reading: Reading) -> Call:
 
 @functools.lru_cache(maxsize=64)
 def _in_order(names: tuple[str, ...]) -> Op:
-    """OP with its implementations in the order in which a call's shape tries them."""
+    """Return OP with its implementations in the order in which they are tried."""
     by_name = {implementation.name: implementation for implementation in OP.implementations}
     return replace(OP, implementations=tuple(by_name[name] for name in names))
 
 
 @functools.lru_cache(maxsize=4096)
 def _unfit(name: str, call: Call, deterministic: int) -> str | None:
-    """Why an engine, or "decode", does not take a call, or None. deterministic: torch's mode, in which some engines step aside."""
+    """Return why an engine, or "decode", does not take a call, or None.
+
+    deterministic: torch's mode, in which some engines are not available.
+    """
     if name in ENGINES:
         return ENGINES[name].unfit(call)
     if call.trains:
@@ -193,7 +211,8 @@ def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> 
     check_read("fem_attention", beta, lam)
     if tq > tk:
         raise ValueError(
-            f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk"
+            f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the "
+            "keys, so tq <= tk"
         )
     if cu_seqlens is None:
         return
@@ -203,5 +222,6 @@ def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> 
     )
     if b != 1 or tq != tk:
         raise ValueError(
-            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, {tq} and {tk}"
+            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, "
+            f"{tq} and {tk}"
         )

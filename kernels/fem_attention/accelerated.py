@@ -1,8 +1,10 @@
-"""The free-energy read as standard attention on [v | U]: prep, an attention, epilogue; in torch's operations, and in Triton on a GPU.
+"""Free-energy read as standard attention on [v | U]: prep, attention, epilogue.
 
-With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
-one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: blocks of channels whose range passes
-the engines' are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
+It runs in torch's operations, or in Triton on a GPU. With U of `kernels.free_energy`, attention
+gives [mu | Z] from the values [v | U], and F - mu follows from both. On a GPU the read is one
+operation for autograd, and no step waits for the device, so that a CUDA graph can capture it.
+Blocks of channels whose range exceeds the limit of the engines are marked on the device. The exact
+kernels overwrite their results, forward and backward.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from kernels.machine import LateNumbers
 def fused_attention(
     x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading
 ) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
+    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
 
-    centre and spread come from `value_centre_and_range` (None without beta); spread must be at most MAX_RANGE, which the caller checks.
-    Prep and epilogue run in float32 for float32 and bfloat16 inputs, in float64 for float64; the attention runs in q's type.
+    centre and spread come from `value_centre_and_range` (None without beta); spread must be at most
+    MAX_RANGE, which the caller checks. Prep and epilogue run in float32 for float32 and bfloat16
+    inputs, in float64 for float64; the attention runs in q's dtype.
     """
     q, k, v, beta, lam, gate = x
     compute, heads = compute_type(q), q.shape[1]
@@ -54,10 +57,14 @@ def fused_attention(
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-    """softmax(scale * q k^T) values by torch's scaled_dot_product_attention; the queries are the last positions of the keys."""
+    """Return softmax(scale * q k^T) values by torch's scaled_dot_product_attention.
+
+    The queries are the last positions of the keys.
+    """
     width, value_width = q.shape[-1], values.shape[-1]
     if q.device.type == "cpu" and width != value_width:
-        # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
+        # The CPU's flash kernel requires equal widths. With padding it is still faster than the
+        # unfused path, which would run otherwise.
         common = max(width, value_width)
         q, k, values = (
             F.pad(q, (0, common - width)),
@@ -69,7 +76,7 @@ def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine's name, the call that it was chosen for, and the logger for warnings."""
+    """Name of an engine, the call that it was chosen for, and the logger for warnings."""
 
     engine: str
     call: Call
@@ -77,9 +84,10 @@ class Choice:
 
 
 def accelerated_attention(x: Tensors, reading: Reading, choice: Choice) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. The engine must fit the call.
+    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
 
-    Types: float32 or bfloat16; the engine works in q's type, everything before and after it in float32.
+    The engine must fit the call.
+    Dtypes: float32 or bfloat16; the engine works in q's dtype, prep and epilogue in float32.
     """
     if x.beta is None:
         out = ENGINES[choice.engine].read(x.q, x.k, x.v, reading, choice.call)
@@ -90,10 +98,12 @@ def accelerated_attention(x: Tensors, reading: Reading, choice: Choice) -> Tenso
 
 
 class _Read(torch.autograd.Function):
-    """Outside, one operation; inside, a graph of its own from prep to epilogue, in which the engine's own backward is found.
+    """One autograd operation that contains an inner graph from prep to epilogue, which provides the
+    engine's own backward.
 
-    The graph begins at `_Source` and is held by its edges alone: what it saves is saved once, goes through the hooks of whoever
-    checkpoints or offloads, and is gone after the backward.
+    The inner graph begins at `_Source`, and only its edges refer to it. Its saved tensors are saved
+    once, with those of the outer operation, so that the hooks of checkpointing and offloading apply
+    to them. The graph is freed after the backward.
     """
 
     @staticmethod
@@ -112,7 +122,8 @@ class _Read(torch.autograd.Function):
             kept.append(t)
             return len(kept) - 1
 
-        # What the inner graph saves is saved with the rest: a checkpoint around this call then remakes all of it at once.
+        # The tensors that the inner graph saves are saved by this function, so that a checkpoint
+        # around this call recomputes all of them together.
         with (
             torch.set_grad_enabled(choice.call.trains),
             saved_tensors_hooks(keep, room.__getitem__),
@@ -144,7 +155,8 @@ class _Read(torch.autograd.Function):
         saved = rest[: ctx.exact]
         if ctx.end is None:
             raise RuntimeError(
-                "fem_attention: a second backward through the same call; its inner graph is freed by the first"
+                "fem_attention: a second backward through the same call; its inner graph is "
+                "freed by the first"
             )
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
@@ -185,7 +197,10 @@ class _Read(torch.autograd.Function):
 
 
 class _Source(torch.autograd.Function):
-    """t, as a place in a graph whose gradient can be asked for. A leaf would be held by the graph until its end; this is not."""
+    """Identity of t that starts a graph and whose gradient can be requested.
+
+    Unlike a leaf tensor, the graph does not keep it alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, anchor: Tensor) -> Tensor:
@@ -207,7 +222,9 @@ def _place(t: Tensor | None, needed: bool) -> Tensor | None:
 def _inside(
     places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice
 ) -> Tensor:
-    """o from its parts, each of which autograd knows; right where a block is not wild, and finite values elsewhere."""
+    """Return o from operations that autograd differentiates; correct where a block is not wild,
+    finite elsewhere.
+    """
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
@@ -223,7 +240,10 @@ def _inside(
 def _gradients(
     starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor, inputs: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """The inner graph's gradients of q, k, v, beta, lam, gate; for those not asked for, room to be overwritten. The graph is freed."""
+    """Return the inner graph's gradients of q, k, v, beta, lam, gate, and free the graph.
+
+    An input without a requested gradient gets an uninitialised tensor, to be overwritten.
+    """
     asked = iter(torch.autograd.grad(end, [start for start in starts if start is not None], d_o))
     gradients: list[Tensor | None] = []
     for start, t in zip(starts, inputs, strict=True):
@@ -238,9 +258,10 @@ def _gradients(
 
 
 class RangeWatch:
-    """Warns when beta * (max v - min v) has passed what the engines take, without waiting: a call sees what earlier ones have left.
+    """Warning, without waiting, when beta * (max v - min v) has exceeded the limit of the engines.
 
-    The largest number so far is kept on the device; read too early on the host it is an older one.
+    A call reports the range of earlier calls. The largest range so far is kept on the device. The
+    host may read an older value.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -249,10 +270,11 @@ class RangeWatch:
         self._told = LateNumbers(device)
 
     def note(self, largest: Tensor, log: logging.Logger) -> None:
-        """Take in the ranges of a call, and warn of those of earlier calls."""
+        """Record the ranges of a call, and warn about those of earlier calls."""
         if (told := self._told.so_far()[0]) > MAX_RANGE:
             log.warning(
-                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of channels beyond it run the exact form, slower",
+                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of "
+                "channels beyond it run the exact form, slower",
                 told,
                 MAX_RANGE,
             )
@@ -262,5 +284,5 @@ class RangeWatch:
 
 @functools.cache
 def watch(device: torch.device) -> RangeWatch:
-    """The device's watch."""
+    """Return the device's watch."""
     return RangeWatch(device)

@@ -1,4 +1,6 @@
-"""What every implementation of `fem_attention` must get right: any range, grouped heads, documents, padding, widths."""
+"""Cases that every implementation of `fem_attention` must compute correctly: any range, grouped
+heads, documents, padding, widths.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ def inputs(
     documents: tuple[float, ...] = (),
     widths: tuple[int, int] | None = None,
 ) -> Inputs:
-    """Random q, k, v, lam, gate; beta * v uniform over a range, or a ramp of one over the tokens.
+    """Return random q, k, v, lam, gate.
 
-    batch: sequences, at least. group: query heads a kv head. values: v's width over the usual. documents: where each but the last ends, as
-    parts of the whole.
+    uniform: beta * v is uniform over this range; ramp: it rises by this much over the tokens.
+    batch: least number of sequences. group: query heads per kv head. values: v's width relative to
+    the usual. documents: where each document but the last ends, as a share of the sequence.
     """
     draw = Draw(0)
     normal = draw.normal
@@ -52,7 +55,8 @@ def inputs(
     if ramp is not None:
         v = (torch.linspace(-0.5, 0.5, tk, dtype=torch.float64)[:, None] * ramp + 0.5 * v) / beta
     if equal_values:
-        # Of the last sequence: everywhere, F - mu would be zero, with nothing that an error could be relative to.
+        # Only in the last sequence. With equal values everywhere, F - mu would be zero, and no
+        # number would be left to which an error can be relative.
         v[-1] = -3.5
     made = {
         "q": normal(b, h, t, dk) * sharpness,
@@ -79,14 +83,16 @@ def inputs(
 
 
 def underflowing(size: Size) -> Inputs:
-    """Rows whose weights are zero but for a key or two, in float32 too."""
+    """Return inputs with rows whose weights are zero except for a key or two, in float32 too."""
     x = inputs(size)
     x["q"][:, :, size["tokens"] // 2 :: 7] *= 60
     return x
 
 
 def faint_greatest(size: Size) -> Inputs:
-    """A key whose weight is 0 in float32 holds the greatest value: p exp(beta v) need not be 0."""
+    """Return inputs where a key whose weight is 0 in float32 has the greatest value: p exp(beta v)
+    need not be 0.
+    """
     x = inputs(size, uniform=140.0)
     x["k"][:, :, 5] *= -60
     x["v"][:, :, 5] = 150.0
@@ -94,14 +100,17 @@ def faint_greatest(size: Size) -> Inputs:
 
 
 def one_wild_channel(size: Size, **changed: Any) -> Inputs:
-    """A range over 80 in one channel of one head of one sequence alone; values have several blocks of channels."""
+    """Return inputs with a range over 80 in one channel of one head of one sequence alone.
+
+    Values have several blocks of channels.
+    """
     x = inputs(size, batch=2, widths=(size["dk"], max(size["dv"], 40)), **changed)
     x["v"][0, -1, :, 17] *= 30
     return x
 
 
 def readable(x: Inputs) -> Tensor:
-    """[b or 1, 1, t, tk] bool: which keys are read, by the definition."""
+    """Return which keys are read, by the definition: [b or 1, 1, t, tk] bool."""
     (t, tk), device = (x["q"].shape[2], x["k"].shape[2]), x["q"].device
     i, j = torch.arange(tk - t, tk, device=device)[:, None], torch.arange(tk, device=device)
     seen = (i >= j) if x["causal"] else torch.ones(t, tk, dtype=torch.bool, device=device)
@@ -113,7 +122,7 @@ def readable(x: Inputs) -> Tensor:
 
 
 def definition(x: Inputs) -> Outputs:
-    """mu and F as the paper writes them, all terms [t, i, j] at once."""
+    """Return the read from mu and F as the paper writes them, all terms [t, i, j] at once."""
     q, group = x["q"], x["q"].shape[1] // x["v"].shape[1]
     k, v = (x[name].repeat_interleave(group, 1) for name in ("k", "v"))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~readable(x), -torch.inf)
@@ -129,7 +138,7 @@ def definition(x: Inputs) -> Outputs:
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
-    """The public function."""
+    """Call `fem_attention` with the inputs of a case."""
     return (
         fem_attention(
             *(x[name] for name in TENSORS),
@@ -168,7 +177,7 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     ),
     "full, documents, padding": lambda size: inputs(
         size, documents=(0.3, 0.7), causal=False, padding=True
-    ),  # no padding at the joints
+    ),  # no padding at the document boundaries
     "budget (ii)": lambda size: inputs(size, values=2.0),
     "widths 96 and 48": lambda size: inputs(size, widths=(96, 48)),
     "widths 32 and 16": lambda size: inputs(size, widths=(32, 16)),
@@ -217,6 +226,7 @@ SUITE = Suite(
     call=call,
     small={"batch": 1, "heads": 2, "tokens": 45, "dk": 16, "dv": 8},
     real={"batch": 2, "heads": 2, "tokens": 1021, "dk": 128, "dv": 64},
-    # F of one value is that value whatever beta is: float64's own gradient is rounding, and any small number is as good.
+    # F of one value is that value for any beta, so the float64 gradient is rounding too, and any
+    # small number is correct.
     loose={("one token", "d beta"): 1e12},
 )

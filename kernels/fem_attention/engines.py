@@ -1,8 +1,10 @@
-"""The attention engines that can read [v | U]: what each cannot take, and how it is called. Which one runs is chosen elsewhere.
+"""Attention engines that can read [v | U]: their limits and how each is called.
 
-Only public functions are called: torch's scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and
-this room's own Triton kernels. An engine that wants queries and values equally wide gets them padded, or reads v and U one after the
-other, which costs the same products where d_v = d_k and works where 2 d_v is wider than the engine can.
+`kernels.fem_attention` chooses which one runs. Only public functions are called: torch's
+scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and this
+package's own Triton kernels. An engine that requires queries and values of equal width gets padded
+tensors, or reads v and U in two calls. Two calls cost the same products where d_v = d_k, and also
+work where 2 d_v exceeds the engine's width limit.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from kernels.implementations import lacks_triton
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice of an engine depends on; ``values``: the width of what is read, 2 dv, or dv without a free energy."""
+    """Properties of a call that determine the engine.
+
+    ``values``: the width that is read, 2 dv, or dv without a free energy.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -50,23 +55,26 @@ class Call:
     padding: bool  # keys_valid
     documents: bool  # cu_seqlens
     trains: bool
-    cudnn: bool = True  # cuDNN may read it
+    cudnn: bool = True  # cuDNN may be used
 
     @property
     def masked(self) -> bool:
-        """Whether a mask says what is read, and not causality alone or nothing."""
+        """True if an explicit mask is needed, rather than causality alone or no mask."""
         return self.padding or self.documents or (self.causal and 1 < self.tq < self.tk)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an engine reads values: in so many parts one after the other, everything padded to one width or not."""
+    """Split of the values that an engine reads.
+
+    parts: the number of parts, read one after the other. equal: True if all tensors get one width.
+    """
 
     parts: int
     equal: bool
 
     def widths(self, dk: int, values: int) -> tuple[int, int]:
-        """(of queries and keys, of values) in each of the calls."""
+        """Return (width of queries and keys, width of values) of each call."""
         part = -(-values // self.parts)
         return (max(dk, part),) * 2 if self.equal else (dk, part)
 
@@ -76,10 +84,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, Reading], Tensor]
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n], differentiable.
+    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n],
+    differentiable.
 
-    lacks(device): why this machine has it not, or None. refuses(call): why it cannot take a call's kind of reading, or None. fits(call,
-    widths): whether it takes these widths. attend(q, k, values, reading): the call itself, at such widths. equal: it wants equal widths.
+    lacks(device): why the engine is not available on this machine, or None.
+    refuses(call): why it cannot take a call of this kind, or None.
+    fits(call, widths): True if it takes these widths.
+    attend(q, k, values, reading): the call itself, at widths that fit.
+    equal: the engine prefers equal widths.
     """
 
     name: str
@@ -91,7 +103,7 @@ class Engine:
     equal: bool = False
 
     def plan(self, call: Call) -> Plan | None:
-        """The first way of reading that fits, or None."""
+        """Return the first split that fits, or None."""
         ways = [Plan(1, self.equal), Plan(2, self.equal), Plan(1, True), Plan(2, True)]
         if self.equal and call.values >= 2 * call.dk:
             ways = [Plan(2, True), Plan(1, True)]
@@ -100,7 +112,7 @@ class Engine:
         )
 
     def unfit(self, call: Call) -> str | None:
-        """Why it cannot take this call, or None."""
+        """Return why the engine cannot take this call, or None."""
         if call.dtype not in (torch.float32, torch.bfloat16):
             return str(call.dtype).removeprefix("torch.")
         if not call.positive:
@@ -114,15 +126,17 @@ class Engine:
         )
 
     def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
-        """softmax(scale q k^T) values [b, h, tq, n]; reading fits ``call``, for which ``unfit`` gives None."""
+        """Return softmax(scale q k^T) values [b, h, tq, n].
+
+        reading belongs to ``call``, for which ``unfit`` returns None.
+        """
         way = self.plan(call)
         assert way is not None
         dk, part = way.widths(call.dk, call.values)
         q, k = (F.pad(_rows(t), (0, dk - call.dk)) if dk > call.dk else _rows(t) for t in (q, k))
         reads = []
-        for piece in (
-            (values,) if way.parts == 1 else values.split(part, dim=-1)
-        ):  # a split's gradient is a copy
+        # A single part is not split, because the gradient of a split is a copy.
+        for piece in (values,) if way.parts == 1 else values.split(part, dim=-1):
             width = piece.shape[-1]
             reads.append(
                 self.attend(
@@ -136,11 +150,14 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-# --- torch's scaled_dot_product_attention ----------------------------------------------------------------------------------------
+# --- torch's scaled_dot_product_attention ---------------------------------------------------------
 
 
 def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
-    """With one backend, or with torch's choice (None); groups: it reads grouped heads itself."""
+    """Return torch's attention with one backend, or with torch's own choice (None).
+
+    groups: it reads grouped heads itself.
+    """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         (heads, tq), tk, mask = q.shape[1:3], k.shape[2], reading.mask(q, k)
@@ -167,9 +184,11 @@ _TAKES = {
 def _torch_takes(
     backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int
 ) -> bool:
-    """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1.
+    """Return True if torch's backend accepts these widths, queried with a few tokens.
 
-    deterministic: torch's mode, in which some backends step aside. On paper, of which torch knows nothing: what it says on an H100.
+    Torch checks lengths only for equality and for 1, so that a few tokens are enough.
+    deterministic: torch's mode, in which some backends are not available. machine.PAPER is not a
+    real device, so torch cannot check it; its result is that of an H100.
     """
     if call.device == machine.PAPER:
         return (
@@ -207,11 +226,15 @@ def _torch_takes(
         return bool(_TAKES[backend](params, debug=False))
 
 
-# --- the packages of FlashAttention ----------------------------------------------------------------------------------------------
+# --- the packages of FlashAttention ---------------------------------------------------------------
 
 
 def _flash_package(package: str) -> Attend:
-    """FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``), -4 (``flash_attn.cute``); documents by its variable-length form."""
+    """Return the attention of FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``) or
+    -4 (``flash_attn.cute``).
+
+    Documents are read by the variable-length function.
+    """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         functions = import_module(package)
@@ -224,7 +247,8 @@ def _flash_package(package: str) -> Attend:
         if reading.cu_seqlens is None:
             out = functions.flash_attn_func(q, k, values, **kinds)
         else:
-            # The longest document is at most all tokens; to know it exactly the host would have to wait.
+            # The token count is an upper bound of the longest document; the host would have to wait
+            # for the exact length.
             starts, longest = reading.cu_seqlens.int(), q.shape[1]
             lengths = {
                 "cu_seqlens_q": starts,
@@ -234,7 +258,7 @@ def _flash_package(package: str) -> Attend:
             }
             out = functions.flash_attn_varlen_func(q[0], k[0], values[0], **lengths, **kinds)
             out = (out[0] if isinstance(out, tuple) else out)[None]
-        # FlashAttention-4 and early versions of -3 give the log-sum-exp too.
+        # FlashAttention-4 and early versions of -3 return (output, log-sum-exp).
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attend
@@ -243,7 +267,10 @@ def _flash_package(package: str) -> Attend:
 def _lacks_package(
     package: str, distribution: str, oldest: int, newest: int
 ) -> Callable[[torch.device], str | None]:
-    """Why a machine has it not: the package, or an architecture from ``oldest`` to ``newest``, as 90."""
+    """Return a function that reports why a device cannot use the package, or None.
+
+    The package must be installed and the architecture must be from ``oldest`` to ``newest``, as 90.
+    """
 
     @functools.cache
     def broken() -> str | None:
@@ -251,7 +278,7 @@ def _lacks_package(
             return f"the package {distribution} is not installed"
         try:
             module = import_module(package)
-        except Exception as error:  # made for another torch, it fails in ways of its own
+        except Exception as error:  # a package built for another torch may raise anything
             return f"the package {distribution} cannot be imported ({type(error).__name__})"
         return (
             None
@@ -269,17 +296,21 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Vendors' kernels, and the Triton kernels around them, need a GPU of CUDA's kind."""
+    """Return why vendor kernels, and the Triton kernels around them, cannot run, or None."""
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
     return lacks_triton(device)
 
 
-# --- what each refuses -----------------------------------------------------------------------------------------------------------
+# --- calls that an engine refuses -----------------------------------------------------------------
 
 
 def _refuses_new_shapes(call: Call) -> str | None:
-    """What cuDNN is not given: it compiles a plan for every new shape, and several versions return NaN gradients at ragged lengths."""
+    """Return why cuDNN does not take a call, or None.
+
+    cuDNN compiles a plan for every new shape, and several versions return NaN gradients at lengths
+    that are not multiples of 128.
+    """
     if not call.cudnn:
         return (
             "shapes that change from call to call, or torch.backends.cuda.enable_cudnn_sdp(False)"
@@ -300,7 +331,7 @@ def _refuses_padding(call: Call) -> str | None:
 
 
 def _refuses_spilling(call: Call) -> str | None:
-    """Gradients whose tiles would not fit sm_90's registers."""
+    """Return why the gradients would spill sm_90's registers, or None."""
     if (
         call.device.type == "cpu"
         or not call.trains
@@ -349,19 +380,61 @@ def _package_engine(
 
 
 _LISTED = (
-    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, refuses=_refuses_new_shapes),
-    _package_engine(
-        "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
+    _torch_engine(
+        "cudnn",
+        "cuDNN's attention, through torch",
+        SDPBackend.CUDNN_ATTENTION,
+        refuses=_refuses_new_shapes,
     ),
-    _package_engine("flash_attn_4", "FlashAttention-4, the package flash_attn.cute", "flash_attn.cute", "flash-attn-4", 90, 119, 128),
-    _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, refuses=_refuses_masks, equal=True),
-    _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
+    _package_engine(
+        "flash_attn_3",
+        "FlashAttention-3, the package flash_attn_interface",
+        "flash_attn_interface",
+        "flash_attn_interface",
+        90,
+        90,
+    ),
+    _package_engine(
+        "flash_attn_4",
+        "FlashAttention-4, the package flash_attn.cute",
+        "flash_attn.cute",
+        "flash-attn-4",
+        90,
+        119,
+        128,
+    ),
+    _torch_engine(
+        "flash",
+        "FlashAttention-2, torch's own",
+        SDPBackend.FLASH_ATTENTION,
+        refuses=_refuses_masks,
+        equal=True,
+    ),
+    _package_engine(
+        "flash_attn_2",
+        "FlashAttention-2, the package flash-attn",
+        "flash_attn",
+        "flash-attn",
+        80,
+        129,
+    ),
     Engine(
-        "triton", "this room's kernels", lacks_triton, _triton,
-        lambda call, widths: widths[0] <= 256 and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256),
+        "triton",
+        "this room's kernels",
+        lacks_triton,
+        _triton,
+        lambda call, widths: (
+            widths[0] <= 256
+            and widths[1] <= (512 if call.device.type == "cpu" or not call.trains else 256)
+        ),
         _refuses_spilling,
     ),
-    _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),
+    _torch_engine(
+        "efficient",
+        "torch's memory-efficient attention",
+        SDPBackend.EFFICIENT_ATTENTION,
+        groups=False,
+    ),
     Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),
-)  # fmt: skip
+)
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _LISTED}

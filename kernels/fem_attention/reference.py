@@ -1,10 +1,12 @@
-"""The definition of the free-energy read: plain PyTorch, any device, exact for any finite values. No approximation may come in.
+"""Definition of the free-energy read in plain PyTorch, for any device, exact for any finite values.
 
     mu[t, j] = sum_i p_t(i) v[i, j]
-    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])      with its own maximum for every (t, j)
+    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])
 
-The [t, j, i] terms are made block by block, so memory stays bounded. How blocks are cut depends on shapes alone and a masked term is an
-exact zero in every sum, so an output never moves by a bit when later tokens change.
+The log-sum-exp of F has a separate maximum for every (t, j). Do not add approximations. The
+[t, j, i] terms are computed block by block, so that memory stays bounded. The block boundaries
+depend on shapes alone and a masked term is an exact zero in every sum, so that later tokens never
+change a bit of an output.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from kernels.arguments import without_autocast
 from kernels.free_energy import mix
 from kernels.pairs import readable_keys
 
-# [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
+# Most terms of a block, [heads, queries, channels, keys], of which the backward holds four tensors:
+# about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 
 Bounds = tuple[Tensor, Tensor]
 
 
 class Tensors(NamedTuple):
-    """What is read, as `fem_attention` has it."""
+    """Tensor arguments of `fem_attention`."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +42,9 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Which keys are read, and the scale of the scores: as in `fem_attention`, with the bounds of the documents beside cu_seqlens."""
+    """Masks and scale of the scores, as in `fem_attention`, with the bounds of the documents in
+    addition to cu_seqlens.
+    """
 
     causal: bool
     scale: float
@@ -48,7 +53,7 @@ class Reading:
     bounds: Bounds | None = None
 
     def masks(self) -> dict[str, Any]:
-        """What this room's kernels take."""
+        """Return the keyword arguments of this package's kernels."""
         return {
             "causal": self.causal,
             "scale": self.scale,
@@ -57,7 +62,9 @@ class Reading:
         }
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Which keys each query reads, [b or 1, 1, tq, tk] bool; None where causality says it, or nothing."""
+        """Return which keys each query reads, [b or 1, 1, tq, tk] bool, or None if causality alone
+        determines it or every key is read.
+        """
         tq, tk = q.shape[2], k.shape[2]
         if self.keys_valid is None and self.bounds is None and not (self.causal and 1 < tq < tk):
             return None
@@ -68,7 +75,10 @@ class Reading:
 
 
 def reference_attention(x: Tensors, reading: Reading) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
+    """Return the read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
+
+    bfloat16 is computed in float32 and rounded once, in the result.
+    """
     q, k, v, beta, lam, gate = x
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     b, h = q.shape[:2]
@@ -89,14 +99,16 @@ def reference_attention(x: Tensors, reading: Reading) -> Tensor:
 
 
 def repeat_heads(t: Tensor, dim: int, heads: int) -> Tensor:
-    """t with each of the kv heads along ``dim`` repeated for the query heads that read it; t itself where there are as many."""
+    """Return t with each of the kv heads along ``dim`` repeated for the query heads that read it; t
+    itself if the counts are equal.
+    """
     return t if t.shape[dim] == heads else t.repeat_interleave(heads // t.shape[dim], dim=dim)
 
 
 class _Read(torch.autograd.Function):
-    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk]; F is left empty without beta.
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk].
 
-    The backward remakes blocks.
+    F is uninitialised without beta. The backward recomputes the blocks.
     """
 
     @staticmethod
@@ -136,7 +148,8 @@ class _Read(torch.autograd.Function):
             d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
             dv[n, keys] += p.mT @ d_mu[n, rows]
             if beta is not None:
-                # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+                # w = p exp(beta (v - F)) is computed as one softmax: w is at most 1, but its
+                # factors alone may overflow.
                 w = _joint_logits(log_p, v[n, keys], beta[n]).softmax(-1)
                 d_beta[n] += (
                     ((w * v[n, None, keys].mT).sum(-1) - free_energy[n, rows]) * d_free[n, rows]
@@ -151,7 +164,11 @@ class _Read(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices (heads, queries, keys) with a bounded number of terms, at least one query of one head; keys end at the last query's own."""
+    """Yield slices (heads, queries, keys) with a bounded number of terms, at least one query of one
+    head each.
+
+    Causal keys end at the last query's own position.
+    """
     (n, tq), (tk, channels) = q.shape[:2], v.shape[1:]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     heads_at_once = max(1, min(n, terms // (tq * tk * channels)))
@@ -176,7 +193,10 @@ def _allowed(
     bounds: Bounds | None,
     causal: bool,
 ) -> Tensor | None:
-    """[n or 1, t, i] bool: the keys that a block's queries may read, None: all. A query that may read no key reads its own."""
+    """Return the keys that the queries of a block may read, [n or 1, t, i] bool; None: all.
+
+    A query that may read no key reads its own.
+    """
     if not causal and valid is None and bounds is None:
         return None
     row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + k.shape[1] - q.shape[1]
@@ -189,7 +209,7 @@ def _allowed(
 
 
 def _log_prior(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """log p_t(i) of a block: [n, t, i], -inf where it may not be read."""
+    """Return log p_t(i) of a block: [n, t, i], -inf for keys that are not read."""
     scores = q @ k.mT * scale
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
@@ -197,5 +217,5 @@ def _log_prior(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Te
 
 
 def _joint_logits(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """log p_t(i) + beta_j v[i, j]: [n, t, j, i]."""
+    """Return log p_t(i) + beta_j v[i, j]: [n, t, j, i]."""
     return log_p[:, :, None] + (beta[:, None] * v).mT[:, None]

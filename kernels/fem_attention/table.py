@@ -1,7 +1,8 @@
-"""Which engine is the fastest for a shape: the measured table, and the order where nothing is measured. Measuring is done elsewhere.
+"""Order of the engines for a shape: the measured table, and a default without measurements.
 
-table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward + backward of one call}}. The benchmark
-writes it, for calls without padding and documents; FEM_KERNELS and the argument ``implementation`` override it.
+table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward +
+backward of one call}}. The benchmark measures and writes it, for calls without padding and
+documents. FEM_KERNELS and the argument ``implementation`` override it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kernels.fem_attention.engines import Call
 
 TABLE = Path(__file__).with_name("table.json")
 
-# Before anything is measured: what is known of the engines from Hopper on (sm_90, sm_100), and on what came before.
+# Default orders for shapes without measurements: on Hopper and later (sm_90, sm_100), and on
+# earlier architectures.
 HOPPER = (
     "cudnn",
     "flash_attn_3",
@@ -41,7 +43,7 @@ OTHERS = (
     "flash_attn_3",
     "flash_attn_4",
 )
-# Engines that take documents as they are come before those that are given a mask of all pairs.
+# Engines that read documents directly precede those that need a mask of all pairs.
 MASKED = (
     "flash_attn_3",
     "flash_attn_4",
@@ -66,7 +68,10 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured at a shape: of v's width dv, tokens keys and as many queries; microseconds of forward + backward by engine."""
+    """Measurement of one shape: v's width dv, ``tokens`` keys and as many queries.
+
+    microseconds: time of forward + backward by engine.
+    """
 
     dtype: str
     dk: int
@@ -81,26 +86,29 @@ class Entry:
             and all(time > 0 for time in self.microseconds.values())
         ):
             raise ValueError(
-                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, {self.tokens} tokens"
+                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, "
+                f"{self.tokens} tokens"
             )
 
     def far_from(self, call: Call) -> tuple[float, float]:
-        """How far a call's shape is, widths first, in powers of two."""
+        """Return the distance to a call's shape in powers of two: (widths, tokens)."""
         widths = abs(math.log2(call.dk / self.dk)) + abs(math.log2(call.values / (2 * self.dv)))
         return widths, abs(math.log2(call.tk / self.tokens))
 
 
 @functools.lru_cache(maxsize=4096)
 def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
-    """The engines' names, the one to try first first. Raises ValueError for a table that cannot be read."""
+    """Return the engines' names in the order in which to try them.
+
+    Raises ValueError for a table that cannot be read.
+    """
     if call.dtype == torch.float32:
         usual = FLOAT32
     elif call.masked:
         usual = MASKED
     else:
-        usual = (
-            HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS
-        )  # sm_120 has an A100's kernels
+        # sm_120 runs the kernels of an A100.
+        usual = HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS
     return (
         usual
         if call.masked
@@ -109,7 +117,9 @@ def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
 
 
 def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...]) -> tuple[str, ...]:
-    """The engines measured at the nearest shape of the call's type and causality, the fastest first; then the others as usual."""
+    """Return the engines measured at the nearest shape of the call's dtype and causality, the
+    fastest first, then the rest as in ``usual``.
+    """
     alike = [
         entry
         for entry in entries
@@ -124,8 +134,8 @@ def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...])
 
 @functools.lru_cache(maxsize=8)
 def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
-    """Device name -> entries. Raises ValueError where the file is not of this form."""
-    if not path.exists():  # an exported model's folder has code alone
+    """Return device name -> entries. Raises ValueError if the file does not have this form."""
+    if not path.exists():  # the folder of an exported model contains code only
         return {}
     try:
         return {
@@ -134,12 +144,13 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
         }
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}"
+            f"{path.name} is not a table of engines: {error}; write it again with the benchmark "
+            f"or make it {{}}"
         ) from error
 
 
 def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
-    """Put a device's entries into the table; they replace those of the same shapes."""
+    """Write a device's entries into the table; they replace those of the same shapes."""
     tables = dict(read(path)) if path.exists() else {}
     kept = {
         (one.dtype, one.dk, one.dv, one.causal, one.tokens): one

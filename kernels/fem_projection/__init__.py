@@ -1,4 +1,7 @@
-"""What stands between FEM's packed projection and its read: one public function, `fem_projection`. Scans and the read stay out."""
+"""Operations between FEM's packed projection and its read: one public function, `fem_projection`.
+
+Scans and the read are not part of it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from kernels.rotary import turned
 
 __all__ = ["OP", "fem_projection", "split_heads"]
 
-WIDEST, LARGEST = (
-    256,
-    1 << 15,
-)  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
-HARD = 128  # channels and a conditioner's features where a slice is no multiple of 8 channels; in float32 half the features
+# Most channels of a slice, and most numbers of its part of the conditioner's weight, that the
+# kernels hold in registers.
+WIDEST, LARGEST = 256, 1 << 15
+# Most channels, and most features of a conditioner, if a slice is not a multiple of 8 channels; in
+# float32 half the features.
+HARD = 128
 
 OP = Op(
     "fem_projection",
-    "FEM's packed projection scaled by the conditioner, its queries and keys turned, its gates opened",
+    "FEM's packed projection scaled by the conditioner, its queries and keys turned, its gates "
+    "opened",
     (
         Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
         Implementation("reference", "the equations in PyTorch"),
@@ -43,23 +48,34 @@ def fem_projection(
     *,
     implementation: str = "auto",
 ) -> dict[str, Tensor]:
-    """The slices of z (1 + phi), head by head: q and k turned by RoPE, sigmoid of "lam", "gate" = softplus over its root mean square.
+    """Return the slices of z (1 + phi) by head, with rotated queries and keys and activated gates.
 
-    Shapes: z [s, b, heads * sum of widths]: of each head the slices side by side, as ``widths`` (name -> channels) has them; "lam" and
-    "gate", where they are, stand last. conditioners: (features f [s, b, n], weight W [heads * sum of widths, n]), as many as there are,
-    each with an n of its own; phi is the sum of all f W^T. turn (cos, sin), [s, 1 or b, 1, d / 2] each, of the pairs (x_i, x_(i + d/2))
-    of "q" and "k", which stand first and are d wide; None: nothing is turned. eps: of the mean square.
-    Returns name -> [s, b, heads, width] in z's type; without conditioners, turn, lam and gate views of z.
-    Types: z float64, float32, bfloat16 or float16, features and weights the same; cos and sin the same, but float32 beside narrower ones.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
-    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
-    Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1, 1.4); RoFormer, equation 34.
+    "q" and "k" are rotated by RoPE, "lam" is the sigmoid of its slice, and "gate" is the softplus
+    of its slice divided by the root mean square of the softplus.
+
+    Shapes: z [s, b, heads * sum of widths]: each head has its slices in the order of ``widths``
+    (name -> channels); "lam" and "gate", if present, are last. conditioners: any number of
+    (features f [s, b, n], weight W [heads * sum of widths, n]), each with its own n; phi is the sum
+    of all f W^T. turn (cos, sin), [s, 1 or b, 1, d / 2] each, of the pairs (x_i, x_(i + d/2)) of
+    "q" and "k", which are first and d wide; None: no rotation.
+    eps: added to the mean square.
+    Returns name -> [s, b, heads, width] in z's dtype; without conditioners, turn, lam and gate
+    these are views of z.
+    Dtypes: z float64, float32, bfloat16 or float16, features and weights the same; cos and sin the
+    same, but float32 for narrower ones.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows. "triton"
+    saves only its arguments for the backward.
+    Raises ValueError for shapes, dtypes or devices that do not fit, and for an implementation that
+    cannot run.
+    Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1,
+    1.4); RoFormer, equation 34.
     """
     check_first("fem_projection", "z", z, "[s, b, ...]")
     head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
     if z.dim() != 3 or z.shape[2] % head:
         raise ValueError(
-            f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for slices of {dict(widths)}"
+            f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for "
+            f"slices of {dict(widths)}"
         )
     pair, gates = (
         ("q", "k") if turn is not None else (),
@@ -68,7 +84,8 @@ def fem_projection(
     plain = {name: width for name, width in widths.items() if name not in (*pair, *gates)}
     if list(widths) != [*pair, *plain, *gates] or len({widths[name] for name in pair}) > 1:
         raise ValueError(
-            f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, stand first, lam and gate last"
+            f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, "
+            "stand first, lam and gate last"
         )
     expected: dict[str, tuple[Any, ...]] = {}
     for n, (features, weight) in enumerate(conditioners):
@@ -88,9 +105,8 @@ def fem_projection(
             z, f, w, cos, sin, ",".join(widths), [*widths.values()], eps, implementation
         )
         return dict(zip(widths, parts, strict=True))
-    widest = max(
-        [64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)]
-    )  # of what a program takes at once
+    # The widest tile of a program.
+    widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])
     inner, odd = (
         sum(features.shape[-1] for features, _ in conditioners),
         any(width % 8 for width in widths.values()),
@@ -121,7 +137,7 @@ def fem_projection(
 
 
 def _joined(conditioners: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
-    """One conditioner's features and weight in place of several."""
+    """Return the features and weight of one conditioner that replaces several, or (None, None)."""
     if not conditioners:
         return None, None
     f, w = (
@@ -148,7 +164,7 @@ def _slices(
     eps: float,
     implementation: str,
 ) -> list[Tensor]:
-    """The slices in their order; names: with commas between."""
+    """Return the slices in their order; names: separated by commas."""
     conditioners, turn = (
         [] if f is None or w is None else [(f, w)],
         None if cos is None or sin is None else (cos, sin),
@@ -166,7 +182,10 @@ def projection(
     widths: Mapping[str, int],
     eps: float,
 ) -> dict[str, Tensor]:
-    """The definition, with PyTorch's gradients; arguments as in `fem_projection`, which has checked them."""
+    """Return the slices by the definition, with PyTorch's gradients.
+
+    The arguments are those of `fem_projection`, which has checked them.
+    """
     if conditioners:
         z = z * (
             1 + reduce(torch.add, (linear(features, weight) for features, weight in conditioners))
@@ -184,11 +203,13 @@ def projection(
 
 
 def split_heads(z: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """z [..., heads * sum of widths] -> name: [..., heads, width]."""
+    """Split z [..., heads * sum of widths] into name -> [..., heads, width]."""
     heads = z.unflatten(-1, (-1, sum(widths.values())))
     return dict(zip(widths, heads.split(list(widths.values()), dim=-1), strict=True))
 
 
 def outer_gate(logit: Tensor, eps: float) -> Tensor:
-    """g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics 1.1)."""
+    """Return g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics
+    1.1).
+    """
     return rms_norm(softplus(logit), logit.shape[-1:], None, eps)

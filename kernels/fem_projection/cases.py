@@ -1,4 +1,6 @@
-"""FEM's projection's cases: every switch off, other priors' slices, packed documents, gates far open and shut, a factor of 0."""
+"""Cases of FEM's projection: every switch off, other priors' slices, packed documents, gates fully
+open and closed, a factor of 0.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def _made(
     packed: bool = False,
     spread: float = 1.0,
 ) -> Inputs:
-    """Slices as wide as the values, but q and k, and a decay of one channel. packed: each sequence has documents of its own."""
+    """Return random inputs with slices as wide as the values, except q and k, and a decay of one
+    channel.
+
+    packed: each sequence has its own documents.
+    """
     draw, tokens, batch = Draw(size["tokens"]), size["tokens"], size["batch"]
     widths = {
         name: {"q": size["dk"], "k": size["dk"], "decay": 1}.get(name, size["dv"])
@@ -42,7 +48,9 @@ def _made(
 
 
 def _extreme(size: Mapping[str, int]) -> Inputs:
-    """Tokens whose gates are shut, so that eps is what they are divided by, and wide open; and ones whose factor is 0."""
+    """Return inputs with tokens whose gates are closed, so that eps is the divisor, or fully open,
+    and tokens whose factor is 0.
+    """
     made = _made(size)
     made["z"][::4] = -9.0
     made["z"][1::4] = 25.0
@@ -52,7 +60,7 @@ def _extreme(size: Mapping[str, int]) -> Inputs:
 
 
 def _definition(x: Inputs) -> Outputs:
-    """By the equations; q and k turned by a matrix for each token."""
+    """Return the slices by the equations; q and k are rotated by a matrix for each token."""
     outputs, widths = [], x["widths"]
     phi = sum(torch.einsum("sbn,pn->sbp", x[name], x[f"w{name}"]) for name in "fh" if name in x)
     heads = (x["z"] + x["z"] * phi).unflatten(-1, (-1, sum(widths.values())))

@@ -1,11 +1,18 @@
-"""FEM's projection up to its read in Triton: one pass over memory forward, one backward. No autotuning.
+"""FEM's projection up to its read in Triton: one pass over memory forward, one backward.
 
-A program has some tokens of one head, whose channels lie together: [q | k | what is scaled alone | lambda's logit | g's logit]. A tile of
-phi = f W is made where it is needed and none is kept: z, f and W are, and the backward makes x = z (1 + phi) again. With e = exp(-|x|) and,
-for g = r y, y = softplus(x), 1 / r = the root mean square of y: for lambda dx = dlambda e / (1 + e)^2, for g
-dx = r (dg - g mean(g dg)) sigmoid(x), for q and k dx is dq turned back. Then dz = dx (1 + phi) and dphi = dx z, which is stored, and of
-which the vendor's products make df and dW: with df inside, the backward spilled at 16 warps, where it takes 87 registers. The read's prep
-is not inside: its centre must be known before the values are, and one kept from the step before would be state that a resume must have.
+A program has some tokens of one head, whose channels are contiguous: q, k, the plain slices (which
+are scaled only), lambda's logit, g's logit. A tile of phi = f W is computed where it is needed and
+not stored. z, f and W are saved, and the backward computes x = z (1 + phi) again. The gradient of x
+is, with e = exp(-|x|), y = softplus(x), g = r y and 1 / r = the root mean square of y,
+
+    lambda:   dx = dlambda e / (1 + e)^2
+    g:        dx = r (dg - g mean(g dg)) sigmoid(x)
+    q and k:  dx is dq or dk rotated back
+
+Then dz = dx (1 + phi) and dphi = dx z. dphi is stored, and torch's matrix products compute df and
+dW from it: with df inside, the backward spilled at 16 warps, where it now takes 87 registers. The
+read's prep is not part of the kernel: its centre must be known before the values are, and a centre
+from the previous step would be state that a resumed run must have. No kernel is autotuned.
 """
 
 from __future__ import annotations
@@ -20,17 +27,19 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, padded, rows_of, strides_of
 from kernels.time_decay_scan.triton import softplus
 
-NUMBERS, UNEVEN, FLOAT32 = (
-    4096,
-    2048,
-    1024,
-)  # of a tile, about; UNEVEN: where each number has an address of its own
-WARPS, FEW_WARPS = 16, 8  # of NUMBERS, and of fewer
-SOME = tl.constexpr(64)  # channels at once of what is scaled alone
+# Approximate numbers per tile; UNEVEN: if slices are not aligned, so that each number is loaded
+# separately.
+NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024
+WARPS, FEW_WARPS = 16, 8  # for NUMBERS, and for fewer
+SOME = tl.constexpr(64)  # channels per step of the slices that are scaled only
 
 
 def fused_projection(z, features, weight, turn, plain, gates, eps):
-    """As `kernels.fem_projection.fem_projection`, which has checked; plain: name -> width of what is scaled alone; gates: lam's, g's."""
+    """Return the result of `kernels.fem_projection.fem_projection`, which has checked the
+    arguments.
+
+    plain: name -> width of the slices that are scaled only; gates: the widths of lam and gate.
+    """
     cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
     sizes = (0 if cos is None else 2 * cos.shape[3], sum(plain.values()), *gates)
     z, features, weight = (None if t is None else t.contiguous() for t in (z, features, weight))
@@ -41,7 +50,9 @@ def fused_projection(z, features, weight, turn, plain, gates, eps):
 
 
 class _Projection(torch.autograd.Function):
-    """(q, k, what is scaled alone, lambda, g), each [s, b, heads, width] or None where ``sizes`` has it 0."""
+    """(q, k, plain slices, lambda, g), each [s, b, heads, width] or None where its width in
+    ``sizes`` is 0.
+    """
 
     @staticmethod
     def forward(ctx, z, features, weight, cos, sin, sizes, eps):
@@ -66,7 +77,8 @@ class _Projection(torch.autograd.Function):
         grads = [None if g is None else rows_of(g) for g in grads]
         d_z, d_phi = torch.empty_like(z), None if features is None else torch.empty_like(z)
         _backward_kernel[launch.grid](
-            z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts, ctx.eps, **launch.constants
+            z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts,
+            ctx.eps, **launch.constants
         )  # fmt: skip
         d_features = d_weight = None
         if d_phi is not None:
@@ -75,7 +87,9 @@ class _Projection(torch.autograd.Function):
 
 
 class _Launch:
-    """Grid, counts (tokens, heads, sequences, sequences that share angles) and constants of both kernels."""
+    """Grid, counts (tokens, heads, sequences, sequences that share angles) and constants of both
+    kernels.
+    """
 
     def __init__(self, z, features, cos, sizes):
         self.constants = _constants(z.dtype, 0 if features is None else features.shape[2], *sizes)
@@ -91,7 +105,7 @@ class _Launch:
 
 
 def _constants(dtype, features, turned, plain, lam, gate):
-    """Widths, tokens of a program, warps."""
+    """Return the widths, the tokens per program and the warps."""
     numbers = UNEVEN if any(width % 8 for width in (turned // 2, plain, lam, gate)) else NUMBERS
     numbers, widest = (
         FLOAT32 if dtype == torch.float32 else numbers,
@@ -107,28 +121,31 @@ def _constants(dtype, features, turned, plain, lam, gate):
 
 @triton.jit
 def _program(tokens, heads, ROWS: tl.constexpr):
-    """(tokens, which of them exist, head) of a program; the heads of the same tokens lie side by side."""
+    """Return (tokens, which of them exist, head) of a program.
+
+    Consecutive programs have the heads of the same tokens.
+    """
     token = (tl.program_id(0) // heads * ROWS).to(tl.int64) + tl.arange(0, ROWS)[:, None]
     return token, token < tokens, tl.program_id(0) % heads
 
 
 @triton.jit
 def _columns(good, WIDTH: tl.constexpr):
-    """WIDTH channels [1, a power of two], and which numbers of a tile exist."""
+    """Return WIDTH channels [1, a power of two], and which numbers of a tile exist."""
     column = tl.arange(0, 16 if WIDTH < 16 else triton.next_power_of_2(WIDTH))[None, :]
     return column, good & (column < WIDTH)
 
 
 @triton.jit
 def _tokens(features, token, good, FEATURES: tl.constexpr):
-    """f of some tokens."""
+    """Load f of some tokens."""
     column, there = _columns(good, FEATURES)
     return tl.load(features + token * FEATURES + column, mask=there, other=0.0)
 
 
 @triton.jit
 def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
-    """z and 1 + phi of WIDTH channels from ``begin`` on."""
+    """Return z and 1 + phi of WIDTH channels from ``begin`` on."""
     column, there = _columns(good, WIDTH)
     value = tl.load(z + begin + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.full(value.shape, 1.0, tl.float32)
@@ -142,6 +159,7 @@ def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.conste
 
 @triton.jit
 def _scaled(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
+    """Return x = z (1 + phi) of WIDTH channels from ``begin`` on."""
     value, scale = _factors(z, f, weight, begin, good, WIDTH, FEATURES)
     return value * scale
 
@@ -153,7 +171,10 @@ def _put(out, at, made, there):
 
 @triton.jit
 def _back(d_z, d_phi, at, there, value, scale, dx):
-    """Store dz and dphi of a tile whose x = z (1 + phi) has the gradient dx; value and scale: z and 1 + phi."""
+    """Store dz and dphi of a tile whose x = z (1 + phi) has the gradient dx.
+
+    value and scale: z and 1 + phi.
+    """
     _put(d_z, at, dx * scale, there)
     if d_phi is not None:
         _put(d_phi, at, dx * value, there)
@@ -161,7 +182,7 @@ def _back(d_z, d_phi, at, there, value, scale, dx):
 
 @triton.jit
 def _gate(x, there, eps, WIDTH: tl.constexpr):
-    """(g, r) of logits x."""
+    """Return (g, r) of logits x."""
     y = tl.where(there, softplus(x), 0.0)
     r = 1.0 / tl.sqrt(tl.sum(y * y, 1) / WIDTH + eps)[:, None]
     return y * r, r
@@ -170,7 +191,8 @@ def _gate(x, there, eps, WIDTH: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     z, features, weight, cos, sin, q, k, plain, lam, gate, tokens, heads, batch, share, eps,
-    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = TURNED // 2
     HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE
@@ -223,7 +245,8 @@ def _forward_kernel(
 def _backward_kernel(
     z, features, weight, cos, sin, d_q, d_k, d_plain, d_lam, d_gate, d_z, d_phi,
     qt, qb, qh, kt, kb, kh, pt, pb, ph, lt, lb, lh, gt, gb, gh, tokens, heads, batch, share, eps,
-    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr,
+    GATE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = TURNED // 2
     HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE

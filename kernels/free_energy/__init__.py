@@ -1,22 +1,31 @@
-"""The Free Energy Mixer's read over any prior that can read value streams: `free_energy_read`, and `ValueWindow` for decoding.
+"""Free Energy Mixer read over any prior that can read value streams.
 
-The prior is a function from value streams to their reads; what it is, models, layers and configuration stay out.
+`free_energy_read` reads a sequence; `ValueWindow` is for decoding. The prior is a function from
+value streams to their reads. This module does not depend on the prior's kind, models, layers and
+configuration.
 
-A constant per (batch, head, channel) cancels out of the free energy. With c the middle of v's range over the sequence (detached) and
-x = beta (v - c), a prior that reads [v | U] as [mu | Z] = sum_i p_t(i) [v_i | U_i] gives
+A constant per (batch, head, channel) cancels out of the free energy. Let c be the middle of v's
+range over the sequence (detached) and x = beta (v - c). A prior that reads [v | U] as
+[mu | Z] = sum_i p_t(i) [v_i | U_i] gives
 
     kappa = 0:  U = exp(x)                                        F - mu = log(Z) / beta - (mu - c)
     kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
 
-kappa = 1 where beta * range is small: U then carries only what goes beyond the mean, so a small F - mu keeps its digits, above all
-in bfloat16. Nothing here clips a value.
+kappa = 1 where beta * range is small. U then contains only the part beyond the mean, so that a
+small F - mu keeps its digits, which matters most in bfloat16. No value is clipped.
 
-Decoding: `ValueWindow` is a running window of the values seen, so that exp(beta (v - c)) stays in range. A scan's state holds sums of U;
-when a new value moves c, those sums are multiplied by exp(beta (c_old - c_new)): any constant is valid, so nothing else changes.
+Decoding: `ValueWindow` is a running window of the values seen so far, so that exp(beta (v - c))
+stays in range. The state of a scan contains sums of U. When a new value moves c, these sums are
+multiplied by exp(beta (c_old - c_new)). Any constant is valid, so the result stays the same.
 
-The definition, `exact_read`: mu[t, j] = sum_i p_t(i) v[i, j] and F[t, j] = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j]) with its
-own maximum for every (t, j), exact for any finite values. How blocks are cut depends on shapes alone and an unread key is an exact zero in
-every sum, so an output never moves by a bit when later tokens change. Time O(T^2); the backward remakes each block.
+The definition, `exact_read`, is exact for any finite values:
+
+    mu[t, j] = sum_i p_t(i) v[i, j]
+    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])
+
+The log-sum-exp of F has a separate maximum for every (t, j). The block boundaries depend on shapes
+alone and an unread key is an exact zero in every sum, so that later tokens never change a bit of an
+output. It takes O(t^2) time; the backward recomputes each block.
 """
 
 from __future__ import annotations
@@ -36,18 +45,18 @@ from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "ValueWindow", "free_energy_read"]
 
-SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
-CLAMP = (
-    MAX_RANGE / 2 + 0.5
-)  # over half of MAX_RANGE, so that nothing within the range meets it; exp(CLAMP)**2 is a float32
+SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is below this
+# More than half of MAX_RANGE, so that no value within the range reaches it; exp(CLAMP)**2 is a
+# finite float32.
+CLAMP = MAX_RANGE / 2 + 0.5
 FAINT = math.exp(-CLAMP)
-LOWEST_Y = math.expm1(
-    -SHIFT_BELOW / 2
-)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
+# Lower bound of y = E[exp(x)] - 1; only rounding can give less.
+LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)
 
 OP = Op(
     "free_energy",
-    "FEM's gated read over any prior that reads value streams; the prior's own operation chooses for itself",
+    "FEM's gated read over any prior that reads value streams; the prior's own operation chooses "
+    "for itself",
     (
         Implementation("triton", "prep and epilogue in one pass each", lacks_triton),
         Implementation("reference", "prep and epilogue in PyTorch"),
@@ -71,22 +80,36 @@ def free_energy_read(
     span: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Two-level gated read o = gate * ((1 - lam) * mu + lam * F), with mu and F under the prior p that ``read`` reads with.
+    """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F).
 
-    Shapes: v, lam, gate [b, h, t, dv], beta [h, dv] (positive); returns [b, h, t, dv] in v's type. beta None: o = mu. lam None: o = F.
-    gate None: no gate. Types: float64, float32, bfloat16 or float16; computed in float32 (float64 for float64).
-    read(streams [b, h, t, n]) -> sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64, with sum_i p_t(i) = 1: called once, with
-    n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
-    log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
-    called block by block by the definition, O(t^2). log_read(heads [n], x [n, t, dv]) -> log sum_i p_t(i) exp(x_i) [n, t, dv] under
-    those of the b h heads, in x's float64; needed where exact is None.
-    exact: whether the definition runs. None: where, with one warning, beta * (max v - min v) over the sequence passes 80 in a channel, F
-    comes from ``log_read``, which its head is given to, since what lies beyond cannot be had from [v | U]; other channels keep every bit.
-    To know that, each call with beta waits for the device, unless a ``decision`` of the layer's (`kernels.free_energy.ranges`) knows it.
-    False: the caller has asked. A range that passes 80 all the same gives finite results, in which values far under the greatest are lost
-    to F.
-    terms: numbers that ``log_weights`` holds for one weight. span [b, h, 2, dv]: where v is a part of the sequence, each channel's least
-    and greatest value in all of it. implementation: one of OP's names; what comes before and after ``read``.
+    mu and F are taken under the prior p that ``read`` reads with.
+
+    Shapes: v, lam, gate [b, h, t, dv], beta [h, dv] (positive); returns [b, h, t, dv] in v's dtype.
+    beta None: o = mu. lam None: o = F. gate None: no gate.
+    Dtypes: float64, float32, bfloat16 or float16; computed in float32 (float64 for float64).
+
+    read(streams [b, h, t, n]) returns sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64,
+    with sum_i p_t(i) = 1. It is called once, with n = 2 dv ([v | U], see `kernels.free_energy`), or
+    n = dv without beta.
+
+    log_weights(start, stop) returns log p_t(i) of these rows, [b, h, stop - start, t], up to a
+    constant per row, -inf for unread keys. The definition calls it block by block, O(t^2) in total.
+
+    log_read(heads [n], x [n, t, dv]) returns log sum_i p_t(i) exp(x_i) [n, t, dv] for the heads
+    with these indices among the b h heads, in x's dtype, float64. It is required where exact is
+    None.
+
+    exact: True runs the definition. None: where beta * (max v - min v) over the sequence exceeds 80
+    in a channel, F is read by ``log_read``, with one warning, because [v | U] cannot represent it;
+    the other channels keep every bit. To find the range, each call with beta waits for the device,
+    unless the layer passes a ``decision`` (`kernels.free_energy.ranges`). False: the fast form
+    always runs. If a range exceeds 80 all the same, the results are finite, but F loses the values
+    far below the greatest.
+
+    terms: how many numbers ``log_weights`` computes for one weight. span [b, h, 2, dv]: where v is
+    a part of the sequence, the least and greatest value of each channel in the full sequence.
+    implementation: one of OP's names; it selects the code before and after ``read``.
+
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
@@ -121,7 +144,8 @@ def free_energy_read(
     )
     if heads:
         OP.log.warning(
-            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g the exact form (slower) runs, too",
+            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: for heads beyond %g "
+            "the exact form (slower) runs, too",
             math.nan if asked.told is None else asked.told,
             asked.limit,
             MAX_RANGE,
@@ -141,9 +165,11 @@ def _with_wild_channels(
     log_read: Callable[[Tensor, Tensor], Tensor],
     heads: int,
 ) -> Tensor:
-    """o, whose channels over MAX_RANGE are read again, in the ``heads`` heads of the greatest range; which they are, the host never learns.
+    """Return o with the channels over MAX_RANGE read again, in the ``heads`` heads with the
+    greatest range.
 
-    The fast form's gradients of those channels are exact zeros: it is finite everywhere.
+    The choice of heads and channels stays on the device; the host does not wait for it. The fast
+    form is finite everywhere, so its gradients of the replaced channels are exact zeros.
     """
     centre, spread = value_centre_and_range(v, beta)
     order = spread.flatten(0, 1).amax((1, 2))
@@ -158,7 +184,8 @@ def _with_wild_channels(
         of(beta[:, None].expand_as(centre)),
         of(mu),
     )
-    # In float64: a logarithm of 70 in float32 gives weights 4e-6 off, and beta's gradient is what is left of values of either sign.
+    # In float64: a logarithm of 70 in float32 gives weights with an error of 4e-6, and beta's
+    # gradient is a small difference of values of both signs.
     deviations, slopes = (of(v) - middle).double(), rows.double()
     free_energy = middle + (log_read(chosen, deviations * slopes) / slopes).to(fast.dtype)
     exact = mix_gap(
@@ -172,7 +199,9 @@ def _with_wild_channels(
 
 @dataclass(frozen=True)
 class Window:
-    """What stream and read need beside beta: centre, shifted (kappa = 1) [b, h, 1, dv], and the largest beta * range, in any shape."""
+    """Constants of stream and read besides beta: centre and shifted (kappa = 1), [b, h, 1, dv], and
+    the largest beta * range, in any shape.
+    """
 
     centre: Tensor
     shifted: Tensor
@@ -180,13 +209,15 @@ class Window:
 
 
 def value_window(span: Tensor, beta: Tensor) -> Window:
-    """Of the values ``span`` [b, h, t, dv], or of their least and greatest."""
+    """Return the `Window` of the values ``span`` [b, h, t, dv], or of their least and greatest
+    values.
+    """
     centre, spread = value_centre_and_range(span, beta)
     return Window(centre, spread < SHIFT_BELOW, spread)
 
 
 def _triton_window(span: Tensor, beta: Tensor) -> Any:
-    """The same by a kernel."""
+    """Return the same constants as `value_window`, computed by a Triton kernel."""
     from kernels.fem_attention.triton.prep import value_constants
 
     return value_constants(span, beta)
@@ -200,7 +231,7 @@ def _read(
     read: Callable[[Tensor], Tensor],
     window: Window,
 ) -> tuple[Tensor, Tensor]:
-    """o and mu in the type of sums, which v and beta have."""
+    """Return o and mu in the compute dtype, which v and beta have."""
     rows = beta[:, None].expand_as(window.centre)
     mu, z = read(
         torch.cat((v, ValueStream.apply(v, rows, window.centre, window.shifted)), dim=-1)
@@ -218,7 +249,7 @@ def _triton_read(
     read: Callable[[Tensor], Tensor],
     window: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same by the kernels that `fem_attention` has around its engines."""
+    """Return o and mu as `_read`, computed by the prep and epilogue kernels of `fem_attention`."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
@@ -228,7 +259,9 @@ def _triton_read(
 
 
 def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
-    """gate * (mu + lam (F - mu)) in mu's type; mu where F is None, F where lam is None, no gate where gate is None."""
+    """Return gate * (mu + lam (F - mu)) in mu's dtype: mu if F is None, F if lam is None, without a
+    gate if gate is None.
+    """
     if free_energy is None:
         o = mu
     elif lam is None:
@@ -239,21 +272,25 @@ def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor
 
 
 def mix_gap(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
-    """The same from F - mu."""
+    """Return the same as `mix`, from the difference F - mu."""
     out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
     return out if gate is None else gate.to(out.dtype) * out
 
 
 def compute_type(t: Tensor) -> torch.dtype:
-    """float64 for float64, else float32: the type of logs, exponentials and kept sums."""
+    """Return the dtype of logarithms, exponentials and stored sums: float64 for float64, else
+    float32.
+    """
     return torch.promote_types(t.dtype, torch.float32)
 
 
 def value_centre_and_range(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The constant c and the range of beta * v over the sequence, for v [b, h, t, dv] and beta [h, dv].
+    """Return the constant c and the range of beta * v over the sequence.
 
-    c is the middle of v's range, and where beta * range passes 80, high - 40 / beta: no exponential overflows. Both [b, h, 1, dv],
-    detached, float32 or float64. Source: Free Energy Mixer, the stabilised read; any constant is valid.
+    v is [b, h, t, dv], beta [h, dv]. c is the middle of v's range. Where beta * range exceeds 80, c
+    is high - 40 / beta, so that no exponential overflows. Both results are [b, h, 1, dv], detached,
+    float32 or float64.
+    Source: Free Energy Mixer, the stabilised read; any constant is valid.
     """
     low, high = torch.aminmax(v.detach(), dim=2, keepdim=True)
     low, high = low.to(compute_type(v)), high.to(compute_type(v))
@@ -266,11 +303,14 @@ def _centre(low: Tensor, high: Tensor, beta: Tensor) -> Tensor:
 
 
 class ValueStream(torch.autograd.Function):
-    """U [b, h, t, dv] from v, beta and centre [b, h, 1, dv], shifted (kappa = 1 where True); dU/dx = exp(x) - kappa."""
+    """U [b, h, t, dv] from v, beta, centre [b, h, 1, dv] and shifted (True where kappa = 1).
+
+    dU/dx = exp(x) - kappa.
+    """
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
-        """U, in v's type (float32 or float64)."""
+        """Return U in v's dtype (float32 or float64)."""
         x = (v - centre).mul_(beta)
         slope = torch.where(shifted, x.expm1(), x.exp())
         ctx.save_for_backward(x, slope, beta)
@@ -278,23 +318,25 @@ class ValueStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of v and beta."""
+        """Return the gradients of v and beta."""
         x, slope, beta = ctx.saved_tensors
         dx = grads[0] * slope
         return dx * beta, (dx * x).sum(2, keepdim=True) / beta, None, None
 
 
 class FreeEnergyGap(torch.autograd.Function):
-    """F - mu >= 0 (Jensen) from the reads mu and Z [b, h, t, dv]. Its two guards undo rounding only, so the gradient ignores them.
+    """F - mu >= 0 (Jensen's inequality) from the reads mu and Z [b, h, t, dv].
 
-    Where all that a row reads lies so far under c that Z is under exp(-CLAMP), as a range over MAX_RANGE may have it, F - mu has none.
+    The two clamps correct rounding only; the gradient ignores them. With a range over MAX_RANGE,
+    all values that a row reads may be so far below c that Z is less than exp(-CLAMP). F - mu then
+    has no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor
     ) -> Tensor:
-        """F - mu; beta, centre and shifted as in `ValueStream`."""
+        """Return F - mu; beta, centre and shifted as in `ValueStream`."""
         offset = mu - centre
         y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
         gap = torch.where(shifted, _beyond_y(y) + z, z.log()).div_(beta)
@@ -308,7 +350,7 @@ class FreeEnergyGap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of mu, Z and beta."""
+        """Return the gradients of mu, Z and beta."""
         offset, mass, tilt, gap, beta = ctx.saved_tensors
         d_gap = grads[0].masked_fill(mass == torch.inf, 0)
         d_mu = -d_gap * tilt
@@ -321,14 +363,17 @@ ARTANH = [2 / n for n in range(3, 19, 2)]
 
 
 def _beyond_x(x: Tensor) -> Tensor:
-    """exp(x) - 1 - x with all its digits."""
+    """Return exp(x) - 1 - x to full precision."""
     return torch.where(
         x.abs() < 0.5, _polynomial(x, EXPONENTIAL).mul_(x).mul_(x), x.expm1().sub_(x)
     )
 
 
 def _beyond_y(y: Tensor) -> Tensor:
-    """log(1 + y) - y with all its digits: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2 s - y = -s y."""
+    """Return log(1 + y) - y to full precision.
+
+    With s = y / (2 + y): log(1 + y) = 2 artanh(s), and 2 s - y = -s y.
+    """
     s = y / (2 + y)
     square = s * s
     return torch.where(
@@ -337,7 +382,7 @@ def _beyond_y(y: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """The sum of the coefficients times x to the powers 0, 1, ..."""
+    """Return the sum of the coefficients times x to the powers 0, 1, ..."""
     made = torch.full_like(x, coefficients[-1])
     for each in reversed(coefficients[:-1]):
         made.mul_(x).add_(each)
@@ -345,15 +390,21 @@ def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
 
 
 class ValueWindow:
-    """The least and the greatest value of each channel so far, and the constant c that goes with them.
+    """Least and greatest value of each channel so far, and the constant c that follows from them.
 
-    While beta * (high - low) <= 80, c is the middle and every exponent lies in [-40, 40]; beyond, c = high - 40 / beta: values far under
-    the greatest underflow smoothly, and F falls back to mu where nothing else is read. state [b, h, 2, dv]: (low, high); None: no past.
-    On a CPU a warning says so, once. On a device, and in a compiled step, nothing does: to know the range, each step would wait for it.
+    While beta * (high - low) <= 80, c is the middle and every exponent is in [-40, 40]. Beyond 80,
+    c = high - 40 / beta: values far below the greatest underflow smoothly, and F becomes mu where
+    no other value is read. state [b, h, 2, dv]: (low, high); None: no past. On a CPU, one warning
+    reports a range over 80. On a device and in a compiled step no warning is logged, because each
+    step would have to wait for the range.
     """
 
     def __init__(self, v: Tensor, beta: Tensor, state: Tensor | None) -> None:
-        """v [b, h, t, dv], the new values (float32 or float64), beta [h, dv] of the same type; no gradient flows through a window."""
+        """Extend the window by v [b, h, t, dv], the new values (float32 or float64), with beta
+        [h, dv] of the same dtype.
+
+        No gradient flows through a window.
+        """
         self.beta = beta.detach()[:, None].expand(v.shape[0], -1, -1, -1)
         new = torch.stack(torch.aminmax(v.detach(), dim=2), dim=2)
         before = new if state is None else state
@@ -372,35 +423,42 @@ class ValueWindow:
     def _warn(largest: float) -> None:
         if not largest <= MAX_RANGE:
             OP.log.warning(
-                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under the greatest so far are lost to F",
+                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under "
+                "the greatest so far are lost to F",
                 largest,
                 MAX_RANGE,
             )
 
     def stream(self) -> Tensor:
-        """U [b, h, t, dv], to be read beside v; what a state already sums is to be multiplied by ``rescale`` [b, h, 1, dv] first."""
+        """Return U [b, h, t, dv], to be read together with v.
+
+        First multiply the sums in the state by ``rescale`` [b, h, 1, dv].
+        """
         return ValueStream.apply(
             self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
         )
 
     def gap(self, mu: Tensor, z: Tensor) -> Tensor:
-        """F - mu [b, h, t, dv] from the reads of v and U."""
+        """Return F - mu [b, h, t, dv] from the reads of v and U."""
         return FreeEnergyGap.apply(
             mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool)
         )
 
 
-# [batch, heads, rows, channels, keys] terms of a block: a CPU's cache or so, or enough to fill a device.
+# Most terms of a block, [batch, heads, rows, channels, keys]: about a CPU's cache, or enough to
+# fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
 
 
 def exact_read(
     v: Tensor, beta: Tensor | None, log_weights: Callable[[int, int], Tensor], *, terms: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """(mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv]; F is None without beta.
+    """Return (mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv].
 
-    log_weights(start, stop): log weights [b, h, stop - start, t] of the rows start to stop, -inf for unread keys, at least one of them
-    finite; normalised here. terms: numbers that it holds for one weight (for the size of a block).
+    F is None without beta. log_weights(start, stop) returns the log weights [b, h, stop - start, t]
+    of the rows start to stop, -inf for unread keys, with at least one finite weight per row. This
+    function normalises them.
+    terms: how many numbers it computes for one weight, for the size of a block.
     """
     b, h, t, dv = v.shape
     budget = BLOCK_TERMS_CPU if v.device.type == "cpu" else BLOCK_TERMS_DEVICE
@@ -430,7 +488,10 @@ def exact_read(
 
 
 class _FreeEnergy(torch.autograd.Function):
-    """F [b, h, rows, dv] of log_p [b, h, rows, t], v and beta. The backward keeps E_w[v] - F together: alone they may be large."""
+    """F [b, h, rows, dv] of log_p [b, h, rows, t], v and beta.
+
+    The backward computes E_w[v] - F as one difference, because each term alone may be large.
+    """
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
@@ -442,7 +503,8 @@ class _FreeEnergy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_p, v, beta, free_energy = ctx.saved_tensors
         (d_free,) = grads
-        # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+        # w = p exp(beta (v - F)) is computed as one softmax: w is at most 1, but its factors alone
+        # may overflow.
         w = _joint(log_p, v, beta).softmax(-1)
         d_beta = (((w * v.mT[:, :, None]).sum(-1) - free_energy) * d_free).sum((0, 2)) / beta
         w = w * d_free[..., None]
@@ -450,5 +512,5 @@ class _FreeEnergy(torch.autograd.Function):
 
 
 def _joint(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """log p_t(i) + beta_j v[i, j]: [b, h, rows, dv, t]."""
+    """Return log p_t(i) + beta_j v[i, j]: [b, h, rows, dv, t]."""
     return log_p[:, :, :, None] + (beta[:, None] * v).mT[:, :, None]

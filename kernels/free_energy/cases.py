@@ -1,4 +1,6 @@
-"""The free-energy read's cases under linear attention's prior: every range and beta of the fast form, what it hands over, faint rows."""
+"""Cases of the free-energy read under linear attention's prior: ranges and betas of the fast form,
+ranges beyond it, and faint rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def _random(
     beta: float = 1.95,
     value_range: float | None = None,
 ) -> Inputs:
-    """Features above 0; value_range: v uniform so that beta * v spans about this much."""
+    """Return random inputs with features above 0.
+
+    value_range: v is uniform so that beta * v spans about this much.
+    """
     draw = Draw(size["tokens"])
     shape = size["batch"], size["heads"], size["tokens"]
 
@@ -47,20 +52,28 @@ def _ramp(size: Mapping[str, int]) -> Inputs:
 
 
 def _sharp(size: Mapping[str, int]) -> Inputs:
-    """Few keys matter to a row: products of features whose logarithms are eight times as far apart."""
+    """Return inputs where few keys matter to a row.
+
+    The logarithms of the features are spread eight times as wide.
+    """
     made = _random(size, "none")
     return {**made, "q": made["q"] ** 8 + 1e-6, "k": made["k"] ** 8 + 1e-6}
 
 
 def _equal(size: Mapping[str, int]) -> Inputs:
-    """In one half of the channels; in all of them the weights' gradients would be rounding alone."""
+    """Return inputs with equal values in one half of the channels.
+
+    With equal values in all channels, the gradients of the weights would be rounding alone.
+    """
     made = _random(size)
     made["v"][..., : size["values"] // 2] = 0.75
     return made
 
 
 def _faint(size: Mapping[str, int]) -> Inputs:
-    """Features of 1e-6 alone, as where a ReLU is closed, before and after full resets."""
+    """Return inputs with some features of 1e-6 alone, as where a ReLU is closed, before and after
+    full resets.
+    """
     made = _random(size, value_range=40.0)
     tokens = size["tokens"]
     made["k"][:, :, : tokens // 4] = 1e-6
@@ -70,7 +83,7 @@ def _faint(size: Mapping[str, int]) -> Inputs:
 
 
 def _forgotten(size: Mapping[str, int]) -> Inputs:
-    """About exp(30) forgotten at a reset, exp(-30) after it."""
+    """Return inputs that forget about exp(30) at a reset, with exp(-30) after it."""
     made = _random(size, "channel")
     tokens = size["tokens"]
     made["v"] = torch.where(torch.arange(tokens) < tokens // 2, 15.0, -15.0)[:, None] + 4 * made[
@@ -81,7 +94,7 @@ def _forgotten(size: Mapping[str, int]) -> Inputs:
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All terms at once, as logarithms."""
+    """Return the read from all terms at once, as logarithms."""
     beta, v = x["beta"][:, None], x["v"]
     weights, _, _ = weights_and_decays(x)
     read = weights > 0
@@ -92,7 +105,7 @@ def _definition(x: Inputs) -> Outputs:
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    """As the layers call it: features and decays in the type of sums."""
+    """Call `linear_read` as the layers do, with features and decays in the compute dtype."""
     wide = torch.promote_types(x["q"].dtype, torch.float32)
     q, k = x["q"].to(wide), x["k"].to(wide)
     decay = None if "log_decay" not in x else x["log_decay"].to(wide)
@@ -121,6 +134,6 @@ SUITE = Suite(
     call=_call,
     small={"batch": 1, "heads": 1, "tokens": 37, "keys": 12, "values": 10},
     real={"batch": 1, "heads": 2, "tokens": 512, "keys": 64, "values": 32},
-    # A lone token's F is its value: beta's gradient is 0, and the definition's own is rounding.
+    # F of a single token is its value: beta's gradient is 0, and the definition's is rounding.
     loose={("one token", "d beta"): 2.0},
 )

@@ -1,4 +1,4 @@
-"""The free-energy read over linear attention with decay: one public function, `linear_read`."""
+"""Free-energy read over linear attention with decay: one public function, `linear_read`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ def linear_read(
     decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """o = gate * ((1 - lam) * mu + lam * F) under p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, c = cumsum(log_decay), with q, k >= 0.
+    """Return the two-level gated read o = gate * ((1 - lam) * mu + lam * F) over linear attention.
 
-    Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None, the others and the result as `free_energy_read` has them.
-    Types: q and k in that of the products of `linear_attention`, to which the streams are rounded; v, lam, gate as `free_energy_read`.
-    exact: the definition, in the type of sums; None: where it is needed. decision: as there. implementation: of both operations.
-    Raises ValueError as they do.
+    The prior is p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, with c = cumsum(log_decay) and q, k >= 0.
+
+    Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None; the other arguments
+    and the result as in `free_energy_read`.
+    Dtypes: q and k in the dtype of `linear_attention`'s products, to which the streams are rounded;
+    v, lam, gate as in `free_energy_read`.
+    exact: True runs the definition, in the compute dtype; None runs it where it is needed.
+    decision: as in `free_energy_read`.
+    implementation: of both operations.
+    Raises ValueError in the same cases as both.
     """
     given = (q, k, v, log_decay, beta, lam, gate)
     if decision is None:
@@ -57,7 +63,10 @@ def linear_read_at_once(
     exact: bool | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """`linear_read` without a decision: a form that is not known beforehand is waited for."""
+    """Return the result of `linear_read` without a decision.
+
+    If the form is not known in advance, the call waits for the range.
+    """
     return _linear_read(q, k, v, log_decay, beta, lam, gate, causal, exact, implementation, None)
 
 

@@ -1,14 +1,19 @@
-"""For how many heads a free-energy read needs the exact form, beside the fast one, which is right up to a range.
+"""Choice of the heads of a free-energy read that need the exact form in addition to the fast one.
 
-On a CPU a read looks at its own ranges. On a device to look would be to wait, so there a layer's call goes by the one before it (`Ranges`):
-what that call's ranges were has been copied to the host behind the device's back, and is asked for a whole call later, when it has long
-arrived. Ranks whose calls had the same ranges decide alike at the same call. A call has room for as many heads as passed `SWITCH` in the
-last one, rounded up to a power of 2, and gives it on the device to those of the greatest range; the fast form is right up to `MAX_RANGE`.
-So only more heads that jump over both within one call are read by the wrong form: finite, and named in a warning by the call after it.
+The fast form is correct up to a range, `MAX_RANGE`. On a CPU, a read uses its own ranges. On a
+device, reading the range would stall the host, so a layer's call uses the range of its previous
+call (`Ranges`). The ranges of that call are copied to the host asynchronously and are read one full
+call later, long after the copy has finished. Ranks whose calls had the same ranges decide alike at
+the same call. A call reserves the exact form for as many heads as exceeded `SWITCH` in the last
+call, rounded up to a power of 2, and gives it on the device to the heads with the greatest range.
+The wrong form is used only if more heads than reserved jump over both limits within one call. Their
+results are finite, and the next call logs a warning.
 
-A layer's first call waits. What is computed again in a backward pass takes the form that it took first; where calls under way had different
-forms, it knows its own by its ranges, and waits. (Two calls with the same values cannot be told apart there; torch refuses the wrong form.)
-A CUDA graph holds the form that its layer had reached when it was captured; replays are noticed by the next call outside it.
+A layer's first call waits. A recomputation in a backward pass takes the form of the original
+forward. If calls in flight had different forms, the recomputation finds its own by its ranges, and
+waits. (Two calls with the same values cannot be distinguished; torch then refuses the wrong form.)
+A CUDA graph keeps the form that its layer had at capture; the next call outside the graph takes
+replays into account.
 """
 
 from __future__ import annotations
@@ -23,30 +28,37 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kernels.machine import LateNumbers, capturing
 
-MAX_RANGE = 80.0  # of x: |x| <= 40, so p * exp(x) and its gradients, up to exp(80), stay inside float32 and bfloat16
-SWITCH = 64.0  # for a head whose range passes this, the next call on a device has room for the exact form
-KEPT = 256  # calls whose form is remembered: more than a pipeline has in flight
+# Range of x for the fast form: |x| <= 40, so that p * exp(x) and its gradients, up to exp(80), are
+# finite in float32 and bfloat16.
+MAX_RANGE = 80.0
+# On a device, the next call reserves the exact form for a head whose range exceeds this.
+SWITCH = 64.0
+KEPT = 256  # calls whose form is stored: more than a pipeline has in flight
 
 log = logging.getLogger("kernels.free_energy.ranges")
 
 
 class Decision:
-    """Of one call of a layer, whose reads ask it. Without ``ranges`` each goes by its own range, which is waited for.
+    """Form of the reads of one call of a layer.
 
-    told: the range that it went by; form: the heads that the exact one has room for, None: not known before a read waits.
+    Without ``ranges``, each read waits for its own range. The second argument is the range that the
+    decision is based on.
+    form: the number of heads reserved for the exact form; None: unknown until a read waits.
     """
 
     def __init__(
         self, ranges: Ranges | None = None, told: float | None = None, form: int | None = None
     ) -> None:
         self.ranges, self.told, self.form = ranges, told, form
-        self.numbers: Tensor | None = (
-            None  # the largest of its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE
-        )
+        # The maxima over its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE.
+        self.numbers: Tensor | None = None
         self.limit = MAX_RANGE if ranges is None else SWITCH
 
     def heads(self, largest: Tensor) -> int:
-        """For how many heads a read needs the exact form; largest: each one's beta * (max v - min v), [b, h] or [b, h, ..]."""
+        """Return for how many heads a read needs the exact form.
+
+        largest: beta * (max v - min v) of each head, [b, h] or [b, h, ..].
+        """
         largest = largest.flatten(2).amax(2) if largest.dim() > 2 else largest
         if self.ranges is None:
             self.told = float(largest.max())
@@ -60,7 +72,8 @@ class Decision:
         if form is None:
             if capturing():
                 raise RuntimeError(
-                    "free_energy_read: a layer's first call waits for the device; make one before a CUDA graph is captured"
+                    "free_energy_read: a layer's first call waits for the device; make one "
+                    "before a CUDA graph is captured"
                 )
             self.told = float(numbers[0])
             form = 0 if self.told < SWITCH else _room(float(numbers[1]))
@@ -69,23 +82,25 @@ class Decision:
         return form
 
     def exact(self, largest: Tensor) -> bool:
-        """Whether it is any."""
+        """Return True if any head needs the exact form."""
         return self.heads(largest) > 0
 
 
 def _over(largest: Tensor, limit: float) -> Tensor:
-    """How many are not at most ``limit``, in their type."""
+    """Return how many numbers are not at most ``limit``, in their dtype."""
     return (~(largest <= limit)).sum(dtype=largest.dtype)
 
 
 def _room(heads: float) -> int:
+    """Return the number of heads rounded up to a power of 2, 0 for 0."""
     return 1 << (int(heads) - 1).bit_length() if heads else 0
 
 
 class Ranges:
-    """What a layer's calls have left behind. It belongs to the layer, is in no checkpoint, and a copy of the layer begins anew.
+    """Ranges and forms of a layer's earlier calls.
 
-    late: whether calls go by the ones before them; None: on devices, not on a CPU.
+    They belong to the layer, are in no checkpoint, and a copy of the layer starts empty.
+    late: True if calls use the ranges of the previous call; None: True on devices, False on a CPU.
     """
 
     def __init__(self, late: bool | None = None) -> None:
@@ -98,9 +113,10 @@ class Ranges:
         return Ranges, (self.late,)
 
     def decide(self, v: Tensor) -> Decision | None:
-        """For a call that begins, whose values are ``v``; None: each of its reads goes by its own range.
+        """Return the decision for a call that begins, with the values ``v``, or None if each of its
+        reads uses its own range.
 
-        Waits, where it must, for the call before.
+        Waits for the previous call where necessary.
         """
         late = v.device.type != "cpu" if self.late is None else self.late
         if torch.compiler.is_compiling() or isinstance(v, FakeTensor) or not late:
@@ -115,8 +131,10 @@ class Ranges:
         told, near, over = self._numbers.last()
         if self._last.form is not None and over > self._last.form:
             log.warning(
-                "free_energy_read: beta * (max v - min v) jumped from %.4g to %.4g within a call of a layer, in more heads than it was "
-                "ready for: in that call F is not exact where it lies over %g under the greatest value; from now on heads over %g have the "
+                "free_energy_read: beta * (max v - min v) jumped from %.4g to %.4g within a call "
+                "of a layer, in more heads than it was "
+                "ready for: in that call F is not exact where it lies over %g under the greatest "
+                "value; from now on heads over %g have the "
                 "exact form (slower)",
                 self._last.told,
                 told,
@@ -126,11 +144,11 @@ class Ranges:
         return Decision(self, told, _room(near))
 
     def forms(self) -> list[int]:
-        """Of the last reads, for how many heads each had room."""
+        """Return the number of heads reserved for the exact form in each of the last reads."""
         return [form for _, form in self._forms]
 
     def note(self, decision: Decision, largest: Tensor, form: int) -> None:
-        """A read of a call, its heads' ranges and its form."""
+        """Record a read of a call: the ranges of its heads and its form."""
         assert self._numbers is not None and decision.numbers is not None
         self._last = decision
         self._numbers.send(decision.numbers)
@@ -138,9 +156,10 @@ class Ranges:
             self._forms.append((largest.detach(), form))
 
     def form_of(self, largest: Tensor) -> int:
-        """The form of the earlier read with these very ranges, which what is computed again has to the last bit.
+        """Return the form of the earlier read with exactly these ranges, which a recomputation
+        reproduces to the last bit.
 
-        Waits, but only while forms have just changed.
+        Waits only while forms have just changed.
         """
         if len(forms := set(self.forms())) == 1:
             return forms.pop()
@@ -153,5 +172,5 @@ class Ranges:
 
 
 def recomputing() -> bool:
-    """Whether this runs within a backward pass: a forward pass that is made again."""
+    """Return True within a backward pass, where a forward pass is computed again."""
     return torch._C._current_graph_task_id() >= 0

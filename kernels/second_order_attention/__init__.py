@@ -1,7 +1,8 @@
-"""Attention that takes a Newton step on its free energy: one public function, `second_order_attention`.
+"""Attention that takes a Newton step on its free energy: one public function,
+`second_order_attention`.
 
-The projections, the norm and the residual stay with the layer. `reference` has the free energies that are
-descended, and the first-order step on a quadratic energy (linear attention).
+The layer implements the projections, the norm and the residual. `reference` contains the free
+energies that are descended, and the first-order step on a quadratic energy (linear attention).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kernels.second_order_attention.reference import step
 
 __all__ = ["OP", "second_order_attention"]
 
-WIDEST = 128  # of a head: wider ones would not fit the registers
+WIDEST = 128  # largest head width; wider heads do not fit the registers
 
 OP = Op(
     "second_order_attention",
@@ -48,23 +49,31 @@ def second_order_attention(
     jitter: float = 0.0,
     implementation: str = "auto",
 ) -> Tensor:
-    """r + b of every token and head, for the free energy -T log sum_i exp(-|q - k_i|^2 / 2T); there are no values.
+    """Return r + b of every token and head; the free energy is -T log sum_i exp(-|q - k_i|^2 / 2T).
 
-        p_i = softmax_i((q.k_i - |k_i|^2 / 2) / T);   kbar = sum_i p_i k_i;   r = q - kbar;   C = sum_i p_i (k_i - kbar)(k_i - kbar)^T
-        first order:  r + G^-1 (C / T') G r           exact:  G^-1 (I - C / T')^-1 G r
+        p_i = softmax_i((q.k_i - |k_i|^2 / 2) / T)      kbar = sum_i p_i k_i      r = q - kbar
+        C = sum_i p_i (k_i - kbar)(k_i - kbar)^T
+        first order:  r + G^-1 (C / T') G r             exact:  G^-1 (I - C / T')^-1 G r
 
-    Shapes: q [b, h, t, d], k [b, h, tk, d] (the past's k, then those of q's tokens), symmetric gram [h, d, d] (G = W_Q W_Q^T of a head),
-    temperature T and newton_temperature T' [h] (> 0, unchecked: a check would wait for the device), valid [b, tk] bool, False at padding,
-    turn [1 or b, 1, t, d]: (cos | sin) of the rotation R of each query's position. Then k comes turned by its own position, the energy is
-    |R q - k_i|^2 / 2, and r, C and b are those of q's own frame, with R^-1 k_i in place of k_i, so that they see differences of positions.
-    jitter: times the mean of G's diagonal, added to the diagonal before it is factorised.
-    Returns [b, h, t, d] in q's type. A token at padding sees itself alone, and nobody sees it. A G that has no Cholesky factor gives NaN.
-    Types: float64, float32, bfloat16 or float16 for q and k; all is computed in float32 or float64, but for triton's products over
-    the keys, whose operands are in q's type. Memory is linear in tk: blocks of rows, remade in the backward; exact holds tk d^2 numbers
-    a head beside them.
-    implementation: "triton" (not exact; d up to 128, on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this
-    call allows.
-    Raises ValueError for shapes or types that do not fit, and for an implementation that cannot run.
+    The operation has no values.
+    Shapes: q [b, h, t, d], k [b, h, tk, d] (the past's k, then those of q's tokens), symmetric gram
+    [h, d, d] (G = W_Q W_Q^T of a head), temperature T and newton_temperature T' [h] (> 0,
+    unchecked: a check would wait for the device), valid [b, tk] bool, False at padding, turn
+    [1 or b, 1, t, d]: (cos | sin) of the rotation R of each query's position. With turn, k must be
+    rotated by its own position, the energy is |R q - k_i|^2 / 2, and r, C and b are in q's own
+    frame, with R^-1 k_i in place of k_i, so that they depend on differences of positions.
+    jitter: this multiple of the mean of G's diagonal is added to the diagonal before the
+    factorisation.
+    Returns [b, h, t, d] in q's dtype. A token at padding sees itself alone, and no other token sees
+    it. A G without a Cholesky factor gives NaN.
+    Dtypes: float64, float32, bfloat16 or float16 for q and k. Everything is computed in float32 or
+    float64, except that triton's products over the keys take operands in q's dtype. Memory is
+    linear in tk: blocks of rows, recomputed in the backward; exact also needs tk d^2 numbers per
+    head.
+    implementation: "triton" (not exact; d up to 128, on a GPU a multiple of 16 if over 64),
+    "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes or dtypes that do not fit, and for an implementation that cannot
+    run.
     Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
     """
     check_first("second_order_attention", "q", q)

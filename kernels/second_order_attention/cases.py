@@ -1,4 +1,6 @@
-"""MHA2nd1st's step's cases: positions, a past, padding, temperatures of every size, keys that are alike or far from zero."""
+"""Cases of MHA2nd1st's step: positions, a past, padding, temperatures of every size, keys that are
+equal or far from zero.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ def _made(
     queries: int = 0,
     **switches: Any,
 ) -> Inputs:
-    """q and k of ``times`` a unit a channel, T about ``heat`` d; G = factor factor^T, of condition 10.
+    """Return q and k of about ``times`` per channel, T about ``heat`` d.
 
-    The last ``queries`` tokens have q (0: all).
+    G = factor factor^T, with condition number 10. The last ``queries`` tokens have q (0: all).
     """
     b, h, tk, d = size["batch"], size["heads"], size["tokens"], size["width"]
     t = queries or tk
@@ -48,7 +50,10 @@ def _made(
 
 
 def _padding(size: Size, causal: bool) -> Inputs:
-    """Left padding, holes and padding at the end; and a sequence of nothing but padding."""
+    """Return inputs with left padding, holes and padding at the end.
+
+    The second sequence is padding only.
+    """
     tokens, valid = size["tokens"], torch.ones(2, size["tokens"], dtype=torch.bool)
     valid[0, : tokens // 3] = False
     valid[0, [tokens // 2, tokens - 2, tokens - 1]] = False
@@ -57,14 +62,18 @@ def _padding(size: Size, causal: bool) -> Inputs:
 
 
 def _alike(size: Size) -> Inputs:
-    """A sequence whose keys are all the same: C is zero there, and so is what T can change."""
+    """Return inputs with a sequence whose keys are all the same: C is zero, and so is the effect of
+    T.
+    """
     made = _made({**size, "batch": 2})
     made["k"][0] = made["k"][0, :, :1]
     return made
 
 
 def _far(size: Size) -> Inputs:
-    """q and k around a point at three times their spread from zero: the covariance is a tenth of the second moment."""
+    """Return q and k around a point at three times their spread from zero: the covariance is a
+    tenth of the second moment.
+    """
     made = _made(size)
     middle = 3 * torch.randn(
         size["width"], generator=torch.Generator().manual_seed(1), dtype=torch.float64
@@ -73,7 +82,7 @@ def _far(size: Size) -> Inputs:
 
 
 def _steep(size: Size) -> Inputs:
-    """Some keys so long that they weigh nothing, exp(-200) and less."""
+    """Return inputs with some keys so long that their weights are negligible, at most exp(-200)."""
     made = _made(size)
     made["k"][:, :, 3::5] *= 20.0
     return made
@@ -85,7 +94,9 @@ def _gram(x: Inputs) -> Tensor:
 
 
 def _turned(x: Tensor, turn: Tensor | None, way: int) -> Tensor:
-    """The pairs (first half, second half) of x turned by (cos | sin), or back where ``way`` is -1."""
+    """Return x with its pairs (first half, second half) rotated by (cos | sin), or rotated back if
+    ``way`` is -1.
+    """
     if turn is None:
         return x
     (cos, sin), (first, second) = turn.chunk(2, dim=-1), x.chunk(2, dim=-1)
@@ -93,7 +104,10 @@ def _turned(x: Tensor, turn: Tensor | None, way: int) -> Tensor:
 
 
 def _definition(x: Inputs) -> Outputs:
-    """Equations 28 to 31, all pairs at once; LAPACK has no bfloat16, so that the system alone is solved in float32 there."""
+    """Return the step by equations 28 to 31, all pairs at once.
+
+    LAPACK has no bfloat16, so that the system alone is solved in float32 for bfloat16.
+    """
     q, k, turn = x["q"], x["k"], x.get("turn")
     temperature, newton = (x[name][:, None, None] for name in ("temperature", "newton_temperature"))
     t, tk, kind = q.shape[2], k.shape[2], q.dtype
@@ -124,7 +138,7 @@ def _definition(x: Inputs) -> Outputs:
 
 def _call(x: Inputs, implementation: str) -> Outputs:
     given = {name: value for name, value in x.items() if name != "factor"}
-    # The layer's G is float32 at least, whatever its weights are.
+    # The layer's G is float32 or wider, whatever the dtype of its weights.
     wide = torch.promote_types(x["q"].dtype, torch.float32)
     gram = x["factor"].to(wide) @ x["factor"].to(wide).mT
     if "turn" in given:

@@ -1,8 +1,11 @@
-"""The Newton step of attention's free energy in plain PyTorch, any device, in blocks of rows: memory stays linear in the tokens.
+"""Newton step of attention's free energy in plain PyTorch, any device, in blocks of rows: memory is
+linear in the tokens.
 
-A block's scores give both reads, k-bar and the covariance's product, so no log-sum-exp is kept; the backward remakes it (checkpoint).
-How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
-Beside it: the free energies that the steps descend, token by token, and the first-order step on a quadratic energy, linear attention.
+A block's scores give both reads, k-bar and the covariance's product, so that no log-sum-exp is
+kept; the backward recomputes the block (checkpoint). The block boundaries depend on shapes alone
+and a masked pair is an exact zero, so that no bit of an output depends on later tokens. The module
+also contains the free energies that the steps descend, token by token, and the first-order step on
+a quadratic energy, linear attention.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from kernels.pairs import allowed_pairs
 from kernels.registered import registered
 from kernels.rotary import turned
 
-# [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, h, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
@@ -36,7 +39,10 @@ def step(
     valid: Tensor | None,
     jitter: float,
 ) -> Tensor:
-    """As `second_order_attention`, everything but q in one type, and the result in that type."""
+    """Return the result of `second_order_attention`.
+
+    All tensors but q have one dtype, which the result has too.
+    """
     t, tk, d = q.shape[2], k.shape[2], q.shape[3]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     at_once = max(1, terms // (q.shape[0] * q.shape[1] * (max(tk, d * d) if exact else tk)))
@@ -70,7 +76,9 @@ def step(
 
 
 def rotated(x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
-    """x [..., t, d] turned by (cos | sin) ``turn``, halves paired, or turned back; None: as it is."""
+    """Return x [..., t, d] rotated by (cos | sin) ``turn``, halves paired, or rotated back; None: x
+    unchanged.
+    """
     if turn is None:
         return x
     cos, sin = turn.chunk(2, dim=-1)
@@ -78,24 +86,28 @@ def rotated(x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
 
 
 def log_weights(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None) -> Tensor:
-    """(q.k_i - |k_i|^2 / 2) / T [b, h, n, tk] of each head's T [h], -inf where not seen."""
+    """Return (q.k_i - |k_i|^2 / 2) / T [b, h, n, tk] of each head's T [h], -inf where not seen."""
     scores = (q @ k.mT - k.square().sum(-1)[:, :, None] / 2) / temperature[:, None, None]
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
 def residual(q: Tensor, mean: Tensor, gram: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(r, u) of q [b, h, n, d] and kbar: r = q - kbar in q's own frame, u = G r in the frame of the keys."""
+    """Return (r, u) of q [b, h, n, d] and kbar: r = q - kbar in q's own frame, u = G r in the frame
+    of the keys.
+    """
     r = q - rotated(mean, turn, back=True)
     return r, rotated(r @ gram, turn)
 
 
 def in_own_frame(product: Tensor, newton: Tensor, turn: Tensor | None) -> Tensor:
-    """C u [b, h, n, d] over T' [h], turned back from the frame of the keys."""
+    """Return C u [b, h, n, d] over T' [h], rotated back from the frame of the keys."""
     return rotated(product / newton[:, None, None], turn, back=True)
 
 
 def solve_gram(gram: Tensor, x: Tensor, jitter: float) -> Tensor:
-    """G^-1 x for gram [h, d, d] and x [b, h, t, d]; NaN for a head whose G + jitter mean(diag G) I has no Cholesky factor."""
+    """Return G^-1 x for gram [h, d, d] and x [b, h, t, d]; NaN for a head whose G + jitter
+    mean(diag G) I has no Cholesky factor.
+    """
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     lifted = gram + torch.diag_embed((jitter * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
     factor, failed = torch.linalg.cholesky_ex(lifted)
@@ -117,9 +129,11 @@ def _rows(
     causal: bool,
     valid: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or (I - C / T')^-1 G r where exact; both [b, h, n, d].
+    """Return r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or
+    (I - C / T')^-1 G r if exact; both [b, h, n, d].
 
-    q comes in its own type: what a checkpoint keeps of it is that. k's gradient adds up over the blocks, so k comes in the wide one.
+    q has its own dtype, so that a checkpoint saves no wide copy. k's gradient is summed over the
+    blocks, so k has the wide dtype.
     """
     q = q.to(k.dtype)
     end = first + q.shape[2] if causal else k.shape[2]
@@ -131,7 +145,8 @@ def _rows(
     mean = p @ k
     r, u = residual(q, mean, gram, turn)
     if not exact:
-        # sum p k (k.u) - kbar (kbar.u), the second term taken off inside the sum: less is lost where the keys are far from zero.
+        # sum p k (k.u) - kbar (kbar.u), with the second term subtracted inside the sum, which loses
+        # fewer digits where the keys are far from zero.
         along = u @ k.mT - (mean * u).sum(-1, keepdim=True)
         weighted = p * along
         weighted = weighted if seen is None else weighted.masked_fill(~seen, 0.0)
@@ -149,11 +164,13 @@ def _rows(
 
 
 def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None = None) -> Tensor:
-    """F = -T log sum_i exp(-|q - k_i|^2 / 2T) of any tokens' q among the keys that they see.
+    """Return F = -T log sum_i exp(-|q - k_i|^2 / 2T) of any tokens' q among the keys that they see.
 
-    Its gradient in q is r = q - kbar, its Hessian I - C / T: `second_order_attention` has the symbols.
-    Shapes: q [b, h, n, d] (turned to its position where k is), k [b, h, tk, d], temperature T [h] > 0, seen bool [n, tk] or [b, 1, n, tk]
-    (`reference.allowed_pairs`; None: all). Returns [b, h, n], float32 or wider. n tk terms are held: pass a sample of the tokens.
+    Its gradient in q is r = q - kbar, its Hessian I - C / T; `second_order_attention` defines the
+    symbols.
+    Shapes: q [b, h, n, d] (rotated to its position if k is), k [b, h, tk, d], temperature T [h] >
+    0, seen bool [n, tk] or [b, 1, n, tk] (`kernels.pairs.allowed_pairs`; None: all).
+    Returns [b, h, n], float32 or wider. Memory holds n tk terms: pass a sample of the tokens.
     Source: Transformers as Intrinsic Optimizers, theorem 2 (its F is the mean over heads).
     """
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -164,9 +181,11 @@ def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None =
 
 
 def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
-    """F = -1/2 sum_i (q.k_i)^2, linear attention's energy at T = 1, of any tokens' q among the keys that they see; shapes as `free_energy`.
+    """Return F = -1/2 sum_i (q.k_i)^2 of any tokens' q among the keys that they see.
 
-    Its gradient in q is -sum_i (q.k_i) k_i, minus what `linear.energy_linear_attention` reads. Source: the same paper, theorem 3.
+    It is linear attention's energy at T = 1. Shapes as in `free_energy`. Its gradient in q is
+    -sum_i (q.k_i) k_i, minus the result of `energy_linear_attention`.
+    Source: Transformers as Intrinsic Optimizers, theorem 3.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     squares = (q.to(compute) @ k.to(compute).mT).square()
@@ -191,12 +210,16 @@ def energy_linear_attention(
     valid: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_t = sum_i (q_t.k_i) k_i over i <= t (causal), or over all i: minus the gradient of `energy.quadratic_energy` in q.
+    """Return out_t = sum_i (q_t.k_i) k_i over i <= t (causal) or over all i, and the state.
 
-    Shapes: q and k [b, h, t, d], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, d, d]: the past's sum_i
-    k_i k_i^T (None: none). Returns (out [b, h, t, d] in q's type, the state after the last token).
-    Types: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64). Time and memory linear in t.
-    Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
+    out is minus the gradient of `quadratic_energy` in q.
+    Shapes: q and k [b, h, t, d], valid [b, t] bool, False at padding (those keys contribute zero),
+    state [b, h, d, d]: the past's sum_i k_i k_i^T (None: no past).
+    Returns (out [b, h, t, d] in q's dtype, the state after the last token).
+    Dtypes: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64).
+    Time and memory are linear in t.
+    Raises ValueError for shapes or dtypes that do not fit.
+    Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
     """
     check_first("energy_linear_attention", "q", q)
     b, h, t, d = q.shape

@@ -1,6 +1,8 @@
-"""Hyper-SET's attention: one projection z a head is query, key and value. `symmetric_attention`, `symmetric_linear_attention`.
+"""Hyper-SET's attention, where one projection z per head is query, key and value:
+`symmetric_attention`, `symmetric_linear_attention`.
 
-The projections, the norm that puts z on its sphere and the step stay with the layer; `reference` has the energies behind the operators.
+The layer implements the projections, the norm that puts z on its sphere and the step; `reference`
+contains the energies of the operators.
 """
 
 from __future__ import annotations
@@ -19,11 +21,9 @@ from kernels.symmetric_attention.reference import pairwise_attention
 __all__ = ["OP", "symmetric_attention", "symmetric_linear_attention"]
 
 KINDS = ("softmax", "bisoftmax", "sigmoid")
-WIDEST = {
-    "bisoftmax": 256,
-    "sigmoid": 128,
-}  # of a head whose gradients the kernels keep in registers, in bfloat16
-FLOAT32_WIDEST = 64  # in float32
+# Largest head widths whose gradients the kernels keep in registers, in bfloat16 and in float32.
+WIDEST = {"bisoftmax": 256, "sigmoid": 128}
+FLOAT32_WIDEST = 64
 
 OP = Op(
     "symmetric_attention",
@@ -51,19 +51,28 @@ def symmetric_attention(
     valid: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """The gradient of an attention energy with respect to z: out_i = sum_j A_ij z_j, with s_ij = z_i . z_j / sqrt(p).
+    """Return the gradient of an attention energy with respect to z: out_i = sum_j A_ij z_j.
 
-    softmax:    A = softmax of each row, the gradient of sqrt(p) log sum_j exp(s_ij) in z_i with the keys held fixed
-    bisoftmax:  A = softmax of each row + softmax of each column, the gradient of the sum of those over all i (no causal form)
-    sigmoid:    A_ij = sigma(s_ij) (1 - sigma(s_ij)), the gradient of sqrt(p)/2 sum_ij sigma(s_ij); a sum over keys, not a mean
+    With s_ij = z_i . z_j / sqrt(p), the kinds are
 
-    Shapes: z [b, h, t, p], keys [b, h, tk, p] (the past's z, then this z; None: z alone), valid [b, tk] bool, False at padding.
-    Returns [b, h, t, p] in z's type. A token at padding sees itself alone, and nobody sees it.
-    Types: float64, float32, bfloat16 or float16. bfloat16 is computed in float32 inside; sdpa and triton round the operands to it.
-    Memory is linear in t.
-    implementation: "sdpa" (torch's scaled_dot_product_attention), "triton" (p up to 64 in float32, 128 in bfloat16, there 256 for
-    bisoftmax; on a GPU a multiple of 16 if over 64), "reference" or "auto", the fastest that this call allows.
-    Raises ValueError for shapes, types or a kind that do not fit, and for an implementation that cannot run.
+        softmax:    A = softmax of each row, the gradient of sqrt(p) log sum_j exp(s_ij) in z_i with
+                    the keys held fixed
+        bisoftmax:  A = softmax of each row + softmax of each column, the gradient of the sum of
+                    those over all i (no causal form)
+        sigmoid:    A_ij = sigma(s_ij) (1 - sigma(s_ij)), the gradient of
+                    sqrt(p)/2 sum_ij sigma(s_ij); a sum over keys, not a mean
+
+    Shapes: z [b, h, t, p], keys [b, h, tk, p] (the past's z, then this z; None: z alone), valid
+    [b, tk] bool, False at padding.
+    Returns [b, h, t, p] in z's dtype. A token at padding sees itself alone, and no other token sees
+    it.
+    Dtypes: float64, float32, bfloat16 or float16. bfloat16 is computed in float32; sdpa and triton
+    round the operands to bfloat16. Memory is linear in t.
+    implementation: "sdpa" (torch's scaled_dot_product_attention), "triton" (p up to 64 in float32;
+    in bfloat16 up to 128, or 256 for bisoftmax; on a GPU a multiple of 16 if over 64), "reference"
+    or "auto", the fastest that this call allows.
+    Raises ValueError for shapes, dtypes or a kind that do not fit, and for an implementation that
+    cannot run.
     Source: Hyper-SET, equations 3, 7, 9 and table 18.
     """
     _check(z, keys, kind, causal, valid)
@@ -93,14 +102,20 @@ def symmetric_attention(
 def symmetric_linear_attention(
     z: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out_i = Phi'(z_i) * (1 / sqrt(p)) sum_j Phi(z_j) (Phi(z_j) . Phi(z_i)), Phi the sigmoid; causal: over j <= i.
+    """Return Hyper-SET's linear attention of z, and the state after the last token.
 
-    It is the gradient of (1 / 4 sqrt(p)) sum_ij (Phi(z_i) . Phi(z_j))^2; causal: of each token's own terms, the keys held fixed.
-    Shapes: z [b, h, t, p], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, p, p]: sum_j Phi(z_j) Phi(z_j)^T
-    over the past (None: none). Returns (out [b, h, t, p] in z's type, the state after the last token).
-    Types: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64). Time and memory linear in t.
-    Raises ValueError for shapes or types that do not fit. Source: Hyper-SET, table 18, linear attention (the released code scales by
-    1 / sqrt(t) instead, which a causal model cannot know).
+        out_i = Phi'(z_i) * (1 / sqrt(p)) sum_j Phi(z_j) (Phi(z_j) . Phi(z_i)), Phi the sigmoid
+
+    The sum is over j <= i if causal. out is the gradient of (1 / 4 sqrt(p)) sum_ij (Phi(z_i) .
+    Phi(z_j))^2; if causal, of each token's own terms, the keys held fixed.
+    Shapes: z [b, h, t, p], valid [b, t] bool, False at padding (those keys contribute zero), state
+    [b, h, p, p]: sum_j Phi(z_j) Phi(z_j)^T over the past (None: no past).
+    Returns (out [b, h, t, p] in z's dtype, the state after the last token).
+    Dtypes: float64, float32, bfloat16 or float16; sums and state are float32 (float64 for float64).
+    Time and memory are linear in t.
+    Raises ValueError for shapes or dtypes that do not fit.
+    Source: Hyper-SET, table 18, linear attention (the released code scales by 1 / sqrt(t) instead,
+    which a causal model cannot know).
     """
     check_first("symmetric_linear_attention", "z", z)
     b, h, t, p = z.shape
@@ -138,5 +153,6 @@ def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tenso
     )
     if kind == "bisoftmax" and (causal or tk != t):
         raise ValueError(
-            "symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax"
+            "symmetric_attention: bisoftmax lets every token move every other; it has no causal "
+            "form, use softmax"
         )

@@ -1,4 +1,6 @@
-"""Hyper-SET's attention's cases: z on its sphere, sharper than that, alike, with padding, with a past, with padding alone in a row."""
+"""Cases of Hyper-SET's attention: z on its sphere, sharper scores, equal tokens, padding, a past,
+rows of padding alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Size = Mapping[str, int]
 
 
 def _sphere(size: Size, seed: int = 0, times: float = 1.0) -> Tensor:
-    """z of norm sqrt(p) times ``times``."""
+    """Return z of norm sqrt(p) times ``times``."""
     z = Draw(seed + size["tokens"]).normal(
         size["batch"], size["heads"], size["tokens"], size["width"]
     )
@@ -32,7 +34,7 @@ def _one_token(kind: str, causal: bool) -> Callable[[Size], Inputs]:
 
 
 def _alike(kind: str, causal: bool) -> Callable[[Size], Inputs]:
-    """Every token the same z: all weights are equal."""
+    """Return a case where every token has the same z, so that all weights are equal."""
     return lambda size: {
         "z": _sphere(size)[:, :, :1].expand(-1, -1, size["tokens"], -1).clone(),
         "kind": kind,
@@ -41,7 +43,9 @@ def _alike(kind: str, causal: bool) -> Callable[[Size], Inputs]:
 
 
 def _close(kind: str, causal: bool) -> Callable[[Size], Inputs]:
-    """Tokens in pairs of almost one direction, eight times as sharp, so that rows have two keys that compete."""
+    """Return a case with pairs of tokens of almost one direction, eight times as sharp, so that
+    rows have two competing keys.
+    """
 
     def make(size: Size) -> Inputs:
         z = _sphere(size, times=8**0.5)
@@ -52,7 +56,9 @@ def _close(kind: str, causal: bool) -> Callable[[Size], Inputs]:
 
 
 def _padding(kind: str, causal: bool) -> Callable[[Size], Inputs]:
-    """Left padding over more than a block, holes, and a sequence of nothing but padding."""
+    """Return a case with left padding over more than a block, holes, and a sequence that is padding
+    only.
+    """
 
     def make(size: Size) -> Inputs:
         z, tokens = _sphere({**size, "batch": 3}), size["tokens"]
@@ -66,7 +72,7 @@ def _padding(kind: str, causal: bool) -> Callable[[Size], Inputs]:
 
 
 def _past(causal: bool) -> Callable[[Size], Inputs]:
-    """Keys before z's own: the last third of the tokens reads all of them."""
+    """Return a case with keys before z's own: the last third of the tokens reads all of them."""
 
     def make(size: Size) -> Inputs:
         keys = _sphere(size)
@@ -81,7 +87,7 @@ def _past(causal: bool) -> Callable[[Size], Inputs]:
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All pairs at once, each softmax on its own."""
+    """Return the read from all pairs at once, with each softmax computed separately."""
     z: Tensor = x["z"]
     keys: Tensor = {"keys": z, **x}["keys"]
     t, tk = z.shape[2], keys.shape[2]

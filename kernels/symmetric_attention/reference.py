@@ -1,9 +1,11 @@
-"""Attention of z with itself by its definition, in blocks of rows: plain PyTorch, any device. Memory stays linear in the tokens.
+"""Attention of z with itself by its definition, in blocks of rows: plain PyTorch, any device.
 
-The scores are symmetric, so the log-sum-exp of a column is that of the row of the same number, and softmax over columns is the transpose
-P^T of softmax over rows: a block of rows of P gives its own rows of P z, and its share of every row of P^T z, in one pass.
-How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
-Beside it: the energies that Hyper-SET's steps descend, token by token, and its measures of spread, for diagnostics and tests.
+Memory is linear in the tokens. The scores are symmetric, so the log-sum-exp of a column is that of
+the row with the same number, and softmax over columns is the transpose P^T of softmax over rows. A
+block of rows of P gives its own rows of P z, and its share of every row of P^T z, in one pass. The
+block boundaries depend on shapes alone and a masked pair is an exact zero, so that no bit of an
+output depends on later tokens. The module also contains the energies that Hyper-SET's steps
+descend, token by token, and its measures of spread, for diagnostics and tests.
 """
 
 from __future__ import annotations
@@ -16,23 +18,27 @@ from torch import Tensor
 from kernels.arguments import without_autocast
 from kernels.pairs import allowed_pairs, blocks_of_rows
 
-# [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+# Most terms of a block, [b, h, rows, keys]: about a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 
 def pairwise_attention(
     z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None
 ) -> Tensor:
-    """As `symmetric_attention`, for every kind; the result in z's type, computed in float32 (float64 for float64)."""
-    # torch.compile takes no tensor twice.
+    """Return `symmetric_attention` of every kind.
+
+    The result has z's dtype, computed in float32 (float64 for float64).
+    """
+    # torch.compile does not accept the same tensor twice.
     found: Tensor = _Pairs.apply(z, keys.view_as(keys) if keys is z else keys, kind, causal, valid)
     return found
 
 
 class _Pairs(torch.autograd.Function):
-    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k); the backward remakes the blocks.
+    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k).
 
-    q and k are kept as they come, and are float32 (float64 for float64) while their blocks are made.
+    The backward recomputes the blocks. q and k are kept in their own dtypes, and are float32
+    (float64 for float64) while their blocks are computed.
     """
 
     @staticmethod
@@ -82,7 +88,10 @@ def _wide(x: Tensor) -> Tensor:
 def _weights(
     q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(A, s) [b, h, rows, keys] of a block, over the keys that its last row may see; A is zero where a pair is not seen."""
+    """Return (A, s) [b, h, rows, keys] of a block, over the keys that its last row may see.
+
+    A is zero where a pair is not seen.
+    """
     tq, tk = q.shape[2], k.shape[2]
     end = rows.stop + tk - tq if causal else tk
     scores = q[:, :, rows] @ k[:, :, :end].mT * q.shape[-1] ** -0.5
@@ -107,14 +116,22 @@ def attention_energy(
     causal: bool = True,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Each token's energy among the tokens it sees, with s_ij = z_i . z_j / sqrt(p), f_ij = Phi(z_i) . Phi(z_j), Phi the sigmoid.
+    """Return each token's energy among the tokens it sees.
 
-    softmax, bisoftmax: sqrt(p) log sum_j exp(s_ij)     sigmoid: c sqrt(p) sum_j sigma(s_ij)     linear: c / (2 sqrt(p)) sum_j f_ij^2
+    With s_ij = z_i . z_j / sqrt(p), f_ij = Phi(z_i) . Phi(z_j), Phi the sigmoid, the kinds are
 
-    c = 1 where causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, so that the sum over i is the whole energy,
-    which counts every pair twice. softmax and bisoftmax differ in what moves: z_i alone, or all of z.
-    Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the tokens of z are the last of the keys), valid [b, tk] bool. Returns [b, h, t],
-    float32 or wider. t x tk terms are held: for long sequences pass a few tokens' z at a time. Source: Hyper-SET, equations 3, 4, table 18.
+        softmax, bisoftmax:  sqrt(p) log sum_j exp(s_ij)
+        sigmoid:             c sqrt(p) sum_j sigma(s_ij)
+        linear:              c / (2 sqrt(p)) sum_j f_ij^2
+
+    c = 1 if causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, so that
+    the sum over i is the total energy, which counts every pair twice. softmax and bisoftmax differ
+    in what moves: z_i alone, or all of z.
+    Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the tokens of z are the last of the keys),
+    valid [b, tk] bool.
+    Returns [b, h, t], float32 or wider. Memory holds t x tk terms: for long sequences pass a few
+    tokens' z at a time.
+    Source: Hyper-SET, equations 3, 4, table 18.
     """
     compute = torch.promote_types(z.dtype, torch.float32)
     z, keys = z.to(compute), (z if keys is None else keys).to(compute)
@@ -124,7 +141,10 @@ def attention_energy(
 
 
 def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, share: float) -> Tensor:
-    """`attention_energy` of any tokens z [b, h, n, p] among keys [b, h, tk, p] of which they see ``seen`` [.., n, tk] (None: all)."""
+    """Return the `attention_energy` of any tokens z [b, h, n, p] among keys [b, h, tk, p].
+
+    seen [.., n, tk]: the keys that each sees; None: all.
+    """
     p = z.shape[-1]
     if kind == "linear":
         terms = (z.sigmoid() @ keys.sigmoid().mT).square() * (share / (2 * p**0.5))
@@ -143,10 +163,15 @@ def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, shar
 
 
 def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:
-    """Each token's energy among the directions: u [..., M], D^T x after its norm -> [...], float32 or wider.
+    """Return each token's energy among the directions: [...] for u [..., M], D^T x after its norm.
 
-    relu: -1/2 sum_m relu(u_m)^2     softmax: -log sum_m exp(u_m)     gated: -1/2 (sum_m Phi(u_m))^2, Phi the sigmoid
-    Raises ValueError for another kind. Source: Hyper-SET, equation 5 and table 19.
+        relu:     -1/2 sum_m relu(u_m)^2
+        softmax:  -log sum_m exp(u_m)
+        gated:    -1/2 (sum_m Phi(u_m))^2, Phi the sigmoid
+
+    The result is float32 or wider.
+    Raises ValueError for another kind.
+    Source: Hyper-SET, equation 5 and table 19.
     """
     u = u.to(torch.promote_types(u.dtype, torch.float32))
     if kind == "relu":
@@ -159,16 +184,21 @@ def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:
 
 
 def effective_rank(x: Tensor) -> Tensor:
-    """exp of the entropy of the singular values' shares: x [..., n, p], n vectors -> [...]. Source: Hyper-SET, equation 17."""
+    """Return exp of the entropy of the singular values' shares, [...], of n vectors x [..., n, p].
+
+    Source: Hyper-SET, equation 17.
+    """
     values = torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32)))
     share = values / values.sum(-1, keepdim=True)
     return torch.special.entr(share).sum(-1).exp()
 
 
 def mean_angle(x: Tensor) -> Tensor:
-    """The angle, in radians, whose cosine is the mean over all pairs: x [..., n, p], n >= 2 vectors -> [...]. Hyper-SET, equation 18.
+    """Return the angle in radians whose cosine is the mean over all pairs of n >= 2 vectors.
 
-    The cosines of all pairs add up to (|sum of the unit vectors|^2 - n) / 2, so no n x n matrix is made.
+    x [..., n, p] gives [...]. The cosines of all pairs add up to (|sum of the unit
+    vectors|^2 - n) / 2, so that no n x n matrix is needed.
+    Source: Hyper-SET, equation 18.
     """
     n = x.shape[-2]
     unit = torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)

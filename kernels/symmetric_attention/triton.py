@@ -1,18 +1,23 @@
-"""Bi-softmax and sigmoid attention in Triton, forward and backward. Nothing is shared between programs, no pair is kept, nothing autotuned.
+"""Bi-softmax and sigmoid attention in Triton, forward and backward.
 
-Bi-softmax, two passes over the pairs each way: s = z z^T / sqrt(p) is symmetric, and so is what sees what; a column's log-sum-exp is the
-row's. With P_ij = exp(s_ij - L_i), A = P + P^T and g the gradient of out = A z, dP_ij and dP_ji are both M_ij = g_i.z_j + z_i.g_j. With
-D_i = sum_j P_ij M_ij, all roles of z at once,
+Programs share no data, no pair is stored, no kernel is autotuned.
+
+Bi-softmax takes two passes over the pairs, forward and backward. s = z z^T / sqrt(p) is symmetric,
+and so is the mask, so that a column's log-sum-exp is the row's. With P_ij = exp(s_ij - L_i), A = P
++ P^T and g the gradient of out = A z, dP_ij and dP_ji are both M_ij = g_i.z_j + z_i.g_j. With
+D_i = sum_j P_ij M_ij, the sum over all roles of z is
 
     dz_i = sum_j A_ij g_j + (A_ij M_ij - P_ij D_i - P_ji D_j) z_j / sqrt(p)
 
-Sigmoid, one pass each way, causal or full: w_ij = sigma(s_ij) (1 - sigma(s_ij)) is a function of the pair alone; with g the gradient of
-out = w k and w' = -w tanh(s / 2),
+Sigmoid takes one pass, forward and backward, causal or full. w_ij = sigma(s_ij) (1 - sigma(s_ij))
+is a function of the pair alone. With g the gradient of out = w k and w' = -w tanh(s / 2),
 
-    dq_i = sum_j w'_ij (g_i.k_j) k_j / sqrt(p)        dk_j = sum_i w_ij g_i + w'_ij (g_i.k_j) q_i / sqrt(p)
+    dq_i = sum_j w'_ij (g_i.k_j) k_j / sqrt(p)
+    dk_j = sum_i w_ij g_i + w'_ij (g_i.k_j) q_i / sqrt(p)
 
-Where q and k are one tensor and all pairs count, a program makes both sums for its rows; else there is a launch for each, over the pairs
-that it needs. Keys past the last are zeros, so that whatever they weigh adds nothing.
+If q and k are one tensor and all pairs count, a program computes both sums for its rows. Otherwise
+each sum has its own launch, over the pairs that it needs. Keys past the last are zeros, so that
+they add zero whatever their weight.
 """
 
 from __future__ import annotations
@@ -40,20 +45,25 @@ from kernels.tiles import (
 
 
 def bisoftmax_attention(z, valid):
-    """(softmax of rows + softmax of columns) z for z [b, h, t, p], float32 or bfloat16; valid [b, t] bool or None. Differentiable in z."""
+    """Return (softmax of rows + softmax of columns) z for z [b, h, t, p], float32 or bfloat16.
+
+    valid [b, t] bool or None. Differentiable in z.
+    """
     return _Bisoftmax.apply(z, valid)
 
 
 def sigmoid_attention(z, keys, valid, *, causal):
-    """w k of z [b, h, t, p] over keys [b, h, tk, p] (None: z), whose last t positions are z's; valid [b, tk] bool or None.
+    """Return w k of z [b, h, t, p] over keys [b, h, tk, p] (None: z), whose last t positions are
+    z's.
 
-    Types: float32 or bfloat16. Differentiable in z and keys.
+    valid [b, tk] bool or None.
+    Dtypes: float32 or bfloat16. Differentiable in z and keys.
     """
     return _Sigmoid.apply(z, keys, valid, causal)
 
 
 class _Bisoftmax(torch.autograd.Function):
-    """Keeps z and the log-sum-exp of each row, in powers of two, float32."""
+    """Bi-softmax attention that saves z and the log-sum-exp of each row, in base 2, float32."""
 
     @staticmethod
     def forward(ctx, z, valid):
@@ -93,7 +103,7 @@ class _Bisoftmax(torch.autograd.Function):
 
 
 class _Sigmoid(torch.autograd.Function):
-    """Keeps nothing but its inputs."""
+    """Sigmoid attention that saves its inputs only."""
 
     @staticmethod
     def forward(ctx, z, keys, valid, causal):
@@ -129,7 +139,11 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
-    """The gradient of ``own``, in type ``kind``, as queries that read ``other``, as keys that ``other`` read, or both where all is full."""
+    """Return the gradient of ``own``, in dtype ``kind``, as queries that read ``other``, as keys
+    that ``other`` read, or as both.
+
+    Both at once requires that every row sees every key, except for padding.
+    """
     (heads, count, width), others, found = own.shape[1:], other.shape[2], empty_as(own, kind)
     sizes = (width**-0.5, LOG2E * width**-0.5, heads, count, others, max(count, others))
     strides = (n for t in (own, other, d_out, found) for n in t.stride()[:3])
@@ -151,7 +165,10 @@ def _gradient(own, other, d_out, valid, causal, kind, *, as_query, as_key):
 
 
 def _launch(kernel, own, valid, *arguments, **constants):
-    """On each block of every head's rows of ``own``; the arguments end with the strides, valid's comes here."""
+    """Launch a kernel on each block of every head's rows of ``own``.
+
+    The arguments end with the strides, and valid's stride is appended.
+    """
     b, h, count, width = own.shape
     wide = padded(width) > (64 if kernel is _sigmoid_gradient_kernel and valid is not None else 128)
     blocks = fitting(own.dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 8, 1), BLOCKS[kernel][wide])
@@ -167,7 +184,7 @@ def _launch(kernel, own, valid, *arguments, **constants):
 
 @triton.jit
 def _masked(scores, row, key, t, valid, b, valid_b):
-    """scores, -inf where a row does not see a key, if there is padding."""
+    """Return the scores; if the batch has padding, -inf where a row does not see a key."""
     if valid is not None:
         valid += b * valid_b
         row, key = row[:, None], key[None, :]
@@ -181,7 +198,9 @@ def _masked(scores, row, key, t, valid, b, valid_b):
 
 @triton.jit
 def _own(z, heads, t, z_b, z_h, z_t, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """(sequence, head, head of all, first row; where z of that head begins; rows, z of them)."""
+    """Return (sequence, head, head of all, first row, pointer to z of that head, rows, z of these
+    rows).
+    """
     b, h, head_of_all, start = place(heads, t, ROWS)
     z = of_head(z, b, h, z_b, z_h)
     own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
@@ -205,7 +224,7 @@ def _log_sum_kernel(
         )
         new = tl.maximum(top, tl.max(scores, 1))
         level = new
-        if valid is not None:  # a row may have seen nothing yet
+        if valid is not None:  # a row may not have seen any key yet
             level = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(top - level) + tl.sum(tl.exp2(scores - level[:, None]), 1)
         top = new
@@ -251,10 +270,11 @@ def _bisoftmax_kernel(
 
 @triton.jit
 def _terms_kernel(
-    z, valid, lse, d_out, terms, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, valid_b,
+    z, valid, lse, d_out, terms, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t,
+    valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
+    """Compute D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
     b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
@@ -277,7 +297,8 @@ def _terms_kernel(
 
 @triton.jit
 def _bisoftmax_gradient_kernel(
-    z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
+    z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h,
+    d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     b, h, head_of_all, start, z, row, own = _own(z, heads, t, z_b, z_h, z_t, WIDTH, PADDED, ROWS)
@@ -338,8 +359,10 @@ def _weights(scores):
 
 @triton.jit
 def _sigmoid_kernel(
-    z, keys, valid, out, factor, heads, t, tk, z_b, z_h, z_t, keys_b, keys_h, keys_t, out_b, out_h, out_t, valid_b,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    z, keys, valid, out, factor, heads, t, tk, z_b, z_h, z_t, keys_b, keys_h, keys_t, out_b, out_h,
+    out_t, valid_b,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     b, h, _, start = place(heads, t, ROWS)
     keys += b * keys_b + h * keys_h
@@ -376,11 +399,16 @@ def _sigmoid_kernel(
 @triton.jit
 def _sigmoid_gradient_kernel(
     own, other, d_out, valid, found, scale, factor, heads, count, others, positions,
-    own_b, own_h, own_t, other_b, other_h, other_t, d_out_b, d_out_h, d_out_t, found_b, found_h, found_t, valid_b,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    own_b, own_h, own_t, other_b, other_h, other_t, d_out_b, d_out_h, d_out_t, found_b, found_h,
+    found_t, valid_b,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     AS_QUERY: tl.constexpr, AS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """A block of own rows, over all others. ``count`` and ``others`` stand at the end of ``positions``."""
+    """Compute the gradient of a block of own rows, over all rows of ``other``.
+
+    The ``count`` own rows and the ``others`` rows are the last ones of ``positions``.
+    """
     b, h, _, start = place(heads, count, ROWS)
     past = positions - others
     position = (positions - count + start + tl.arange(0, ROWS))[:, None]
@@ -446,8 +474,9 @@ def _sigmoid_gradient_kernel(
     )
 
 
-# Of each kernel in bfloat16: for heads up to 128 wide, and for wider ones. Sigmoid has none of these; its gradient's are those over 64 with
-# padding, whose tests would spill.
+# Block sizes of each kernel in bfloat16: for heads up to 128 wide, and for wider ones. Sigmoid
+# takes no wider heads; its gradient uses the second sizes for heads over 64 with padding, whose
+# mask would spill.
 BLOCKS = {
     _log_sum_kernel: (Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 2)),
     _bisoftmax_kernel: (Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2)),
@@ -456,4 +485,4 @@ BLOCKS = {
     _sigmoid_kernel: (Blocks(128, 64, 8, 3),),
     _sigmoid_gradient_kernel: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2)),
 }
-MATRIX = tuple(BLOCKS)  # their products are wgmma on sm_90
+MATRIX = tuple(BLOCKS)  # compiled to wgmma on sm_90

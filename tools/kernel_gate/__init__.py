@@ -1,1 +1,3 @@
-"""The compile gate: every Triton kernel built for real GPUs on a machine without one, and what the machine code says of itself."""
+"""Compile gate: every Triton kernel is compiled for real GPUs on a machine without one, and its
+machine code is checked.
+"""

@@ -1,7 +1,8 @@
-"""`python -m tools.kernel_gate [--only OP ...] [--write]`: compile the kernels for sm_90, sm_80 and sm_100 on any machine, and judge.
+"""Compile and check the kernels for sm_90, sm_80 and sm_100 on any machine.
 
-With `--warm DIR` it fills a Triton cache instead: every kernel that a machine with GPUs (sm_90, or --sm) asks for, packed as DIR.tgz. It is
-unpacked there at the same path, or at --at, which TRITON_CACHE_DIR then names.
+Usage: `python -m tools.kernel_gate [--only OP ...] [--write]`. With `--warm DIR` it fills a Triton
+cache instead: every kernel that a machine with GPUs (sm_90, or --sm) requests, packed as DIR.tgz.
+Unpack it on that machine at the same path, or at --at, and set TRITON_CACHE_DIR to this path.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
+    """Return the exit code: 0 on success, 1 if a kernel has a fault, 2 if the call cannot be
+    carried out.
+    """
     parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
     parser.add_argument(
         "prefix",
@@ -86,14 +89,17 @@ def main(argv: list[str] | None = None) -> int:
         "--triton",
         type=Path,
         metavar="TARGET",
-        help="with --warm: where pip has installed Triton for another Python (--target), to run there",
+        help=(
+            "with --warm: where pip has installed Triton for another Python (--target), to run "
+            "there"
+        ),
     )
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _warm(asked) if asked.warm else _judge(asked))
 
 
 def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
-    """The kernels that the call is about; raises UserError where it cannot be carried out."""
+    """Return the kernels that the call selects; raise UserError if it cannot be carried out."""
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
         raise UserError(
@@ -103,9 +109,8 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
     rooms = {module.split(".")[1] for module, _ in kernels_under("kernels")}
     if asked.warm:
-        rooms |= {
-            op for op in suites() if "triton" in implementations(op)
-        }  # some launch kernels of other operations alone
+        # Some operations launch only kernels of other operations.
+        rooms |= {op for op in suites() if "triton" in implementations(op)}
     for op in asked.only:
         if op not in rooms:
             near = nearest(op, rooms)
@@ -136,14 +141,16 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
 
 
 def _whole(asked: argparse.Namespace) -> bool:
-    """Whether docs/kernels.md can be written of what is built."""
+    """Return True if docs/kernels.md can be written from this build."""
     return asked.prefix == "kernels" and not (
         asked.only or asked.sm or asked.few or asked.documents
     )
 
 
 def _same(recorded: str, found: str, whole: bool) -> bool:
-    """Whether docs/kernels.md is what was built; whole False: in the parts of the modules that were built."""
+    """Return True if docs/kernels.md matches this build, in all parts or only in the modules that
+    were built.
+    """
     was, is_now = sections(recorded), sections(found)
     return (
         recorded == found
@@ -157,7 +164,7 @@ def _same(recorded: str, found: str, whole: bool) -> bool:
 
 
 def _progress() -> Progress:
-    """Prints how much is done and the seconds that are left."""
+    """Return a function that prints the progress and the remaining seconds."""
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
@@ -180,14 +187,16 @@ def _warm(asked: argparse.Namespace) -> int:
     for build, (_, fault) in zip(builds, entries, strict=True):
         if fault:
             print(
-                f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: {fault}",
+                f"kernel_gate: {build.module}: {build.kernel}, {build.label}: does not compile: "
+                f"{fault}",
                 file=sys.stderr,
             )
     made, at = {entry for entry, _ in entries if entry}, asked.at or folder
     archive = pack(folder, made, at)
     size = archive.stat().st_size / 1e6
     print(
-        f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, which TRITON_CACHE_DIR names"
+        f"{len(made)} kernels for sm_{arch}, {size:.1f} MB: {archive}, to be unpacked in {at}, "
+        "which TRITON_CACHE_DIR names"
     )
     return Exit.FAULT if any(fault for _, fault in entries) else Exit.DONE
 
@@ -225,7 +234,8 @@ def _judge(asked: argparse.Namespace) -> int:
         PAGE.write_text(text, encoding="utf-8")
     if asked.check and not _same(PAGE.read_text(encoding="utf-8"), text, whole):
         print(
-            f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write",
+            f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate "
+            "--write",
             file=sys.stderr,
         )
         return Exit.FAULT

@@ -1,6 +1,8 @@
-"""All Triton kernels to machine code without a GPU, in parallel: registers, spills, shared memory, matrix instructions, warnings.
+"""Compile all Triton kernels without a GPU, in parallel, and check their machine code.
 
-Triton compiles to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. Nothing is launched, no GPU is needed or looked for.
+The checks read registers, spills, shared memory, matrix instructions and warnings. Triton compiles
+to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. No kernel is launched, and no GPU is
+needed or searched.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any, TypeVar
 import kernels
 from tools.kernel_gate.jit import argument, compiled
 
-# Names of integers that count tokens, or stand between rows of a number a token.
+# Names of integers that are token counts, or strides of rows with one number per token.
 COUNTS = {
     "tokens",
     "tq",
@@ -42,25 +44,27 @@ COUNTS = {
     "valid_batch",
 }
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
-ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
-TOGETHER = 8  # builds that a process disassembles at a time
-SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
+ARCHITECTURES = (90, 80, 100)  # every kernel must pass on the first
+TOGETHER = 8  # builds that a process disassembles in one call
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # most bytes per block
 ALLOWED = {
-    "C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"
+    "C7519": "ptxas puts a wait before products whose left operand lies in registers; "
+    "it serialises nothing"
 }
 
 T = TypeVar("T")
-Progress = Callable[
-    [int, int, str], None
-]  # how many builds are done, of how many, and the name of one
+# Number of finished builds, number of builds, and the name of one.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel as a launch of it compiles.
+    """Kernel as a launch compiles it.
 
-    module, kernel: the ``@triton.jit`` function's place and name. types: the Triton type of every argument that is not a constant ("*bf16",
-    "i32", "fp32"); constants: of every other its value; aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
+    module, kernel: module and name of the ``@triton.jit`` function.
+    types: the Triton type of every argument that is not a constant ("*bf16", "i32", "fp32").
+    constants: the values of all other arguments.
+    aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
     label: the first launch of this kind.
     """
 
@@ -75,17 +79,19 @@ class Build:
 
     @property
     def function(self) -> Any:
-        """The function itself."""
+        """Return the ``@triton.jit`` function."""
         return getattr(importlib.import_module(self.module), self.kernel)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments and options, by name, for which the JIT compiles this build."""
+        """Return the arguments and options (name -> value) with which the JIT compiles it."""
         given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
         return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 
     @property
     def matrix(self) -> bool:
-        """Whether the module says that the kernel's products are wgmma's, and this build multiplies in bfloat16."""
+        """True if the module lists the kernel as one whose products are wgmma, and this build
+        multiplies in bfloat16.
+        """
         kernels = getattr(importlib.import_module(self.module), "MATRIX", ())
         return (
             any(each is self.function for each in kernels) and "*bf16" in dict(self.types).values()
@@ -94,24 +100,23 @@ class Build:
 
 @dataclass(frozen=True)
 class Report:
-    """What one build came to on one architecture; ``failed``: why it did not compile, or "" where it did."""
+    """Result of one build on one architecture; ``failed``: why it did not compile, or ""."""
 
     arch: int
     registers: int = 0
-    spilled: int = 0  # bytes: stores and loads on sm_90, the stack elsewhere
-    shared: int = 0  # bytes a block
-    local: int = 0  # on sm_90, as all that follows: instructions that touch local memory
-    rows: int = 0  # of its narrowest product of bfloat16; wgmma multiplies 64 at least
-    matrix: int = 0  # wgmma
-    slow_matrix: int = 0  # the older kind of matrix instruction
+    spilled: int = 0  # bytes: stores and loads on sm_90, the stack on other architectures
+    shared: int = 0  # bytes per block
+    local: int = 0  # instructions on local memory; this field and the following: only on sm_90
+    rows: int = 0  # rows of its narrowest bfloat16 product; wgmma needs at least 64
+    matrix: int = 0  # wgmma instructions
+    slow_matrix: int = 0  # matrix instructions of the older kind
     warnings: tuple[str, ...] = ()
-    crossed: tuple[
-        str, ...
-    ] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
+    # Arguments that a program stores and loads in different layouts, without a barrier.
+    crossed: tuple[str, ...] = ()
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
-        """What the gate holds against it."""
+        """Return the faults of the build."""
         if self.failed:
             return [f"does not compile: {self.failed}"]
         found = []
@@ -130,7 +135,7 @@ class Report:
 
 
 def reason(error: Exception) -> str:
-    """Its type and the first line of its message."""
+    """Return the error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
@@ -140,22 +145,31 @@ def report(build: Build, arch: int) -> Report:
 
 
 def reports(builds: Sequence[Build], arch: int) -> list[Report]:
-    """`report` of each. nvdisasm, which takes a third of a second to start, is called once."""
+    """Return the `report` of each build.
+
+    nvdisasm, which takes a third of a second to start, is called once.
+    """
     found = [_compiled(build, arch) for build in builds]
     listings = iter(disassembled([cubin for _, cubin in found if cubin]))
     return [_with_code(each, next(listings)) if cubin else each for each, cubin in found]
 
 
 def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
-    """What the compilers say, and on sm_90 the machine code, which is still to be read; b"" elsewhere and where there is none."""
+    """Return the compilers' report and, on sm_90, the machine code, which is still to be read.
+
+    The code is b"" on other architectures and if the build did not compile.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     try:
         made = compiled(build.function, build.arguments(), arch)
-    except Exception as error:  # whatever Triton's passes raise is reported as this build's fault
+    except Exception as error:  # any error of Triton's passes is a fault of this build
         return Report(arch, failed=reason(error)), b""
     if missing := {"ttir", "ttgir", "ptx"} - set(made.asm):
-        kept = f"Triton's cache has it without {', '.join(sorted(missing))}: set TRITON_CACHE_DIR to another folder"
+        kept = (
+            f"Triton's cache has it without {', '.join(sorted(missing))}: set TRITON_CACHE_DIR to "
+            "another folder"
+        )
         return Report(arch, failed=kept), b""
     tools = Path(get_ptxas(arch).path)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +218,10 @@ def _with_code(found: Report, listing: str) -> Report:
 
 
 def disassembled(cubins: Sequence[bytes]) -> list[str]:
-    """The instructions of each, a line each. To nvdisasm the code of all is one program, whose lines begin with their addresses."""
+    """Return the instructions of each cubin, one per line.
+
+    nvdisasm reads the code of all cubins as one program, whose lines begin with their addresses.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     if not cubins:
@@ -212,7 +229,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
     arch, code = ARCHITECTURES[0], [_instructions(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(b"".join(code))
-        # -ndf: no labels by data flow
+        # -ndf: do not find labels by data flow analysis.
         said = _run(
             Path(get_ptxas(arch).path).with_name("nvdisasm"),
             "--binary",
@@ -228,7 +245,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
 
 
 def _instructions(cubin: bytes) -> bytes:
-    """The contents of the sections of an ELF file of 64 bits that hold code."""
+    """Return the contents of the executable sections of a 64-bit ELF file."""
     start, size, count = *struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HH", cubin, 58)
     sections = (
         struct.unpack_from("<IIQQQQ", cubin, start + size * number) for number in range(count)
@@ -245,9 +262,11 @@ def _instructions(cubin: bytes) -> bytes:
 
 
 def crossed_layouts(ttgir: str) -> list[str]:
-    """Pointer arguments that one program both loads from and stores to as tensors of different layouts, with no barrier in between.
+    """Return the pointer arguments that one program loads and stores as tensors of different
+    layouts, with no barrier in between.
 
-    What a thread stores another may then load: nothing orders the two. A kernel with a barrier of its own has said where.
+    One thread may then load what another has stored, without any order between the two. A kernel
+    with its own barrier is not checked.
     """
     if "gpu.barrier" in ttgir or "ttg.barrier" in ttgir:
         return []
@@ -257,7 +276,8 @@ def crossed_layouts(ttgir: str) -> list[str]:
         origin[name] = name
     for line in ttgir.splitlines():
         made = re.match(
-            r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)",
+            r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)"
+            r"|ttg\.convert_layout) (%\w+)",
             line,
         )
         if made and made[2] in origin:
@@ -292,7 +312,7 @@ class Built:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the build in error messages."""
         return f"{self.build.module}: {self.kernel}, {self.build.label}"
 
     @property
@@ -301,7 +321,9 @@ class Built:
         return self.build.kernel.lstrip("_")
 
     def faults(self) -> list[str]:
-        """What stands against it: anything on the first architecture; elsewhere only that it does not compile."""
+        """Return all faults on the first architecture, and on the others only that it does not
+        compile.
+        """
         first, *others = (self.reports[arch] for arch in ARCHITECTURES if arch in self.reports)
         against = [f"sm_{first.arch}: {fault}" for fault in first.faults(self.build)]
         return against + [
@@ -310,7 +332,9 @@ class Built:
 
 
 def kernels_under(prefix: str) -> set[tuple[str, str]]:
-    """(module, name) of the Triton kernels of the modules under ``prefix``: functions that end in ``_kernel``."""
+    """Return (module, name) of the Triton kernels of the modules under ``prefix``: functions whose
+    names end with ``_kernel``.
+    """
     found = set()
     for module in (each.name for each in pkgutil.walk_packages(kernels.__path__, "kernels.")):
         if ".triton" in module and f"{module}.".startswith(f"{prefix.rstrip('.')}."):
@@ -328,7 +352,11 @@ def kernels_under(prefix: str) -> set[tuple[str, str]]:
 
 
 def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
-    """Each kernel's first, and the few in which every value of all its constants and types occurs; sizes False: but for numbers."""
+    """Return each kernel's first build, and the few that together have every value of all its
+    constants and types.
+
+    sizes False: values that are integers need not be covered.
+    """
     values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
     for n, build in enumerate(builds):
         held = (
@@ -350,9 +378,10 @@ def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
 
 
 def in_rows(build: Build) -> Build | None:
-    """The same for rows of documents, whose tokens are few and no multiple of 16; None where it is not another.
+    """Return the build for rows of documents, whose token counts are small and no multiples of 16,
+    or None if it is the same build.
 
-    Nor for heads of 256, which no recipe has.
+    The result is also None for heads of 256, which no recipe has.
     """
     constants = {
         **dict(build.constants),
@@ -368,7 +397,7 @@ def in_rows(build: Build) -> Build | None:
 def build_all(
     builds: Sequence[Build], architectures: tuple[int, ...], told: Progress
 ) -> list[Built]:
-    """Every build with its reports."""
+    """Return every build with its reports."""
     found = in_processes(partial(_reports, architectures=architectures), builds, told)
     return [Built(build, by_arch) for build, by_arch in zip(builds, found, strict=True)]
 
@@ -376,7 +405,9 @@ def build_all(
 def in_processes(
     work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress
 ) -> list[T]:
-    """``work`` of every build, some at a time, in as many processes as there are cores."""
+    """Return the results of ``work`` for every build, computed in groups of builds, in as many
+    processes as cores exist.
+    """
     found: dict[Build, T] = {}
     with ProcessPoolExecutor(
         os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
@@ -391,7 +422,11 @@ def in_processes(
 
 
 def sources_hash() -> str:
-    """SHA-256 of the syntax of the kernels and of this gate, without comments, docstrings and layout: what docs/kernels.md depends on."""
+    """Return the SHA-256 of the syntax of the kernels and of this gate, as docs/kernels.md records
+    it.
+
+    Comments, docstrings and layout do not change it.
+    """
     folders = (Path(kernels.__file__).parent, Path(__file__).parent)
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     syntax = [
@@ -402,7 +437,10 @@ def sources_hash() -> str:
 
 
 def _syntax(node: Any) -> Any:
-    """A tree as lists. Fields without a value are left out: newer versions of Python have more of them."""
+    """Return a syntax tree as lists.
+
+    Fields without a value are left out, because newer versions of Python have more of them.
+    """
     if isinstance(node, list):
         kept = [
             each
@@ -417,19 +455,25 @@ def _syntax(node: Any) -> Any:
 
 
 def page(built: list[Built], triton_version: str) -> str:
-    """docs/kernels.md: a row a kernel, the most of its builds."""
+    """Return docs/kernels.md: one row per kernel, with the maximum over its builds."""
     lines = [
         "# The kernels' machine code",
         "",
-        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them,",
+        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and "
+        "compares. Built",
+        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in "
+        "which layers and operations launch them,",
         f"from sources whose hash is `{sources_hash()}`.",
         "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
-        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
-        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: all of the kernel's",
-        "products are wgmma in at least so many instructions; `-`: it multiplies little, or small tiles.",
-        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many builds spill or need",
+        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is "
+        "within",
+        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: "
+        "all of the kernel's",
+        "products are wgmma in at least so many instructions; `-`: it multiplies little, or "
+        "small tiles.",
+        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many "
+        "builds spill or need",
         "too much shared memory; block sizes are sm_90's.",
     ]
     rows: dict[str, dict[str, list[Built]]] = {}
@@ -484,12 +528,15 @@ def page(built: list[Built], triton_version: str) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """The parts of docs/kernels.md by title, each with the rows of one module; the last part lists the allowed warnings."""
+    """Return the sections of docs/kernels.md by title, each with the rows of one module.
+
+    The last one lists the allowed warnings.
+    """
     return {part.partition("\n")[0]: part.strip() for part in text.split("\n## ")[1:]}
 
 
 def _unsuited(found: Report) -> bool:
-    """Whether a build spills or needs more shared memory than there is."""
+    """Return True if a build fails, spills, or needs more shared memory than available."""
     return bool(
         found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch]
     )

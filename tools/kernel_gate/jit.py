@@ -1,4 +1,6 @@
-"""Triton's JIT without a GPU: it compiles what a launch would ask for, with the same specialisation, options and cache key."""
+"""Triton's JIT without a GPU: it compiles the kernel of a launch with the same specialisation,
+options and cache key.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +11,63 @@ from typing import Any
 import torch
 
 POINTERS = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64", torch.bool: "*u1",
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64",
+    torch.bool: "*u1",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-"""The dtype of a tensor -> the JIT's type of a pointer to it."""
+"""Dtype of a tensor -> the JIT's type of a pointer to it."""
 _DTYPES = {name: dtype for dtype, name in POINTERS.items()}
-_INTEGERS = {
-    "u1": (False, True),
-    "i32": (16, 17),
-    "i64": (2**40, 2**40 + 1),
-}  # a multiple of 16, another
+# A multiple of 16, and an integer that is not.
+_INTEGERS = {"u1": (False, True), "i32": (16, 17), "i64": (2**40, 2**40 + 1)}
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """What the JIT reads of a tensor: dtype and address, in bytes."""
+    """Properties of a tensor that the JIT reads: dtype and address, in bytes."""
 
     dtype: torch.dtype
     address: int
 
     def data_ptr(self) -> int:
-        """The address."""
+        """Return the address."""
         return self.address
 
 
 class Driver:
-    """In place of Triton's CUDA driver: compiles for sm_<arch>, launches nothing."""
+    """Replacement of Triton's CUDA driver that compiles for sm_<arch> and launches no kernel."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
 
     def get_current_target(self) -> Any:
-        """The compiler's target."""
+        """Return the compiler's target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """The JIT keeps what belongs to a target by device, so each architecture is a device."""
+        """Return the architecture as the device: the JIT stores the data of a target by device, so
+        each architecture needs its own device.
+        """
         return self.arch
 
     def get_current_stream(self, device: int) -> int:
-        """Asked for before every launch."""
+        """Return 0; the JIT requests a stream before every launch."""
         return 0
 
 
 def argument(kind: str, aligned: bool) -> Any:
-    """A value that the JIT specialises to the type ``kind``; aligned: as a multiple of 16."""
+    """Return a value that the JIT specialises to the type ``kind``, a multiple of 16 if aligned."""
     if kind in _DTYPES:
         return Pointer(_DTYPES[kind], 0 if aligned else 1)
     return _INTEGERS[kind][not aligned] if kind in _INTEGERS else 0.5
 
 
 def compiled(kernel: Any, given: Mapping[str, Any], arch: int) -> Any:
-    """The ``CompiledKernel`` of a launch with these arguments and options, by name; from Triton's cache where it has it.
+    """Return the ``CompiledKernel`` of a launch with these arguments and options (name -> value),
+    from Triton's cache if it is cached.
 
-    Leaves `Driver` in place of the process's own. Raises whatever Triton's passes raise.
+    The process's active driver is `Driver` afterwards. Raises whatever Triton's passes raise.
     """
     from triton.runtime import driver
 
@@ -72,4 +75,4 @@ def compiled(kernel: Any, given: Mapping[str, Any], arch: int) -> Any:
     try:
         return kernel.run(grid=(1,), warmup=True, **given)
     finally:
-        kernel.device_caches.clear()  # a process compiles hundreds and needs each once
+        kernel.device_caches.clear()  # a process compiles hundreds of kernels, each once

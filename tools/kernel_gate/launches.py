@@ -1,9 +1,12 @@
-"""What the gate compiles: the launches of the layers and operations themselves, on tensors without numbers. No list of shapes.
+"""Builds that the gate compiles: the launches of layers and operations, on tensors without data.
 
-Each part of configs/model, and each mixer at the 1.3B Transformer's widths, a layer forward and backward as `tools.bench.traffic` runs it;
-FEM's softmax prior with this room's own attention too, with and without documents. Then every case of ``kernels/<op>/cases.py`` at its real
-size, in bfloat16 and float32: masks, pasts, states, padding. Two launches that Triton would compile alike are one build: an integer that is
-1 is a constant, and a multiple of 16 says so, as do pointers.
+No list of shapes is needed. The layers are each model of configs/model, and each mixer at the 1.3B
+Transformer's widths: a layer forward and backward as `tools.bench.traffic` runs it. Models with
+FEM's softmax prior also run with this package's own attention, with and without documents. The
+operations are every case of ``kernels/<op>/cases.py`` at its real size, in bfloat16 and float32:
+masks, pasts, states, padding. Two launches that Triton would compile alike are one build. Triton
+treats an integer 1 as a constant, and specialises on whether an integer is a multiple of 16 and a
+pointer is aligned.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from tools.kernel_gate.jit import POINTERS
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 TOKENS, BATCH = 4096, 2
-OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel of ours
+OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel in this repository
 IMPLEMENTATIONS = {"fem_attention": ("triton", "decode")}
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -43,7 +46,7 @@ Launches = Sequence[tuple[Any, Mapping[str, Any]]]
 
 
 def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
-    """What Triton compiles for a launch with these arguments and options, by name."""
+    """Return the build of a launch with these arguments and options (name -> value)."""
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: list[str] = []
@@ -74,7 +77,9 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
 
 
 def recorded() -> list[Build]:
-    """The builds by module and kernel: all of the layers; of the operations' cases so many that each value of each constant occurs."""
+    """Return the builds by module and kernel: all of the layers, and enough of the operations'
+    cases to cover each value of each constant.
+    """
     of_layers, of_cases = _alike(_layers()), _alike(_cases())
     found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
     return sorted(
@@ -83,9 +88,10 @@ def recorded() -> list[Build]:
 
 
 def launched(only: Collection[str] = ()) -> list[Build]:
-    """A build of every distinct launch: of the layers, and of the operations' cases by all that is faster than the definition.
+    """Return a build of every distinct launch: of the layers, and of the operations' cases with
+    every implementation except the definition.
 
-    only: the cases of these operations, and their kernels in layers.
+    only: use the cases of these operations alone, and their kernels in layers.
     """
     found: dict[str, Build] = {}
     layers = (
@@ -101,13 +107,15 @@ def launched(only: Collection[str] = ()) -> list[Build]:
 
 
 def _room(kernel: Any) -> str:
-    """The operation whose folder a kernel of ours is in; "" for a package's."""
+    """Return the operation whose folder contains the kernel, or "" if another package does."""
     first, _, rest = kernel.fn.__module__.partition(".")
     return str(rest.split(".")[0]) if first == "kernels" else ""
 
 
 def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
-    """The builds of launches: of those alike but for what is known of numbers, the first, and one of which the least is known."""
+    """Return the builds of the launches, two for each kind: the first one, and one with the fewest
+    specialised numbers.
+    """
     first: dict[tuple[Any, ...], Build] = {}
     least: dict[tuple[Any, ...], Build] = {}
     for label, launches in labelled:
@@ -130,7 +138,9 @@ def _constexprs(kernel: Any) -> set[str]:
 
 
 def _kind(kernel: Any, build: Build) -> tuple[Any, ...]:
-    """What makes the kernel another one: its constants, which pointers there are, and their types."""
+    """Return the properties that make a kernel a different one: its constants, its pointers and
+    their types, and the options.
+    """
     constants = tuple(
         each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel)
     )
@@ -158,12 +168,15 @@ def _layers() -> Iterator[tuple[str, Launches]]:
 
 
 def _own(op: str) -> tuple[str, ...]:
-    """The operation's implementations of which every kernel is ours."""
+    """Return the implementations of an operation whose kernels are all in this repository."""
     return () if op in OTHERS else IMPLEMENTATIONS.get(op, ("triton",))
 
 
 def _fast(op: str) -> tuple[str, ...]:
-    """Those that the GPU suite checks, without the definition: kernels of ours run around others' attention too."""
+    """Return the implementations that the GPU suite checks, without the definition.
+
+    They include those whose kernels run around another package's attention.
+    """
     return tuple(name for name in implementations(op, automatic=True) if name != "reference")
 
 
@@ -176,7 +189,7 @@ def _cases(
                 for dtype in TYPES:
                     try:
                         launches = _case(suite, make, implementation, dtype)
-                    except ValueError:  # a case that the implementation refuses
+                    except ValueError:  # the implementation refuses this case
                         continue
                     yield (
                         f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}",
@@ -185,7 +198,9 @@ def _cases(
 
 
 def models() -> dict[str, ModelConfig]:
-    """By name: the parts of configs/model, and every mixer at the 1.3B Transformer's widths."""
+    """Return name -> model: the models of configs/model, and every mixer at the 1.3B Transformer's
+    widths.
+    """
     found = {path.stem: load(ModelConfig, path) for path in sorted(MODELS.glob("*.yaml"))}
     base = found["transformer_1.3b"]
     named = {
@@ -225,7 +240,7 @@ def _layer(
 
 
 def _documents() -> Documents:
-    """Of one sequence, so long that their rows have padding."""
+    """Return the documents of one sequence, long enough that their rows have padding."""
     with torch.device("cpu"):
         begins = torch.zeros(1, TOKENS, dtype=torch.bool)
         begins[0, 1000] = begins[0, 1900] = True
@@ -237,7 +252,7 @@ def _documents() -> Documents:
 
 
 class _Unnumbered(TorchFunctionMode):
-    """Random numbers are drawn of no generator: where tensors have no numbers there is none."""
+    """Mode that draws random numbers without a generator, as tensors without data have none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(

@@ -1,10 +1,13 @@
-"""A Triton cache for GPUs, made without one: each kernel under the key that the JIT there looks up, and an archive of them.
+"""Triton cache for GPUs, made without one, and an archive of it.
 
-The key covers the kernel's source, the types and alignment of its arguments, the options, ptxas, and Triton's own files. One of those is a
-library compiled for one version of Python, so `key_of` computes Triton's part for a machine that has another. A cache's group files hold
-absolute paths, so an archive is for one path. It holds machine code and metadata, which is all that a cache hit reads; the intermediate
-representations are four fifths of a cache. It has no launchers, which Triton 3.6 compiles in C for each signature: they are built against
-that machine's Python, by its own compiler.
+The cache has each kernel under the key that the JIT on a GPU machine uses. The key covers the
+kernel's source, the types and alignment of its arguments, the options, ptxas, and Triton's own
+files. One of these files is a library compiled for one version of Python, so `key_of` computes
+Triton's part for a machine with another version. A cache's group files contain absolute paths, so
+an archive is for one path. The archive contains machine code and metadata, which is all that a
+cache hit reads; the intermediate representations, four fifths of a cache, are left out. It contains
+no launchers: Triton 3.6 compiles one in C for each signature, with the compiler and against the
+Python of the GPU machine.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ from fem_common.files import write_whole
 from tools.kernel_gate.gate import Build, Progress, in_processes, reason
 from tools.kernel_gate.jit import compiled
 
-Entry = tuple[str, str]  # a folder of the cache, and why there is none ("": there is)
+Entry = tuple[str, str]  # a folder of the cache, and the error without one ("": no error)
 
 
 def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
-    """Compile the builds into a cache at ``folder``; what it has stays. key: Triton's own, "": this process's."""
+    """Compile the builds into a cache at ``folder``, and keep its existing entries.
+
+    key: Triton's own key; "": this process's.
+    """
     return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, told)
 
 
@@ -42,7 +48,7 @@ def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list
     for build in builds:
         try:
             made = compiled(build.function, build.arguments(), arch)
-        except Exception as error:  # whatever Triton's passes raise; the other builds go on
+        except Exception as error:  # Triton's passes may raise anything; the rest continues
             found.append(("", reason(error)))
         else:
             found.append((Path(next(iter(made.metadata_group.values()))).parent.name, ""))
@@ -50,7 +56,10 @@ def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list
 
 
 def key_of(installed: Path) -> str:
-    """Triton's key as a machine with the Triton in ``installed`` computes it; raises UserError where that is not of our version."""
+    """Return Triton's key as a machine with the Triton in ``installed`` computes it.
+
+    Raise UserError if its version differs from this one's.
+    """
     from triton.runtime.cache import triton_key
 
     library = Path("triton", "_C", "libtriton.so")
@@ -60,11 +69,13 @@ def key_of(installed: Path) -> str:
     if found is None or not (installed / library).is_file():
         options = f"--no-deps --only-binary :all: --python-version 3.12 --target {installed}"
         raise UserError(
-            f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of the Python there"
+            f"{installed} has no Triton: pip install {options} triton=={version('triton')}, of "
+            "the Python there"
         )
     if found != version("triton"):
         raise UserError(
-            f"{installed} has Triton {found}, and {version('triton')} compiles here: put that version on PYTHONPATH"
+            f"{installed} has Triton {found}, and {version('triton')} compiles here: put that "
+            "version on PYTHONPATH"
         )
     import triton
 
@@ -80,7 +91,7 @@ def _digest(path: Path) -> str:
 
 
 def pack(folder: Path, entries: Iterable[str], at: PurePath) -> Path:
-    """Write ``folder``.tgz with these entries, to be unpacked as ``at``; returns its path."""
+    """Write ``folder``.tgz with these entries, to be unpacked at ``at``, and return its path."""
     archive, content = folder.with_name(f"{folder.name}.tgz"), io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as packed:
         for entry in sorted(set(entries)):

@@ -1,8 +1,10 @@
-"""CEM's attention in Triton kernels: the pairs are made in registers, the diagonal's part of the scores by the vendor's products.
+"""CEM's attention in Triton: the kernels compute the pairs in registers, torch.bmm the diagonal's
+part of the scores.
 
-Nothing is kept for the backward but the inputs, as they came, the output and a number a row and head. The diagonal part
-C_ij = h_j . (d u_i) is made a part of the rows at a time; in bfloat16 C and its gradient are bfloat16, once rounded from float32 sums:
-a head reads C once in the forward and thrice in the backward.
+The backward keeps the inputs, in their own dtypes, the output and one number per row and head. The
+diagonal part C_ij = h_j . (d u_i) is computed for some rows at a time. In bfloat16, C and its
+gradient are bfloat16, rounded once from float32 sums. A head reads C once in the forward and three
+times in the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from kernels.tiles import rows_of
 
 
 class Read(torch.autograd.Function):
-    """`cem_attention` of float32 or bfloat16; alone = b_self - b_cross, of no dimension, and slopes are float32."""
+    """`cem_attention` of float32 or bfloat16.
+
+    alone = b_self - b_cross, a scalar tensor, and slopes are float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -46,9 +51,8 @@ class Read(torch.autograd.Function):
         d_out = rows_of(d_out)
         (b, _, t, _), tk = q.shape, k.shape[2]
         pieces = list(diagonal_parts(b, 0 if d is None else len(d), t, tk))
-        cut = (
-            len({rows.start for _, rows in pieces}) > 1
-        )  # several parts then give to the same keys
+        # If the rows are cut, several parts add to the same keys.
+        cut = len({rows.start for _, rows in pieces}) > 1
         dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), torch.zeros_like(alone)
         dk = torch.zeros_like(k, dtype=torch.float32) if cut else torch.empty_like(k)
         du = dh = dd = None
@@ -82,7 +86,7 @@ class Read(torch.autograd.Function):
 
 
 def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
-    """Of what `Read` is given."""
+    """Return the `Part` with these sequences and rows of the arguments of `Read`."""
     q, k, u, h, d, slopes, alone, scale, causal, valid = given
     first = rows.start + k.shape[2] - q.shape[2]
     end = first + rows.stop - rows.start if causal else k.shape[2]
@@ -95,14 +99,20 @@ def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
     )
 
 
-# Of C's terms at once: 128 MB in bfloat16, and as much for the gradient. A sequence alone may be longer than that; then rows are cut.
+# Most terms of C at a time: 128 MB in bfloat16, and the same for the gradient. The rows of a longer
+# sequence are cut.
 TERMS = 1 << 26
-LEAST_ROWS = 128  # of a part, so that memory is linear in the tokens
-STRIP = 512  # rows or keys of one product: what lies above the diagonal is left out by strips, and a product still fills a GPU
+LEAST_ROWS = 128  # least rows of a part; memory is linear in the tokens
+# Rows or keys of one matrix product: terms above the diagonal are left out in strips, and a product
+# still fills a GPU.
+STRIP = 512
 
 
 def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and rows, in order, whose terms are at most ``TERMS``; diagonals: how many C a sequence has, 0: everything at once."""
+    """Yield (sequences, rows), in order, with at most ``TERMS`` terms of C each.
+
+    diagonals: the number of C matrices of a sequence; 0: everything in one part.
+    """
     if diagonals * t * tk <= TERMS:
         at_once = max(1, TERMS // (diagonals * t * tk)) if diagonals else b
         yield from (
@@ -118,14 +128,16 @@ def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[sl
 
 
 def weighted(u: Tensor, d: Tensor) -> Tensor:
-    """u [b, rows, D] times one diagonal d [D], in u's type."""
+    """Return u [b, rows, D] times one diagonal d [D], in u's dtype."""
     return torch.mul(u, d, out=torch.empty(u.shape, dtype=u.dtype, device=u.device))
 
 
 def diagonal_scores(u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool) -> Tensor:
-    """C [b, diagonals, rows, keys] of u [b, rows, D] that stand at ``first`` and after, h [b, keys, D], d [diagonals, D].
+    """Return C [b, diagonals, rows, keys] of u [b, rows, D] at the positions from ``first`` on, h
+    [b, keys, D], d [diagonals, D].
 
-    Causal: above the diagonal not all is written. Rows are 16 terms apart or a multiple, for wide loads.
+    If causal, some terms above the diagonal are not written. The stride between rows is a multiple
+    of 16 terms, for wide loads.
     """
     (b, rows, _), keys = u.shape, h.shape[1]
     c = u.new_empty(b, len(d), rows, -(-keys // 16) * 16)[..., :keys]
@@ -151,9 +163,10 @@ def diagonal_gradients(
     *,
     add: bool,
 ) -> None:
-    """Write du [b, rows, D]; write dh [b, keys, D], or add to it (float32 then); add to dd [diagonals, D] (float32).
+    """Write du, write dh or add to it, and add to dd.
 
-    d_bias [b, diagonals, rows, keys] is zero above the diagonal where causal.
+    du [b, rows, D], dh [b, keys, D] (float32 if it is added to), dd [diagonals, D] (float32).
+    d_bias [b, diagonals, rows, keys] is zero above the diagonal if causal.
     """
     rows, keys, several = u.shape[1], h.shape[1], len(d) > 1
     total = u.new_zeros(u.shape, dtype=dd.dtype) if several else du

@@ -1,7 +1,9 @@
-"""CEM's attention backward: three kernels that make a tile's weights again, by rows, by keys and by pairs. Nothing is added by atomics.
+"""Backward of CEM's attention: three kernels that recompute a tile's weights, by rows, by keys and
+by pairs. No atomics.
 
-By rows comes first: it leaves the softmax's row terms to the others. By keys the gradients as values and as keys meet in one sum. By pairs
-gives what the scores' additive part C gets, summed over the heads that share it.
+The kernels by rows run first and store the softmax's row terms for the others. The kernel by keys
+adds the gradients as values and as keys in one sum. The kernel by pairs computes the gradient of
+the scores' additive part C, summed over the heads that share it.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from kernels.tiles import LOG2_E, good_at, load_tile, of_head, store_tile
 
 @triton.jit
 def _weights(
-    a, b, a_grad, b_grad, added, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, lse, row_term, edge,
+    a, b, a_grad, b_grad, added, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid,
+    lse, row_term, edge,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile and the gradient of its a_ij, p (dp - sum_j p dp). The tile is a b^T: queries and keys, or keys and queries.
+    """Return p of a tile and the gradient of its a_ij, p (dp - sum_j p dp).
 
-    own, key, lse, row_term and the masks broadcast against it.
+    The tile is a b^T: queries and keys, or keys and queries. own, key, lse, row_term and the masks
+    broadcast against it.
     """
     products = tl.dot(a, tl.trans(b), added, input_precision="ieee")
     scores = pair_scores(
@@ -42,14 +46,16 @@ def _weights(
 @triton.jit
 def _rows_kernel(
     q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, rows, keys, first, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     d_out_batch, d_out_head, d_out_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of M rows of a head: o.do, which is the row term but for o's rounding, and p_ii. Grid: heads, tiles of rows, batch.
+    """Compute o.do, which is the row term up to the rounding of o, and p_ii of M rows of a head.
 
-    row_terms and p_own lie as lse.
+    Grid: heads, tiles of rows, batch. row_terms and p_own have the layout of lse.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
@@ -97,16 +103,21 @@ def _rows_kernel(
 
 @triton.jit
 def _dq_kernel(
-    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, dq, d_alone, rows, keys, first, scale, unit,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q, k, bias, slopes, alone, valid, out, d_out, lse, row_terms, p_own, dq, d_alone, rows, keys,
+    first, scale, unit,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     d_out_batch, d_out_head, d_out_row, dq_batch, dq_head, dq_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq of M rows of a head. Grid as forward's. ``scale`` holds log2(e), ``unit`` does not.
+    """Compute dq of M rows of a head.
 
-    The gradients of a row's a_ij should sum to zero; what they sum to is what o.do misses of the row term sum_j p dp. It is added to
-    row_terms, p_ii of it is taken from the gradient of ``alone`` (one number a program) and, keys being values, o of it from dq.
+    The grid is that of the forward. ``scale`` includes log2(e), ``unit`` does not. The gradients of
+    a row's a_ij should sum to zero. Their actual sum is the difference between o.do and the row
+    term sum_j p dp. It is added to row_terms. p_ii times it is subtracted from the gradient of
+    ``alone`` (one number per program) and, because keys are values, o times it from dq.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -143,14 +154,15 @@ def _dq_kernel(
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
         at, edge = key.to(tl.float32)[None, :], n + N > common
         _, d_scores = _weights(
-            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias, scale, own_valid,
+            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias,
+            scale, own_valid,
             good_at(valid, key[None, :], keys), row_lse[:, None], row_term[:, None], edge, CAUSAL,
         )  # fmt: skip
         missing += tl.sum(d_scores, 1)
         if edge:
             d_own += tl.sum(tl.where(own[:, None] == at, d_scores, 0.0), 1)
         total = tl.dot(d_scores.to(key_tile.dtype), key_tile, total, input_precision="ieee")
-    tl.debug_barrier()  # other threads load them than store them
+    tl.debug_barrier()  # other threads load the row terms than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
     tl.store(
@@ -168,10 +180,14 @@ def _dk_kernel(
     q, k, bias, slopes, alone, valid, d_out, lse, row_terms, dk, rows, keys, first, scale, unit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     d_out_batch, d_out_head, d_out_row, dk_batch, dk_head, dk_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, ADD: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dk of N keys of a head, from these rows. Grid: heads, tiles of keys from the first, which most rows see, batch. ADD: to dk."""
+    """Compute the part of dk of N keys of a head that these rows give; ADD: add it to dk.
+
+    Grid: heads, tiles of keys from the first, which most rows see, batch.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_key = tl.program_id(1) * N
     local = tl.arange(0, N)
@@ -217,7 +233,8 @@ def _dk_kernel(
             )
         own_valid = good_at(valid, (first + row)[None, :], first + rows)
         weights, d_scores = _weights(
-            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :], position, keys, slope, own_bias, scale,
+            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :],
+            position, keys, slope, own_bias, scale,
             own_valid, key_valid, row_lse[None, :], row_term[None, :], edge, CAUSAL,
         )  # fmt: skip
         total = tl.dot(weights.to(grad.dtype), grad, total, input_precision="ieee")
@@ -227,15 +244,18 @@ def _dk_kernel(
 
 @triton.jit
 def _d_bias_kernel(
-    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, d_bias, rows, keys, first, scale, unit, groups, heads,
+    q, k, bias, slopes, alone, valid, d_out, lse, row_terms, d_bias, rows, keys, first, scale, unit,
+    groups, heads,
     q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
     d_out_batch, d_out_head, d_out_row, lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of C for M rows and N keys, summed over the ``heads`` heads of a group in their order; zeros where no pair is seen.
+    """Compute the gradient of C for M rows and N keys, summed over the ``heads`` heads of a group
+    in their order; zeros where no pair is seen.
 
-    Grid: tiles of keys, tiles of rows, batch x groups. d_bias lies as bias.
+    Grid: tiles of keys, tiles of rows, batch x groups. d_bias has the layout of bias.
     """
     batch, group = (
         (tl.program_id(2) // groups).to(tl.int64),
@@ -289,8 +309,10 @@ def _d_bias_kernel(
             row_lse = tl.load(lse + row, mask=there, other=float("inf"))
             row_term = tl.load(row_terms + row, mask=there, other=0.0)
             _, d_scores = _weights(
-                query, key_tile, grad, key_tile, None, scaled, position.to(tl.float32)[:, None], key.to(tl.float32)[None, :], keys, slope,
-                own_bias, scale, own_valid, key_valid, row_lse[:, None], row_term[:, None], edge, CAUSAL,
+                query, key_tile, grad, key_tile, None, scaled, position.to(tl.float32)[:, None],
+                key.to(tl.float32)[None, :], keys, slope,
+                own_bias, scale, own_valid, key_valid, row_lse[:, None], row_term[:, None], edge,
+                CAUSAL,
             )  # fmt: skip
             total += d_scores
     at = d_bias + offset + local[:, None] * bias_row + key[None, :]
@@ -304,19 +326,24 @@ def _d_bias_kernel(
 def d_queries(
     part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor
 ) -> Tensor:
-    """Write a part's dq and row terms (as lse); returns the gradient of ``alone``, []. First of the three."""
+    """Write a part's dq and row terms (layout of lse) and return the gradient of ``alone``, [].
+
+    Call it before `d_keys` and `d_pairs`.
+    """
     b, heads, rows, width = part.q.shape
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     sizes = sizes_of(_rows_kernel, part.q.dtype, width)
     _rows_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out, d_out), *lse.stride()[:2],
+        *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out,
+        d_out), *lse.stride()[:2],
         **part.constants(sizes, out, d_out),
     )  # fmt: skip
     sizes = sizes_of(_dq_kernel, part.q.dtype, width)
     grid = (heads, triton.cdiv(rows, sizes.rows), b)
     d_alone = lse.new_empty(b * heads * grid[1])
     _dq_kernel[grid](
-        *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(), part.scale, *part.strides(out, d_out, dq),
+        *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(),
+        part.scale, *part.strides(out, d_out, dq),
         *lse.stride()[:2], **part.constants(sizes, out, d_out, dq),
     )  # fmt: skip
     return d_alone.sum()
@@ -325,28 +352,34 @@ def d_queries(
 def d_keys(
     part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool
 ) -> None:
-    """Write what a part's rows give to dk [b, heads, keys, r], or add it to what is there."""
+    """Write the part of dk [b, heads, keys, r] that a part's rows give, or add it to dk."""
     b, heads, _, width = part.q.shape
     sizes = sizes_of(_dk_kernel, part.q.dtype, width)
     _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
-        *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale, *part.strides(d_out, dk), *lse.stride()[:2],
+        *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale,
+        *part.strides(d_out, dk), *lse.stride()[:2],
         ADD=add, **part.constants(sizes, d_out, dk),
     )  # fmt: skip
 
 
 def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor:
-    """The gradient of a part's C, shaped and laid out as it is; zeros where a pair is not seen."""
+    """Return the gradient of a part's C, in its shape and layout.
+
+    It is zero where a pair is not seen.
+    """
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)
     d_bias = torch.empty_strided(
         part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device
     )
-    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows), b * groups)](
-        *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups, heads // groups, *part.strides(d_out),
+    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows),
+    b * groups)](
+        *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups,
+        heads // groups, *part.strides(d_out),
         *lse.stride()[:2], **part.constants(sizes, d_out),
     )  # fmt: skip
     return d_bias
 
 
-MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # their products are wgmma on sm_90
+MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # compiled to wgmma on sm_90

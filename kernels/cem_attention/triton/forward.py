@@ -1,6 +1,7 @@
-"""CEM's attention forward in Triton, one pass over the keys, and what the backward shares with it: tiles, scores, block sizes.
+"""Forward of CEM's attention in Triton, one pass over the keys.
 
-A tile of keys is loaded once, as keys and as values.
+The module also contains the helpers shared with the backward: tiles, scores, block sizes. A tile of
+keys is loaded once, as keys and as values.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from kernels.tiles import (
 
 
 class Part(NamedTuple):
-    """Some rows of some sequences, and the keys that they may see; unit strides in the last dimension.
+    """Some rows of some sequences, and the keys that they may see.
 
-    q [b, heads, rows, r], the first of them at position ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows,
-    keys] or None; slopes [heads] and alone [], float32; valid [b, at least keys] or None.
+    The last dimension has unit stride. q [b, heads, rows, r], whose first row is at position
+    ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows, keys] or None;
+    slopes [heads] and alone [], float32; valid [b, at least keys] or None.
     """
 
     q: Tensor
@@ -45,15 +47,17 @@ class Part(NamedTuple):
     causal: bool
 
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """What every kernel takes first."""
+        """Return the first arguments of every kernel."""
         return self.q, self.k, self.bias, self.slopes, self.alone, self.valid
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Rows, keys, first, and the scale for base 2."""
+        """Return the number of rows, the number of keys, first, and the scale for base 2."""
         return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2E
 
     def strides(self, *others: Tensor) -> tuple[int, ...]:
-        """Of q, k, C (a head's is 0 where one is for all), valid and, of three dimensions each, others."""
+        """Return the strides of q, k, C (0 between heads if they share one C), valid and, three
+        each, the other tensors.
+        """
         bias = (0, 0, 0)
         if self.bias is not None:
             bias = (
@@ -71,7 +75,7 @@ class Part(NamedTuple):
         )
 
     def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
-        """The compile-time arguments that every kernel has, and how it is built."""
+        """Return the compile-time arguments and launch options that every kernel has."""
         width = self.q.shape[3]
         tiles = {
             "WIDTH": width,
@@ -88,7 +92,8 @@ class Part(NamedTuple):
         }
 
 
-# Of each kernel's tiles in bfloat16: for heads up to 64, 128 and 256 wide. The last makes no pairs but a row's own.
+# Block sizes of each kernel in bfloat16, for heads up to 64, 128 and 256 wide. The last kernel
+# computes only the pair of each row with itself.
 BLOCKS = {
     "_forward_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
     "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 1)),
@@ -99,7 +104,11 @@ BLOCKS = {
 
 
 def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
-    """A kernel's tiles for heads this wide; small in the interpreter, so that a test has many, and without tensor cores, in float32."""
+    """Return the block sizes of a kernel for heads of this width.
+
+    They are small in the interpreter, so that a test has many blocks, and in float32, which has no
+    tensor cores.
+    """
     narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
     alone = Blocks(32, 32, 8, 1) if wide <= 64 else Blocks(16, 16, 8, 1)
@@ -122,7 +131,7 @@ def row_tile(
     PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """`load_tile` of x's ``count`` rows, those from ``start`` on."""
+    """Load with `load_tile` the rows of x from ``start`` on; x has ``count`` rows."""
     return load_tile(
         at_row(x, tl.cast(start, tl.int64), x_t, ALIGN),
         x_t,
@@ -137,9 +146,10 @@ def row_tile(
 
 @triton.jit
 def head_tile(
-    x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
+    x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """`row_tile` of a head of x."""
+    """Load the `row_tile` of a head of x."""
     return row_tile(
         of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN
     )
@@ -160,11 +170,14 @@ def pair_scores(
     edge,
     CAUSAL: tl.constexpr,
 ):
-    """a_ij log2(e) of a tile; -inf where i does not see j.
+    """Return a_ij log2(e) of a tile; -inf where i does not see j.
 
-    products: q_i.k_j + C_ij; or q_i.k_j, and ``scaled``, None else, is C_ij times scale. own, key: positions as float32 (exact to 2^24)
-    that broadcast against each other, of ``keys`` there are. slope, alone and scale hold log2(e). own_valid, key_valid: None, or they
-    broadcast likewise. edge: whether i <= j or j >= keys occurs.
+    products: q_i.k_j + C_ij if ``scaled`` is None; otherwise q_i.k_j, and ``scaled`` is C_ij times
+    scale.
+    own, key: positions as float32 (exact to 2^24) that broadcast against each other; ``keys`` is
+    the number of keys. slope, alone and scale include log2(e).
+    own_valid, key_valid: None, or masks that broadcast likewise.
+    edge: True if the tile may contain i <= j or j >= keys.
     """
     distance = own - key
     if not CAUSAL:
@@ -186,8 +199,9 @@ def pair_scores(
 
 @triton.jit
 def bias_tile(bias, row_stride, row, rows, key, keys):
-    """C_ij as float32; zeros beyond it. What lies above the diagonal may be anything: its pairs are not seen.
+    """Load C_ij as float32; zeros outside C.
 
+    Values above the diagonal may be arbitrary, because their pairs are not seen.
     row, key: indices that broadcast against each other; ``bias`` begins at row 0.
     """
     return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(
@@ -198,13 +212,16 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
 @triton.jit
 def _forward_kernel(
     q, k, bias, slopes, alone, valid, out, lse, rows, keys, first, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch, out_batch, out_head, out_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, bias_batch, bias_head, bias_row, valid_batch,
+    out_batch, out_head, out_row,
     lse_batch, lse_head,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse in base 2, of M rows of a head. Grid: heads (they share C's tiles), row tiles from the last (it sees most), batch.
+    """Compute out, and lse in base 2, of M rows of a head.
 
+    Grid: heads (they share C's tiles), row tiles from the last, which sees the most keys, batch.
     ``first`` is row 0's position among the keys.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -223,14 +240,15 @@ def _forward_kernel(
     total = tl.zeros([M], tl.float32)
     read = tl.zeros([M, PADDED], tl.float32)
     end = keys
-    common = 0  # keys before it are seen by all of these rows, and are none's own
+    # All of these rows see the keys before ``common``, and none of those keys is a row's own.
+    common = 0
     if CAUSAL:
         end = tl.minimum(keys, first + start + M)
         common = first + start
-    tl.assume(
-        end > 0
-    )  # in a loop that may not run at all, ptxas lets no product run on beside others
-    for n in tl.range(0, end, N, num_stages=STAGES):  # said here, C's tiles are fetched ahead too
+    # If a loop may run zero times, ptxas does not overlap its products.
+    tl.assume(end > 0)
+    # With num_stages on the loop, C's tiles are prefetched too.
+    for n in tl.range(0, end, N, num_stages=STAGES):
         key = n + tl.arange(0, N)
         key_tile = row_tile(k, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
         added = None
@@ -238,12 +256,13 @@ def _forward_kernel(
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
         products = tl.dot(query, tl.trans(key_tile), added, input_precision="ieee")
         scores = pair_scores(
-            products, None, own[:, None], key.to(tl.float32)[None, :], keys, slope, own_bias, scale, own_valid,
+            products, None, own[:, None], key.to(tl.float32)[None, :], keys, slope, own_bias, scale,
+            own_valid,
             good_at(valid, key[None, :], keys), n + N > common, CAUSAL,
         )  # fmt: skip
         highest = tl.maximum(best, tl.max(scores, 1))
         shift = highest
-        if valid is not None:  # a row may have seen nothing yet
+        if valid is not None:  # a row may not have seen any key yet
             shift = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(best - shift)
@@ -253,7 +272,7 @@ def _forward_kernel(
         )
         best = highest
     if valid is not None:
-        total = tl.where(start + local < rows, total, 1.0)  # beyond the rows nothing is seen
+        total = tl.where(start + local < rows, total, 1.0)  # rows past the last see no key
     at = of_head(out, batch, head, out_batch, out_head, row, out_row, ALIGN)
     store_tile(at, out_row, rows - start, read / total[:, None], M, WIDTH, PADDED, ALIGN)
     tl.store(
@@ -278,4 +297,4 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     )
 
 
-MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90
+MATRIX = (_forward_kernel,)  # compiled to wgmma on sm_90

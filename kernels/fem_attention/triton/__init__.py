@@ -1,7 +1,9 @@
-"""Flash attention in Triton: one pass over the keys with a running maximum; `attention_backward` has its gradients.
+"""Flash attention in Triton: one pass over the keys with a running maximum.
 
-The weights are summed as they are multiplied, rounded to the inputs' type, so that they add up to one and Jensen's inequality holds between
-the reads. Keys that every query of a block reads are gone through without a mask. Nothing is autotuned and nothing waits for the device.
+`attention_backward` contains its gradients. The weights are rounded to the inputs' dtype before
+they are summed and multiplied. The weights that multiply the values therefore add up to one, and
+Jensen's inequality holds between the reads. Keys that every query of a block reads are processed
+without a mask. No kernel is autotuned and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ from kernels.tiles import (
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
-    """softmax(scale q k^T) values, differentiable in q, k and values: [b, h, tq, n] in q's type.
+    """Return softmax(scale q k^T) values, [b, h, tq, n] in q's dtype.
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head i reads head i // (h // hk). The
-    queries are the last tq of the tk positions. keys_valid [b, tk] bool: a False key is read by the query at its own position alone.
-    bounds: (first, last), int32 [tk]: the token at position i reads first[i] <= j < last[i], its document's tokens (b = 1, tq = tk).
-    Types: float32 or bfloat16. Raises ValueError for dk over 256, n over 512 or a negative scale.
+    The result is differentiable in q, k and values.
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], values [b, hk, tk, n]; hk divides h, and query head
+    i reads head i // (h // hk). The queries are the last tq of the tk positions. keys_valid [b, tk]
+    bool: only the query at the same position reads a False key.
+    bounds: (first, last), int32 [tk]: the token at position i reads first[i] <= j < last[i], its
+    document's tokens (b = 1, tq = tk).
+    Dtypes: float32 or bfloat16.
+    Raises ValueError for dk over 256, n over 512 or a negative scale.
     """
     return _Attend.apply(q, k, values, keys_valid, bounds, causal, scale)
 
@@ -55,7 +61,8 @@ class _Attend(torch.autograd.Function):
         (b, h, tq, dk), (hk, tk, n) = q.shape, values.shape[1:]
         if dk > WIDEST or n > 2 * WIDEST or scale < 0:
             raise ValueError(
-                f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and {2 * WIDEST}, and scale >= 0"
+                f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and "
+                f"{2 * WIDEST}, and scale >= 0"
             )
         q, k, values = rows_of(q), rows_of(k), rows_of(values)
         masks = tuple(
@@ -64,8 +71,10 @@ class _Attend(torch.autograd.Function):
         out, lse = empty_as(q, width=n), torch.empty(b, h, tq, dtype=torch.float32, device=q.device)
         blocks = forward_blocks(q.dtype, dk, n)
         _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
-            q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values, out),
-            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), GROUP=h // hk, ALIGN=alignment(n, q, k, values, out),
+            q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values,
+            out),
+            CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), GROUP=h // hk,
+            ALIGN=alignment(n, q, k, values, out),
             **blocks.given(),
         )  # fmt: skip
         ctx.save_for_backward(q, k, values, *masks, out, lse)
@@ -78,8 +87,9 @@ class _Attend(torch.autograd.Function):
         q, k, values, keys_valid, first, last, out, lse = ctx.saved_tensors
         (b, h, tq, dk), (hk, tk, n), d_out = q.shape, values.shape[1:], rows_of(d_out)
         d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
-        # Values in two halves where they are equal: one accumulator of all channels would spill. Not where it would be no wider than two of
-        # theirs, and loads would be narrower where the second half begins.
+        # The values are read in two halves of equal width, because one accumulator of all channels
+        # would spill. They are not split if the one accumulator would be no wider than the two, and
+        # the second half would need narrower loads.
         halves = 1 if n % 2 or (n % 16 and n <= 128) else 2
         given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
         numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
@@ -108,11 +118,15 @@ class _Attend(torch.autograd.Function):
 
 @triton.jit
 def _span(
-    top, total, read, q, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
+    top, total, read, q, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t,
+    values_t,
     MASKED: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop: running maximum (in powers of two), sum of weights, reads."""
+    """Read the keys from start to stop.
+
+    Return the running maximum (in powers of two), the sum of weights and the reads.
+    """
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
         keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
@@ -121,7 +135,7 @@ def _span(
             allowed = readable(position, lowest, highest, n + tl.arange(0, KEYS), tk, valid)
             scores = tl.where(allowed, scores * factor, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
-            # Rows that have read nothing yet: -inf - -inf is no number.
+            # For a row that has read no key yet, -inf - -inf would be NaN.
             level = tl.where(new == float("-inf"), 0.0, new)
             weights = tl.exp2(scores - level[:, None])
             kept = tl.exp2(top - level)
@@ -146,7 +160,7 @@ def _forward_kernel(
     CAUSAL: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of a head."""
+    """Compute the reads and log-sum-exp of a block of queries of a head."""
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     kv = h // GROUP
     start, left = top_row.to(tl.int64), tq - top_row
@@ -174,11 +188,12 @@ def _forward_kernel(
     )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         top, total, read = _span(
-            top, total, read, queries, k, values, valid, position, lowest, highest, inner if MASKED else begin, end if MASKED else inner,
+            top, total, read, queries, k, values, valid, position, lowest, highest,
+            inner if MASKED else begin, end if MASKED else inner,
             factor, tk, k_t, values_t, MASKED, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
 
-    # Only rows past the last query have read nothing.
+    # Only rows past the last query have read no key.
     total = tl.where(total > 0, total, 1.0)
     tl.store(lse + head_of_all * tq + start + row, top + tl.log2(total), mask=row < left)
     store_tile(
@@ -193,4 +208,4 @@ def _forward_kernel(
     )
 
 
-MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90
+MATRIX = (_forward_kernel,)  # compiled to wgmma on sm_90

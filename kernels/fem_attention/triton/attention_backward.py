@@ -1,11 +1,14 @@
-"""The gradients of attention on [v | U] in Triton: one kernel for q's, one for those of k and the values; and what the forward shares.
+"""Gradients of attention on [v | U] in Triton, one kernel for q and one for k and the values.
 
-Both make the weights again from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
+The module also contains the helpers shared with the forward. Both kernels recompute the weights
+from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
 
-    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      dq = scale dS k      dk = scale dS^T q      d[v | U] = P^T [dmu | dZ]
+    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      d[v | U] = P^T [dmu | dZ]
+    dq = scale dS k            dk = scale dS^T q
 
-The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers; it masks every block, since a second
-loop without masks would not fit the registers, and goes over its query heads itself.
+The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers.
+It masks every block, because a second loop without masks would not fit the registers, and iterates
+over its query heads itself.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ import triton.language as tl
 from kernels.implementations import interpreted
 from kernels.tiles import Blocks, at_row, load_tile, of_head, padded, place, store_tile
 
-WIDEST = 256  # of a head's queries and keys, and of v
-FLOAT32 = Blocks(
-    16, 16, 8, 1
-)  # without tensor cores a product's operands lie in registers, and larger blocks spill
+WIDEST = 256  # largest width of a head's queries and keys, and of v
+# Without tensor cores, a product's operands are in registers, and larger blocks spill.
+FLOAT32 = Blocks(16, 16, 8, 1)
 
 
 @triton.jit
 def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
-    """(begin, inner, end): where the keys of the queries at positions top to bottom begin, need a mask from, and end.
+    """Return (begin, inner, end) of the keys that the queries at positions top to bottom read.
 
-    begin and inner are multiples of KEYS. With invalid keys or documents every block has a mask: inner is begin.
+    A mask is needed from inner on. begin and inner are multiples of KEYS. With invalid keys or
+    documents every block has a mask: inner is begin.
     """
     begin = 0
     end = tk
@@ -41,15 +44,16 @@ def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: t
             end = tl.load(last + bottom)
     if valid is not None or first is not None:
         inner = begin
-    # inner is at least begin anyway; where the compiler knows too much of it, ptxas serialises the products (C7515).
+    # inner is at least begin anyway. The maximum hides its value from the compiler; without it
+    # ptxas serialises the products (C7515).
     return begin, tl.maximum(inner, begin), end
 
 
 @triton.jit
 def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
-    """(begin, end): where the queries that read the keys at positions top to bottom begin, a multiple of ROWS, and end.
+    """Return (begin, end) of the queries that read the keys at positions top to bottom.
 
-    past: positions before the first query.
+    begin is a multiple of ROWS. past: the number of positions before the first query.
     """
     begin = 0
     end = tq
@@ -63,7 +67,7 @@ def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: t
 
 @triton.jit
 def last_key(position, there, tk, last, CAUSAL: tl.constexpr):
-    """The last key that the queries at ``position`` may read."""
+    """Return the last key that the queries at ``position`` may read."""
     if CAUSAL:
         highest = position
     elif last is not None:
@@ -75,7 +79,10 @@ def last_key(position, there, tk, last, CAUSAL: tl.constexpr):
 
 @triton.jit
 def readable(position, lowest, highest, key, tk, valid):
-    """[queries, keys]: whether the queries at ``position`` read ``key``; a key that is not valid is read at its own position alone."""
+    """Return whether the queries at ``position`` read ``key``, [queries, keys].
+
+    An invalid key is read only by the query at its own position.
+    """
     allowed = key[None, :] <= highest[:, None]
     if lowest is not None:
         allowed &= key[None, :] >= lowest[:, None]
@@ -87,11 +94,13 @@ def readable(position, lowest, highest, key, tk, valid):
 
 @triton.jit
 def _queries_span(
-    grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
-    MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
+    grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop,
+    factor, tk, k_t, values_t,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr,
     BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop: dS k."""
+    """Return ``grad`` plus dS k of the keys from start to stop."""
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
         keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
@@ -115,11 +124,16 @@ def _queries_span(
 def _queries_kernel(
     q, k, values, valid, first, last, d_reads, row_term, lse, d_q,
     scale, factor, heads, tq, tk,
-    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t, d_q_b, d_q_h, d_q_t,
-    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
+    d_q_b, d_q_h, d_q_t,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of a head. Long, because it goes over the keys in up to two spans."""
+    """Compute dq of a block of queries of a head.
+
+    Long, because it reads the keys in up to two spans.
+    """
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
@@ -151,8 +165,10 @@ def _queries_kernel(
     )
     for MASKED in tl.static_range(0 if valid is None and first is None else 1, 2):
         grad = _queries_span(
-            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner if MASKED else begin,
-            end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
+            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest,
+            inner if MASKED else begin,
+            end if MASKED else inner, factor, tk, k_t, values_t, MASKED, HALVES, DK, BDK, DV, BDV,
+            KEYS, ALIGN,
         )  # fmt: skip
     store_tile(
         of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN),
@@ -172,10 +188,14 @@ def _keys_kernel(
     scale, factor, heads, tq, tk,
     q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
     d_k_b, d_k_h, d_k_t, d_values_b, d_values_h, d_values_t,
-    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """dk and d[v | U] of a block of keys of a key head, over all its query heads. Long, because every tensor has its strides."""
+    """Compute dk and d[v | U] of a block of keys of a key head, over all its query heads.
+
+    Long, because every tensor has its strides.
+    """
     blocks = tl.cdiv(tk, KEYS)
     block = tl.program_id(0) % blocks
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
@@ -198,7 +218,8 @@ def _keys_kernel(
         CAUSAL,
         ROWS,
     )
-    # The positions that read a key: from its own on, or from its document's first, to its document's last.
+    # The positions that read a key: from its own position, or from its document's first, to its
+    # document's last.
     opened = key[:, None]
     closed = None
     if first is not None:
@@ -223,7 +244,8 @@ def _keys_kernel(
     row_term += (b * heads + kv * GROUP) * tq
     d_k = of_head(d_k, b, kv, d_k_b, d_k_h, start, d_k_t, ALIGN)
     d_values = of_head(d_values, b, kv, d_values_b, d_values_h, start, d_values_t, ALIGN)
-    # One loop over all query heads, not two: what a loop needs before it would spill beside the three accumulators.
+    # One loop over all query heads, not two nested ones: with the three accumulators, the values
+    # that an inner loop needs in advance would spill.
     count = tl.cdiv(end - begin, ROWS)
     for n in range(count * GROUP):
         m = begin + n * ROWS
@@ -243,7 +265,7 @@ def _keys_kernel(
             True,
             ALIGN,
         )
-        # Queries past the last weigh exp2(-inf).
+        # The weight of queries past the last is exp2(-inf).
         level = tl.load(lse + g * tq + row, mask=row < tq, other=float("inf"))
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * factor - level[None, :]
         position = (tk - tq + row)[None, :]
@@ -273,7 +295,10 @@ def _keys_kernel(
 
 
 def forward_blocks(dtype, dk, width):
-    """Block sizes for a head's widths, of queries and keys and of what is read. Rows at multiples of under 8 bytes take the smallest."""
+    """Return the block sizes for a head's widths, of queries and keys and of the values.
+
+    Rows aligned to less than 8 bytes take the smallest.
+    """
     if interpreted():
         return Blocks(32, 16, 4, 1)
     if dtype == torch.float32:
@@ -286,7 +311,7 @@ def forward_blocks(dtype, dk, width):
 
 
 def queries_blocks(dtype, dk, dv, halves):
-    """Block sizes of dq's kernel for a head's widths."""
+    """Return the block sizes of dq's kernel for a head's widths."""
     width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)
@@ -298,7 +323,10 @@ def queries_blocks(dtype, dk, dv, halves):
 
 
 def keys_blocks(dtype, dk, dv, halves):
-    """Block sizes of dk's and the values' kernel for a head's widths; with three accumulators it is the one that fills the registers."""
+    """Return the block sizes of the kernel of dk and the values' gradient for a head's widths.
+
+    With three accumulators, this kernel fills the registers.
+    """
     width = WIDEST * 3 if dk % 4 or dv % 4 else padded(dk) + halves * padded(dv)
     if interpreted():
         return Blocks(16, 32, 4, 1)
@@ -309,4 +337,4 @@ def keys_blocks(dtype, dk, dv, halves):
     return Blocks(64, 64 if width > 256 or padded(dv) > 64 else 128, 8, 2)
 
 
-MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
+MATRIX = (_queries_kernel, _keys_kernel)  # compiled to wgmma on sm_90

@@ -1,10 +1,13 @@
-"""The free-energy read of a few queries over many keys (decoding) in Triton: exact at any range, without gradients.
+"""Free-energy read of a few queries over many keys (decoding) in Triton: exact at any range,
+without gradients.
 
-Decoding waits for memory, so each key and each value is read once. A program has a (batch, kv head) and a part of the sequence, all query
-heads and queries of the group as its rows, and per row and channel a running maximum of log p + beta v beside the sum of its exponentials:
-no centre and no window is needed. Scores count from their own running maximum, and where |beta v| stays under 1/2 the sum of
-p (exp(beta v) - 1) gives F instead: a logarithm near 0 would lose F's digits. A second kernel joins the parts by their log-sum-exps and
-applies lam and gate. Logarithms are powers of two.
+Decoding is limited by memory bandwidth, so each key and each value is read once. A program has a
+(batch, kv head) and a part of the sequence. Its rows are all query heads and queries of the group.
+Per row and channel it keeps a running maximum of log p + beta v and the sum of its exponentials, so
+that no centre and no window is needed. Scores are relative to their own running maximum. Where
+|beta v| stays below 1/2, the sum of p (exp(beta v) - 1) gives F instead, because a logarithm near 0
+would lose F's digits. A second kernel joins the parts by their log-sum-exps and applies lam and
+gate. Logarithms are in base 2.
 """
 
 from __future__ import annotations
@@ -19,20 +22,25 @@ from kernels.fem_attention.triton.prep import excess as excess_of
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
-PROGRAMS = 264  # two for each of an H100's multiprocessors
-SLOTS = tl.constexpr(16)  # rows of the smallest product
+PROGRAMS = 264  # two per multiprocessor of an H100
+SLOTS = tl.constexpr(16)  # rows of the smallest matrix product
 STAGES = 3
-JOINED, JOIN_WARPS = 16, 4  # parts at once
+JOINED, JOIN_WARPS = 16, 4  # parts per step
 
 
 def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
-    """The read o = gate (mu + lam (F - mu)) of the last tq of tk positions: [b, h, tq, dv] in q's type.
+    """Return the read o = gate (mu + lam (F - mu)) of the last tq of tk positions.
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate mu), lam and gate [b, h, tq, dv] or None
-    (lam: 1, gate: 1), keys_valid [b, tk] bool: a False key is read by the query at its own position alone; hk divides h, and query head i
-    reads head i // (h // hk). Types: float32 or bfloat16; reads are summed in float32. splits: parts of the sequence, at most; None:
-    enough to fill a device. Meant for tq <= 16 or so: beyond 16 rows (queries times heads of a group; fewer for wide values) keys and
-    values are read again. Equations: Free Energy Mixer, the two-level gated read.
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate
+    mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool: only the
+    query at the same position reads a False key; hk divides h, and query head i reads head
+    i // (h // hk).
+    Returns [b, h, tq, dv] in q's dtype.
+    Dtypes: float32 or bfloat16; reads are summed in float32.
+    splits: the most parts of the sequence; None: enough to fill a device. Intended for tq up to
+    about 16: beyond 16 rows (queries times heads of a group; fewer for wide values), keys and
+    values are read more than once.
+    Equations: Free Energy Mixer, the two-level gated read.
     """
     (b, h, tq, width), (hk, tk, channels) = q.shape, v.shape[1:]
     sizes = _Sizes(width, channels, h // hk * tq)
@@ -47,20 +55,24 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
     )
     shared = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "HAS_BETA": beta is not None}
     _part_kernel[(b * hk, splits, blocks)](
-        q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], h, hk, tq, tk, each, scale * LOG2E,
+        q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        h, hk, tq, tk, each, scale * LOG2E,
         **shared, **sizes.constants, num_warps=sizes.warps, num_stages=STAGES,
     )  # fmt: skip
     o = torch.empty(b, h, tq, channels, dtype=q.dtype, device=q.device)
     strides = strides_of(lam, gate)
     _join_kernel[(b * h * tq, triton.cdiv(channels, sizes.joined_channels))](
         scores, reads, beta, lam, gate, o, *strides, h, hk, tq, splits,
-        CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels, num_warps=JOIN_WARPS,
+        CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels,
+        num_warps=JOIN_WARPS,
     )  # fmt: skip
     return o
 
 
 class _Sizes:
-    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16 to 32 numbers a thread."""
+    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16
+    to 32 numbers per thread.
+    """
 
     def __init__(self, width, channels, rows):
         wide = padded(channels)
@@ -77,7 +89,10 @@ class _Sizes:
 
 
 def _keys_each(tk, heads, keys, splits):
-    """Keys of a part, whole blocks of them: so many that the parts of all heads fill a device, and each has four blocks where it can."""
+    """Return the keys per part, a multiple of the block size.
+
+    The parts of all heads together fill a device, and each part has four blocks where possible.
+    """
     blocks = triton.cdiv(tk, keys)
     wanted = min(triton.cdiv(PROGRAMS, heads), triton.cdiv(blocks, 4)) if splits is None else splits
     return triton.cdiv(blocks, max(1, wanted)) * keys
@@ -85,13 +100,16 @@ def _keys_each(tk, heads, keys, splits):
 
 @triton.jit
 def _part_kernel(
-    q, k, v, beta, valid, scores, reads, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, kv_heads, tq, tk, each, scale,
+    q, k, v, beta, valid, scores, reads, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads,
+    kv_heads, tq, tk, each, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BETA: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Of one part: the scores' maximum and sum, sum p v, and the maximum and sum of exp(log p + beta v), log p from the scores' maximum.
+    """Compute the sums of one part of the sequence in a single pass over its keys.
 
-    Long, because one pass over the keys makes them all.
+    They are the scores' maximum and sum, sum p v, and the maximum and sum of exp(log p + beta v),
+    with log p relative to the scores' maximum. Long, because one pass over the keys computes them
+    all.
     """
     batch, kv = (
         (tl.program_id(0) // kv_heads).to(tl.int64),
@@ -99,7 +117,7 @@ def _part_kernel(
     )
     group = heads // kv_heads
     columns, channels = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_C)
-    # A product has 16 rows at least: those beyond ROWS are zero, and left out of what follows.
+    # A matrix product has at least 16 rows. Those beyond ROWS are zero and are dropped afterwards.
     slot = tl.arange(0, SLOTS)
     row = tl.program_id(2) * ROWS + slot
     there = (row < group * tq) & (slot < ROWS)
@@ -170,7 +188,7 @@ def _part_kernel(
             level = _finite_or_zero(peak)
             mass = mass * tl.exp2(before - level) + tl.sum(tl.exp2(joint - level[None, :, :]), 0)
             small = values * (beta_2 / LOG2_E)[None, :]
-            # Beyond 1/2 a sum with such a term is not finite, and is not used.
+            # A term beyond 1/2 becomes infinite; a sum that is not finite is not used.
             small = tl.where(tl.abs(small) <= 0.5, excess_of(small) + small, INFINITY)
             excess = excess * fading[:, None] + tl.sum(
                 tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0
@@ -195,10 +213,14 @@ def _part_kernel(
 
 @triton.jit
 def _join_kernel(
-    scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads, tq, parts,
+    scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads,
+    tq, parts,
     CHANNELS: tl.constexpr, HAS_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row joined, for a block of channels; then lam and gate. Rows are in the order batch, head, query."""
+    """Join the parts of one row for a block of channels, then apply lam and gate.
+
+    Rows are in the order batch, head, query.
+    """
     flat = tl.program_id(0).to(tl.int64)
     batch, head, query = flat // tq // heads, flat // tq % heads, flat % tq
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,7 +1,8 @@
-"""What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
+"""Step after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward.
 
-The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads [mu | Z] anyway
-(attention keeps it), so nothing of the epilogue's own is kept.
+No scores and no softmax are computed. The formulas are those of
+`kernels.free_energy.FreeEnergyGap`, in float32. The backward reads [mu | Z] anyway (attention keeps
+it) and recomputes F - mu, so that the epilogue saves no further tensors.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
 from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 
-WARPS = 8  # a tile's elements are many numbers each here
+WARPS = 8  # more than in prep: each element of a tile needs many registers
 LOWEST = tl.constexpr(LOWEST_Y)
 FAINT = tl.constexpr(LEAST)
 
 
 class GatedRead(torch.autograd.Function):
-    """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
+    """o [b, h, tq, dv] in the dtype of reads [b, h, tq, 2dv] = [mu | Z].
 
-    beta [hk, dv] (float32) and `value_constants`: of kv head n // (h // hk) for head n. A wild block, where ``wild`` is not None, has
-    no part in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
+    lam, gate [b, h, tq, dv] or None. beta [hk, dv] (float32) and `value_constants` belong to kv
+    head n // (h // hk) for head n. If ``wild`` is not None, the gradients of wild blocks are zero.
+    beta's gradient is the epilogue's own part, at fixed reads.
     """
 
     @staticmethod
@@ -58,7 +60,8 @@ class GatedRead(torch.autograd.Function):
         o = empty_as(reads, width=dv)
         rows, columns = row_blocks(dv)
         _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
-            reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h, h // beta.shape[0], tokens,
+            reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h,
+            h // beta.shape[0], tokens,
             dv, rows, columns, num_warps=WARPS,
         )  # fmt: skip
         ctx.save_for_backward(reads, beta, centre, shifted, constants.wild, lam, gate)
@@ -77,14 +80,17 @@ class GatedRead(torch.autograd.Function):
         d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
         _epilogue_backward_kernel[b * h * blocks,](
             reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv,
+            rows, columns, num_warps=WARPS,
         )  # fmt: skip
         return d_reads, d_beta.sum((0, 2)), None, d_lam, d_gate
 
 
 @triton.jit
 def log_beyond(y, log):
-    """log(1 + y) - y from that logarithm, or its series where y is small, so that no digit is lost."""
+    """Return log(1 + y) - y from that logarithm, or from its series where y is small, so that no
+    digit is lost.
+    """
     series = y * (1.0 / 13) - 1.0 / 12
     series = series * y + 1.0 / 11
     series = series * y - 1.0 / 10
@@ -101,9 +107,10 @@ def log_beyond(y, log):
 
 @triton.jit
 def free_energy_gap(mu, z, beta, centre, shifted):
-    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
+    """Return (F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta and c; kappa = 1 where
+    shifted, and only these y have a meaning.
 
-    One logarithm and no division for an element.
+    It takes one logarithm and no division per element.
     """
     offset = mu - centre
     y = tl.maximum(z + offset * beta, LOWEST)
@@ -119,7 +126,7 @@ def _epilogue_kernel(
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o of ROWS tokens of a head."""
+    """Compute o of ROWS tokens of a head."""
     head, _, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -144,10 +151,11 @@ def _epilogue_kernel(
 @triton.jit
 def _epilogue_backward_kernel(
     reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
+    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt,
+    heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
+    """Compute [dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
     head, kv, at, column, inside, temperature, middle, shift = rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -156,13 +164,13 @@ def _epilogue_backward_kernel(
         block = kv * tl.cdiv(DV, BLOCK) + column // BLOCK
         kept = inside & (tl.load(wild + block, mask=column < DV, other=0) == 0)[None, :]
     read = tile_of(reads, head, heads, rb, rh, rt, at, column)
-    # A wild block's reads may be anything: masked, its gradients are zero.
+    # The reads of a wild block may be arbitrary. They are masked, so that its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
     gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)
     width = 1.0 / temperature
     mass = tl.where(shift, 1.0 + y, z)
-    known = mass >= FAINT  # else F - mu has no gradient, as in `FreeEnergyGap`
+    known = mass >= FAINT  # otherwise F - mu has no gradient, as in `FreeEnergyGap`
     level = 1.0 / tl.where(known, mass, 1.0)
     tilt = tl.where(shift, y * level, 1.0)
     mixed = gap
@@ -225,9 +233,10 @@ def _row_term_kernel(
 
 
 def row_term(d_out: Tensor, out: Tensor, share: Tensor | None = None) -> Tensor:
-    """The sum of do o over each row [b, h, t], float32, of do and o [b, h, t, n], rows contiguous.
+    """Return the sum of do o over each row, [b, h, t] float32, of do and o [b, h, t, n], rows
+    contiguous.
 
-    share [b h, t], where it is given: minus that sum, and 0 where share is 0.
+    share [b h, t], if given: minus that sum, and 0 where share is 0.
     """
     b, h, tokens, n = out.shape
     rows = 16 if interpreted() else max(4, 1024 // padded(n))

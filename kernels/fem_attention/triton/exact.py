@@ -1,16 +1,22 @@
-"""The exact free-energy read of blocks of channels, in place: the kernels of its backward, and the launches of both.
+"""Exact free-energy read of blocks of channels, in place: backward kernels, and all launches.
 
-Attention on [v | U] holds while the range of beta v is at most 80. Where it is more, or where values are not finite, these kernels
-overwrite the results of that (batch, kv head)'s block of channels with exact ones, for values of any range, and add its part to the
-gradients of q and k. The choice is a mask on the device, so nothing waits for it, and a launch whose mask is empty does nothing. Of the
-forward only the log-sum-exp of the scores is kept: the backward reads again.
+Attention on [v | U] is correct while the range of beta v is at most 80. Where the range is greater,
+or values are not finite, these kernels overwrite the results of that (batch, kv head)'s block of
+channels with exact ones, for values of any range, and add the block's part to the gradients of q
+and k. A mask on the device selects the blocks, so that no step waits, and a launch with an empty
+mask returns at once. The forward keeps only the log-sum-exp of the scores; the backward reads
+again.
 
-With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF of the two reads:
+With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF
+of the two reads:
 
-    dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta
-    dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF / beta)
+    dv[i, j] = sum_t (dF w + dmu p)
+    dbeta_j = sum_t dF (E_w[v] - F) / beta
+    dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t
+    term_t = sum_j (dmu (mu - x) + dF / beta)
 
-`_rows_kernel` reads as in the forward and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
+`_rows_kernel` reads as in the forward and stores x, F - x and the terms; each of the other kernels
+sums over one of the dimensions.
 """
 
 from __future__ import annotations
@@ -39,10 +45,15 @@ from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 
 @triton.jit
 def _score_gradients(
-    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
+    log_p, allowed, v, v_t, keys, beta, kv, marks, greatest, free_energy, row_term, d_o, lam, gate,
+    d_o_t, lam_t, gate_t, rows, tq, tk,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The marked channels' part of the gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
+    """Return the marked channels' part of the gradient of the scores, [rows, keys], from log_p
+    [keys, rows].
+
+    The pointers are already offset to the head.
+    """
     there = tl.minimum(rows, tq - 1)
     term = tl.zeros_like(there).to(tl.float32)
     for block in range(0, CHANNELS, BLOCK_C):
@@ -82,11 +93,14 @@ def _score_gradients(
 
 @triton.jit
 def _dq_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_q,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term,
+    d_q,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b,
+    d_o_h, d_o_t,
     d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
@@ -113,8 +127,10 @@ def _dq_kernel(
             tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
             log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
             d_scores = _score_gradients(
-                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk,
+                log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS,
+                free_energy + flat * CHANNELS,
+                row_term + flat * MARKS, d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
+                d_o_t, lam_t, gate_t, rows, tq, tk,
                 CHANNELS, BLOCK_C,
             )  # fmt: skip
             found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
@@ -137,14 +153,20 @@ def _dq_kernel(
 
 @triton.jit
 def _keys_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k, d_v,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term,
+    d_k, d_v,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b,
+    d_o_h, d_o_t,
     d_k_b, d_k_h, d_k_t, d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dk; d_k None: dv. Long, because both go over the same rows of the same heads."""
-    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair whose items are apart
+    """Compute dk, or dv if d_k is None.
+
+    Long, because both iterate over the same rows of the same heads.
+    """
+    ALONE: tl.constexpr = MARKS if d_k is None else 1  # marks of a pair with separate items
     blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
     upto, count = _marked(wild, pairs * ALONE, MARKS // ALONE, PAIRS)
@@ -187,8 +209,10 @@ def _keys_kernel(
                 )
                 if d_v is None:
                     d_scores = _score_gradients(
-                        log_p, allowed, v_here, v_t, keys, beta, kv, marks, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                        log_p, allowed, v_here, v_t, keys, beta, kv, marks,
+                        greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * MARKS, d_o_here, lam_here, gate_here, d_o_t, lam_t,
+                        gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
                     )  # fmt: skip
                     found += tl.dot(
                         tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee"
@@ -239,36 +263,42 @@ def _keys_kernel(
             _put(d_v, batch, kv, d_v_b, d_v_h, d_v_t, keys, channels, found, mask)
 
 
-KEYS = 16  # at once; kernels whose blocks are of keys have them the other way round
+KEYS = 16  # keys per step; in kernels over blocks of keys, rows per step
 WARPS, STAGES = 8, 2
-PROGRAMS = 264  # two for each of an H100's multiprocessors
+PROGRAMS = 264  # two per multiprocessor of an H100
 
 
 def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_valid, bounds):
-    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values. Returns what `exact_backward_` needs.
+    """Overwrite o where wild: o = gate (mu + lam (F - mu)), exact for any finite values.
 
-    Shapes: o [b, h, tq, dv] in q's type, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv], lam and gate
-    [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels] bool; hk divides h. Queries, keys_valid and bounds as in
-    `attention.attend`. Types: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not finite gives what the
-    definition gives; rows that cannot read it are not touched by it. Kept: the scores' log-sum-exp [b, h, tq], float32, filled where wild.
+    Return the tensors that `exact_backward_` needs.
+    Shapes: o [b, h, tq, dv] in q's dtype, q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv],
+    beta [hk, dv], lam and gate [b, h, tq, dv] or None (1), wild [b, hk, blocks of BLOCK channels]
+    bool; hk divides h. Queries, keys_valid and bounds as in `kernels.fem_attention.triton.attend`.
+    Dtypes: float32 or bfloat16; reads are summed in float32. A row that reads a value that is not
+    finite gives the definition's result; rows that cannot read it are not affected. Returned: the
+    scores' log-sum-exp [b, h, tq], float32, filled where wild.
     Equations: Free Energy Mixer, the two-level gated read.
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(
-        _rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1
-    )  # with more it spills in float32
+    # With more stages it spills in float32.
+    launch(_rows_kernel, (lse, o, *(None,) * 7), (o, *(None,) * 3), launch.rows, KEYS, stages=1)
     return (lse,)
 
 
 def exact_backward_(
-    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale, keys_valid, bounds
+    saved, d_o, q, k, v, beta, lam, gate, wild, dq, dk, dv, dlam, dgate, *, causal, scale,
+    keys_valid, bounds
 ):  # fmt: skip
-    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv]; the other arguments as in `exact_forward_`.
+    """Overwrite the gradients where wild, given o's gradient d_o [b, h, tq, dv].
 
-    To dq and dk the wild blocks' part is added; where all blocks of a head are wild, they are overwritten, too, whatever they were.
-    dq, dk, dv, dlam, dgate: as q, k, v, lam, gate (None with them), rows contiguous. Returns the wild blocks' part of beta's, float32.
-    For a while it holds dv float32 and dv numbers of v's type for each query: F - x and x, the greatest value that it reads.
+    The other arguments are those of `exact_forward_`. The wild blocks' part is added to dq and dk.
+    If all blocks of a head are wild, its dq and dk are overwritten, whatever they contained. dq,
+    dk, dv, dlam, dgate: shaped as q, k, v, lam, gate (None with them), rows contiguous. Returns the
+    wild blocks' part of beta's gradient, float32.
+    Temporary memory: dv float32 numbers and dv numbers of v's dtype for each query, for F - x and
+    x, the greatest value that it reads.
     """
     (lse,) = saved
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
@@ -302,7 +332,7 @@ def exact_backward_(
 
 
 class _Launch:
-    """What all of the kernels are given."""
+    """Arguments and constants that all of the kernels share."""
 
     def __init__(self, q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds):
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
@@ -314,7 +344,7 @@ class _Launch:
         self.pointers = (*self.strided[:3], beta.contiguous(), lam, gate, *masks)
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
-        # Over 128 channels, or at odd addresses, 32 would spill.
+        # 32 rows would spill with more than 128 channels, or with unaligned addresses.
         self.rows = (
             16
             if max(width, channels) > 128 or any(n > 64 and n % 16 for n in (width, channels))
@@ -331,10 +361,15 @@ class _Launch:
         self.constants |= {"MARKS": wild.shape[2], "PAIRS": padded(wild.numel())}
 
     def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
-        """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
+        """Launch a kernel.
+
+        more: pointers that follow the shared ones; strided: those of them that are passed with
+        strides, in their order.
+        """
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError(
-                "exact read: a result's last dimension is not contiguous; it is written in place, so make it so"
+                "exact read: a result's last dimension is not contiguous; it is written in "
+                "place, so make it so"
             )
         strides = strides_of(*self.strided, *strided)
         kernel[(3 if interpreted() else PROGRAMS,)](
@@ -351,4 +386,7 @@ class _Launch:
 
 
 TRAFFIC = dict.fromkeys((_rows_kernel, _dq_kernel, _keys_kernel), ("wild",))
-"""Kernel -> the arguments that a launch reads or writes as a rule, here while no block is wild, for models of memory traffic."""
+"""Kernel -> the arguments that a launch usually reads or writes, for models of memory traffic.
+
+Usually no block is wild.
+"""

@@ -1,10 +1,12 @@
-"""The exact free-energy read of blocks of channels in Triton: the kernel over rows, and what it shares with the backward's others.
+"""Exact free-energy read of blocks of channels in Triton: the kernel over rows, and shared helpers.
 
-A few programs share what is marked, blocks of channels of (batch, kv head) pairs, so that a launch without marks costs next to nothing.
-Everything is kept relative to x[t, j], the greatest value that query t may read: with log p and beta (v - x) in one exponent, the terms
-that matter are small numbers, so no digit is lost however far values spread, and no exponential exceeds 1. Logarithms are powers of two.
-Terms are tiles of three dimensions, and the one that is summed over comes first: it then lies inside a thread, and a sum needs no
-exchange. No centre, no window and no clipping may come in. Nothing is launched here.
+A few programs share the marked work, blocks of channels of (batch, kv head) pairs, so that a launch
+without marks costs almost no time. All quantities are relative to x[t, j], the greatest value that
+query t may read. With log p and beta (v - x) in one exponent, the terms that matter are small
+numbers, so that no digit is lost however far values spread, and no exponential exceeds 1.
+Logarithms are in base 2. Terms are tiles of three dimensions, with the summed dimension first: it
+is then inside a thread, and a sum needs no exchange between threads. Do not add a centre, a window
+or clipping. This module launches no kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def _tile(at, stride, rows, columns, WIDTH: tl.constexpr):
-    """[rows, columns] in float32, zero beyond WIDTH; every row exists."""
+    """Load [rows, columns] as float32, zero beyond WIDTH; every row exists."""
     return tl.load(
         at + rows.to(tl.int64)[:, None] * stride + columns[None, :],
         mask=(columns < WIDTH)[None, :],
@@ -30,7 +32,7 @@ def _tile(at, stride, rows, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def _operand(at, stride, rows, count, columns, WIDTH: tl.constexpr):
-    """[rows, columns] in the tensor's type, zero beyond ``count`` rows and WIDTH."""
+    """Load [rows, columns] in the tensor's dtype, zero beyond ``count`` rows and WIDTH."""
     mask = (columns < WIDTH)[None, :] & (rows < count)[:, None]
     return tl.load(
         at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0
@@ -51,7 +53,7 @@ def _temperature(beta, kv, channels, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _allowed(keys, position, valid, first, last, tk, CAUSAL: tl.constexpr):
-    """[keys, rows]: who may read whom."""
+    """Return which rows may read which keys, [keys, rows]."""
     allowed = (keys < tk)[:, None] & (position >= 0)[None, :]
     if CAUSAL:
         allowed = allowed & (keys[:, None] <= position[None, :])
@@ -66,7 +68,7 @@ def _allowed(keys, position, valid, first, last, tk, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, allowed, scale):
-    """[keys, rows], powers of two, -inf where a key is not read."""
+    """Return the scores [keys, rows] in base 2, -inf where a key is not read."""
     return tl.where(allowed, tl.dot(k, tl.trans(q), input_precision="ieee") * scale, -INFINITY)
 
 
@@ -76,7 +78,7 @@ def _greatest(
     SUMS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, channels] and, with SUMS, the log-sum-exp of the scores [rows]."""
+    """Return x [rows, channels] and, with SUMS, the log-sum-exp of the scores [rows]."""
     x = tl.full((ROWS, BLOCK_C), -INFINITY, tl.float32)
     top = tl.full((ROWS,), -INFINITY, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -98,11 +100,15 @@ def _greatest(
 
 @triton.jit
 def _read(
-    q, k, v, k_t, v_t, x, lse, beta, position, channels, columns, valid, first, last, begin, end, tk, scale,
+    q, k, v, k_t, v_t, x, lse, beta, position, channels, columns, valid, first, last, begin, end,
+    tk, scale,
     MOMENT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """mu - x, F - x and, with MOMENT, E_w[v - x], each [rows, channels]. beta: of a power of two."""
+    """Return mu - x, F - x and, with MOMENT, E_w[v - x], each [rows, channels].
+
+    beta: for base 2.
+    """
     mean = tl.zeros((ROWS, BLOCK_C), tl.float32)
     top = tl.full((ROWS, BLOCK_C), -INFINITY, tl.float32)
     total = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -130,7 +136,10 @@ def _read(
 
 @triton.jit
 def _marked(wild, count, MARKS: tl.constexpr, PAIRS: tl.constexpr):
-    """(how many of the ``count`` marks up to each are set [PAIRS], how many of all); of MARKS, which are one then, one is enough."""
+    """Return (how many of the first ``count`` entries up to each are marked [PAIRS], the total).
+
+    An entry consists of MARKS consecutive marks, and is marked if one of them is set.
+    """
     at = tl.arange(0, PAIRS)
     found = tl.zeros((PAIRS,), tl.int32)
     for n in tl.static_range(MARKS):
@@ -141,7 +150,10 @@ def _marked(wild, count, MARKS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
-    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a mark, of which a (batch, kv head) pair has MARKS."""
+    """Return (batch, head, kv head, block, block of channels) of an item.
+
+    Each mark has ``each`` items, and each (batch, kv head) pair has MARKS marks.
+    """
     kv_heads = heads // group
     mark = tl.sum((upto <= item // each).to(tl.int32), 0)
     item = item % each
@@ -153,7 +165,10 @@ def _place(upto, item, each, heads, group, blocks, MARKS: tl.constexpr):
 def _gradients_of_reads(
     d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr
 ):
-    """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
+    """Return the gradients of mu and F, [rows, channels]; zero in rows beyond the last.
+
+    The pointers are already offset to the head.
+    """
     d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
     there = tl.minimum(rows, tq - 1)
     if gate is not None:
@@ -181,7 +196,10 @@ def _put(
     marks=None,
     MARKS: tl.constexpr = 1,
 ):
-    """Store a tile [rows, columns] of a head, in the type of ``out``; with ``marks``, the head's, onto what the unmarked blocks gave."""
+    """Store a tile [rows, columns] of a head, in the dtype of ``out``.
+
+    With ``marks`` (the head's), add to the existing result if the head has unmarked blocks.
+    """
     at = out + batch * out_b + head * out_h + rows.to(tl.int64)[:, None] * out_t + columns[None, :]
     if marks is not None:
         calm = tl.load(marks) == 0
@@ -193,15 +211,19 @@ def _put(
 
 @triton.jit
 def _rows_kernel(
-    q, k, v, beta, lam, gate, wild, valid, first, last, lse, o, d_o, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t, d_o_b, d_o_h, d_o_t,
+    q, k, v, beta, lam, gate, wild, valid, first, last, lse, o, d_o, d_lam, d_gate, greatest,
+    free_energy, row_term, d_beta,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b,
+    o_h, o_t, d_o_b, d_o_h, d_o_t,
     d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    MARKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Forward: o, and the scores' log-sum-exp. o None, backward: x, F - x, the row terms, and the gradients that are a row's own.
+    """Compute the forward's results, or the backward's results that sum over keys if o is None.
 
-    Those are lam's, gate's and its part of beta's. Long, because both begin with the same reads.
+    Forward: o and the scores' log-sum-exp. Backward: x, F - x, the row terms, the gradients of lam
+    and gate, and the rows' part of beta's gradient. Long, because both begin with the same reads.
     """
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
@@ -216,21 +238,23 @@ def _rows_kernel(
             of_channels * BLOCK_C + tl.arange(0, BLOCK_C),
         )
         mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
-        there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
+        there = tl.minimum(rows, tq - 1)  # rows past the last repeat it and are not stored
         position = there + (tk - tq)
         valid_here = of_head(valid, batch, 0, tk, 0)
         queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
         k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
         flat = (batch * heads + head) * tq
         x, sums = _greatest(
-            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
+            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last,
+            begin, end, tk, scale,
             o is not None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
         if o is None:
             sums = tl.load(lse + flat + there)
         beta_1 = _temperature(beta, kv, channels, CHANNELS)
         mean, free, moment = _read(
-            queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels, columns, valid_here, first, last, begin, end,
+            queries, k_here, v_here, k_t, v_t, x, sums, beta_1 * LOG2_E, position, channels,
+            columns, valid_here, first, last, begin, end,
             tk, scale, o is None, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
         )  # fmt: skip
         lam_here = of_head(lam, batch, head, lam_b, lam_h)
@@ -246,9 +270,8 @@ def _rows_kernel(
             earlier = tl.max(
                 tl.where(tl.arange(0, PAIRS) < (batch * (heads // group) + kv) * MARKS, upto, 0), 0
             )
-            tl.store(
-                lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier)
-            )  # by the pair's first mark alone
+            # Only the pair's first mark stores the sums.
+            tl.store(lse + flat + rows, sums, mask=(rows < tq) & (item // each == earlier))
         else:
             d_o_here = d_o + batch * d_o_b + head * d_o_h
             d_mean, d_free = _gradients_of_reads(

@@ -1,8 +1,10 @@
-"""What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
+"""Step before attention: the constants of each head's free energy, and the stream [v | U].
 
-The formulas are those of `kernels.free_energy`, in float32. A block of BLOCK channels of a head is *wild* where beta * (max v - min v)
-passes MAX_RANGE in one of them, and so are all of a head with values that are not finite, which would spoil its other channels' gradients.
-c is then such that no exponential overflows, and attention's results are to be replaced.
+No scores and no softmax are computed. The formulas are those of `kernels.free_energy`, in float32.
+A block of BLOCK channels of a head is *wild* if beta * (max v - min v) exceeds MAX_RANGE in one of
+them. All blocks of a head with values that are not finite are wild, because these values would make
+the gradients of its other channels invalid. In a wild block, c is chosen so that no exponential
+overflows; the results of attention for it must be replaced.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, empty_as, rows_of
 
 WARPS = 4
-BLOCK = tl.constexpr(16)  # channels that are read exactly, or not, together
+BLOCK = tl.constexpr(16)  # channels that are read exactly or not, as a unit
 LARGEST = tl.constexpr(MAX_RANGE)
 SHIFT = tl.constexpr(SHIFT_BELOW)
 CLAMP = tl.constexpr(MOST)
 LOWEST = tl.constexpr(-120.0)  # its exponential is 0 in float32
-LN2_HIGH = tl.constexpr(
-    0.693359375
-)  # ten bits of log 2: times a whole number under 2^14 it is exact
+# Ten bits of log 2: its product with an integer below 2^14 is exact.
+LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a head's stream and epilogue need beside beta: centre, shifted [b, hk, 1, dv] and wild [b, hk, blocks of channels].
+    """Constants of stream and epilogue besides beta: centre, shifted [b, hk, 1, dv] and wild
+    [b, hk, blocks of channels].
 
-    largest (of beta * range): [b, hk].
+    largest [b, hk]: the largest beta * range of each head.
     """
 
     centre: Tensor
@@ -49,9 +51,11 @@ class Constants:
 
 
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
-    """Each channel's c over the sequence, where kappa is 1, and which blocks are wild; v [b, hk, t, dv], beta [hk, dv].
+    """Return each channel's c over the sequence, where kappa is 1, and which blocks are wild.
 
-    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
+    v [b, hk, t, dv], beta [hk, dv]. The results are float32 and bool, detached, and stay on the
+    device.
+    Source: as `kernels.free_energy.value_centre_and_range`.
     """
     v, beta = rows_of(v.detach()), beta.detach().contiguous()
     b, hk, tokens, dv = v.shape
@@ -86,9 +90,10 @@ def value_constants(v: Tensor, beta: Tensor) -> Constants:
 
 
 class ValueStreams(torch.autograd.Function):
-    """[v | U] [b, hk, t, 2dv] in v's type, of v [b, hk, t, dv], beta [hk, dv] (float32) and `value_constants`.
+    """[v | U] [b, hk, t, 2dv] in v's dtype, of v [b, hk, t, dv], beta [hk, dv] (float32) and
+    `value_constants`.
 
-    beta's gradient is the stream's own part of it.
+    beta's gradient is the part that flows through the stream.
     """
 
     @staticmethod
@@ -152,20 +157,28 @@ class ValueStreams(torch.autograd.Function):
 
 
 def row_blocks(dv: int) -> tuple[int, int]:
-    """(tokens, channels) of a tile, for ``dv`` channels: the kernels hold about six such tiles in registers."""
+    """Return (tokens, channels) of a tile for ``dv`` channels.
+
+    The kernels keep about six of these tiles in registers.
+    """
     columns = max(16, triton.next_power_of_2(dv))
     return (16 if interpreted() else max(4, 2048 // columns)), columns
 
 
 def range_blocks(dv: int) -> tuple[int, int, int]:
-    """(tokens, channels) of a tile of the range's kernel, and the tokens that one program reads."""
+    """Return (tokens, channels) of a tile of the range kernel, and the number of tokens that one
+    program reads.
+    """
     rows, columns = row_blocks(dv)
     return rows, columns, 2 * rows if interpreted() else 256
 
 
 @triton.jit
 def accurate_exp(x):
-    """exp(x) to two units in the last place: the hardware's exp2 of x log2(e) loses |x| of them by that product's rounding."""
+    """Return exp(x) to two units in the last place.
+
+    The hardware's exp2 of x log2(e) would lose |x| units through the rounding of that product.
+    """
     whole = tl.floor(x * LOG2_E + 0.5)
     rest = (x - whole * LN2_HIGH) - whole * LN2_LOW
     return tl.exp2(rest * LOG2_E) * tl.exp2(whole)
@@ -173,7 +186,7 @@ def accurate_exp(x):
 
 @triton.jit
 def excess(x):
-    """exp(x) - 1 - x, with all its digits where x is small."""
+    """Return exp(x) - 1 - x, to full precision where x is small."""
     series = x * (1.0 / 39916800) + 1.0 / 3628800
     series = series * x + 1.0 / 362880
     series = series * x + 1.0 / 40320
@@ -188,7 +201,7 @@ def excess(x):
 
 @triton.jit
 def exponent(v, beta, centre):
-    """x = beta (v - centre), clamped where the range is over LARGEST; 0 where it is not a number."""
+    """Return x = beta (v - centre), clamped where the range is over LARGEST; 0 where it is NaN."""
     x = (v - centre) * beta
     x = tl.where(x == x, x, 0.0)
     return tl.minimum(tl.maximum(x, LOWEST), CLAMP)
@@ -210,7 +223,10 @@ def _range_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Least and greatest value of each channel in SPAN tokens; where a value is not a number the greatest is infinite."""
+    """Compute the least and greatest value of each channel in SPAN tokens.
+
+    The greatest is infinite where a value is NaN.
+    """
     head = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     column = tl.arange(0, COLUMNS)
@@ -248,7 +264,7 @@ def _constants_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The constants of one head, from the least and the greatest values of its spans."""
+    """Compute the constants of one head from the least and the greatest values of its spans."""
     head = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -284,7 +300,7 @@ def _constants_kernel(
 
 @triton.jit
 def tile_of(base, head, heads, sb, sh, st, at, column):
-    """Where the rows ``at`` of a head lie."""
+    """Return the pointers to the rows ``at`` of a head."""
     return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
 
 
@@ -300,7 +316,9 @@ def rows_and_channels(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """(head, kv head, rows, channels, which of them exist, beta, c, kappa = 1) of a program."""
+    """Return (head, kv head, rows, channels, mask of existing elements, beta, c, kappa = 1) of a
+    program.
+    """
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -321,7 +339,7 @@ def _stream_kernel(
     sb, sh, st, ub, uh, ut, heads, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """values = [v | U] of ROWS tokens of a head."""
+    """Compute values = [v | U] of ROWS tokens of a head."""
     head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(
         beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS
     )
@@ -339,7 +357,7 @@ def _stream_backward_kernel(
     sb, sh, st, ub, uh, ut, db, dh, dt, heads, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
+    """Compute dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
     head, _, at, column, inside, temperature, middle, kappa = rows_and_channels(
         beta, centre, shifted, heads, 1, tokens, DV, ROWS, COLUMNS
     )

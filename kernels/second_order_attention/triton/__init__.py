@@ -1,16 +1,21 @@
 """MHA2nd1st's step around `forward`'s two flash passes in Triton, and their backward.
 
-For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the gradient of kbar, or of C u, e_i = g.c_i and
-w_i = u.c_i (`forward` has the symbols), and sums over the pairs:
+For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the
+gradient of kbar, or of C u, e_i = g.c_i and w_i = u.c_i (`forward` defines the symbols), and sums
+over the pairs:
 
-    kbar:   da_i = p_i e_i                      dk_i += p_i g
-    C u:    da_i = p_i (e_i w_i - g.C u)        dk_i += p_i (e_i u + w_i g)        du = C g = sum_i p_i e_i c_i
-    both:   dq = sum_i da_i c_i / T             dk_i += da_i (q - k_i) / T         dT = -sum_i da_i (a_i - mean a) / T
+    kbar:   da_i = p_i e_i                   dk_i += p_i g
+    C u:    da_i = p_i (e_i w_i - g.C u)     dk_i += p_i (e_i u + w_i g)
+            du = C g = sum_i p_i e_i c_i
+    both:   dq = sum_i da_i c_i / T          dk_i += da_i (q - k_i) / T
+            dT = -sum_i da_i (a_i - mean a) / T
 
-since the derivative of p is da, and those of kbar inside c cancel: sum p c = 0. Likewise sum da = 0, which lets c stand for k, and the
-score less its mean under p for the score: where T is large, what is left of dT is small beside its terms. Weights that were rounded have
-the rounded ones' sum taken off, as in the forward. dT is a partial sum a query. All work in the frame
-to which k is turned: turning is linear, so q, u and the reads are turned outside them.
+This holds because the derivative of p is da, and those of kbar inside c cancel: sum p c = 0.
+Likewise sum da = 0, so that c can replace k, and the score less its mean under p can replace the
+score: for a large T, the result dT is small compared with its terms. For rounded weights, the sum
+of the rounded ones is subtracted, as in the forward. dT is a partial sum per query. All kernels
+work in the frame to which k is rotated: the rotation is linear, so q, u and the reads are rotated
+outside the kernels.
 """
 
 from __future__ import annotations
@@ -44,9 +49,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, jitter):
-    """r + G^-1 (C / T') G r as `reference.step` without exact, q and k float32 or bfloat16, the rest float32: [b, h, t, d] in q's type.
+    """Return r + G^-1 (C / T') G r as `reference.step` without exact: [b, h, t, d] in q's dtype.
 
-    Products of q, k, u and gradients are in q's type, sums over keys, r, u and the system in float32.
+    q and k are float32 or bfloat16, the other tensors float32. Products of q, k, u and gradients
+    are in q's dtype, sums over keys, r, u and the system in float32.
     """
     own = q.to(torch.float32)
     turned, k = rows_of(rotated(own, turn).to(k.dtype)), rows_of(k)
@@ -62,7 +68,10 @@ def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, ji
 
 
 class _Means(torch.autograd.Function):
-    """As `means`; log-sum-exp and mean score have no gradient. Differentiable in q, k and T."""
+    """`means` as an autograd function, differentiable in q, k and T.
+
+    log-sum-exp and mean score have no gradient.
+    """
 
     @staticmethod
     def forward(ctx, q, k, temperature, half, factors, valid, causal):
@@ -84,9 +93,10 @@ class _Means(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """C u, float32, differentiable in q, k, u and T; kbar and the levels are what the other pass found, and have no gradient here.
+    """C u, float32, differentiable in q, k, u and T.
 
-    That is exact: C depends on them through q, k and T alone, and its derivative is written in those.
+    kbar and the levels are results of the other pass and get no gradient. That is exact: C depends
+    on them through q, k and T alone, and its derivative is expressed in those.
     """
 
     @staticmethod
@@ -109,9 +119,11 @@ class _Second(torch.autograd.Function):
 
 
 def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, causal):
-    """(dq, dk, du, dT) for a gradient g [b, h, t, d] of kbar (u, read and centre None; du None), or of C u.
+    """Return (dq, dk, du, dT) for a gradient g [b, h, t, d] of C u, or of kbar.
 
-    g in q's type, contiguous; read, centre: the forward's results; the others as there. du is float32, dT [h] float32.
+    For kbar, u, read and centre are None, and du is None. g has q's dtype and is contiguous.
+    read, centre: the forward's results; the other arguments as in the forward. du is float32, dT
+    [h] float32.
     """
     t, d = q.shape[2:]
     is_second = u is not None
@@ -123,10 +135,12 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
     g_read = None if read is None else row_term(g, read)
     launch(
         _queries_kernel, blocks, t, q, k, valid, causal,
-        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, *d_q.stride()[:3],
+        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u,
+        heats, *d_q.stride()[:3],
     )  # fmt: skip
     launch(
-        _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k, valid, causal,
+        _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k,
+        valid, causal,
         q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
     )  # fmt: skip
     return d_q, d_k, d_u, heats.sum((0, 2))
@@ -134,11 +148,13 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
 
 @triton.jit
 def _queries_kernel(
-    q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, d_q_b, d_q_h, d_q_t,
+    q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats,
+    d_q_b, d_q_h, d_q_t,
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
-    """dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
+    """Compute dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -214,9 +230,10 @@ def _queries_kernel(
 def _keys_kernel(
     q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, d_k_b, d_k_h, d_k_t,
     heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
-    """dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
+    """Compute dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
     blocks = tl.cdiv(tk, OWN)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head_of_all // heads, head_of_all % heads
@@ -242,7 +259,7 @@ def _keys_kernel(
         row = m + tl.arange(0, OTHER)[None, :]
         queries = load_tile(q + here * q_t, q_t, t - m, OTHER, WIDTH, PADDED)
         gradient = load_tile(g + (first + here) * WIDTH, WIDTH, t - m, OTHER, WIDTH, PADDED)
-        # A query past the last weighs exp2(-inf).
+        # The weight of a query past the last is exp2(-inf).
         level = tl.load(lse + first + row, mask=row < t, other=float("inf"))
         scores = (tl.dot(keys, tl.trans(queries), input_precision="ieee") - norm) * factor
         position = tk - t + row
@@ -283,9 +300,9 @@ def _keys_kernel(
 
 
 def queries_blocks(dtype, width, is_second, padding):
-    """Block sizes of the kernel over queries."""
+    """Return the block sizes of the kernel over queries."""
     narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    # With a second stage C u's two sums would not fit the registers.
+    # With a second stage, the two sums of C u would not fit the registers.
     return fitting(
         dtype,
         SMALL,
@@ -295,9 +312,9 @@ def queries_blocks(dtype, width, is_second, padding):
 
 
 def keys_blocks(dtype, width, is_second, padding):
-    """Block sizes of the kernel over keys."""
+    """Return the block sizes of the kernel over keys."""
     narrow, wide = (FLOAT32, Blocks(128, 64, 8, 2)), (Blocks(16, 16, 8, 1), Blocks(128, 32, 8, 2))
     return fitting(dtype, SMALL, *(narrow if padded(width) <= 64 else wide))
 
 
-MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
+MATRIX = (_queries_kernel, _keys_kernel)  # compiled to wgmma on sm_90

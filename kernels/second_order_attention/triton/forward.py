@@ -1,8 +1,11 @@
-"""The two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product C u. No gradients, no autotuning.
+"""Two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product
+C u.
 
-With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u = sum p_i w_i c_i. Products take their
-operands in the inputs' type. Weights are summed as they were multiplied, rounded to it, so that a rounding's error is of the size of
-c, not of k: keys may lie far from zero. |k|^2 / 2 is taken off in float32, from the same rounded k.
+No gradients are computed, and no kernel is autotuned. With p = softmax((q.k - |k|^2 / 2) / T),
+c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u = sum p_i w_i c_i. Products take their
+operands in the inputs' dtype. Weights are rounded to it before they are summed and multiplied, so
+that a rounding error has the size of c, not of k: keys may be far from zero. |k|^2 / 2 is
+subtracted in float32, from the same rounded k.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from kernels.tiles import (
     store_tile,
 )
 
-SMALL, FLOAT32 = (
-    Blocks(32, 32, 4, 1),
-    Blocks(16, 32, 8, 1),
-)  # in the interpreter; without tensor cores, where larger ones spill
+# Block sizes in the interpreter, and without tensor cores, where larger ones spill.
+SMALL, FLOAT32 = Blocks(32, 32, 4, 1), Blocks(16, 32, 8, 1)
 
 
 def means(q, k, half, factors, valid, causal):
-    """(kbar [b, h, t, d], the scores' log-sum-exp and mean under p, [2, b, h, t] in powers of two), both float32 and contiguous.
+    """Return (kbar [b, h, t, d], the scores' log-sum-exp and mean under p [2, b, h, t], in base 2),
+    both float32 and contiguous.
 
-    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half [b, h, tk]: |k|^2 / 2, factors [h]:
-    log2(e) / T, float32 and contiguous; valid [b, tk] bool or None.
+    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half
+    [b, h, tk]: |k|^2 / 2, factors [h]: log2(e) / T, float32 and contiguous; valid [b, tk] bool or
+    None.
     """
     b, h, t, d = q.shape
     mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
@@ -45,7 +48,10 @@ def means(q, k, half, factors, valid, causal):
 
 
 def second(q, k, u, half, factors, mean, lse, valid, causal):
-    """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
+    """Return (C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous.
+
+    u: as q but contiguous; the other arguments as those and the results of `means`.
+    """
     read, centre = torch.empty_like(mean), torch.empty_like(lse)
     given = (q, k, u, half, factors, valid, mean, lse, None, read, centre)
     launch(
@@ -55,10 +61,14 @@ def second(q, k, u, half, factors, mean, lse, valid, causal):
 
 
 def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
-    """A kernel on each block of every head's ``own`` queries or keys: its arguments, then what all kernels of this room end with."""
+    """Launch a kernel on each block of every head's ``own`` queries or keys.
+
+    After ``arguments`` come the ones that all kernels of this package end with.
+    """
     b, h, t, d = q.shape
     kernel[(triton.cdiv(own, blocks.rows) * b * h,)](
-        *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3], 0 if valid is None else valid.stride(0),
+        *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3],
+        0 if valid is None else valid.stride(0),
         CAUSAL=causal, WIDTH=d, PADDED=padded(d), OWN=blocks.rows, OTHER=blocks.keys,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
@@ -66,10 +76,15 @@ def launch(kernel, blocks, own, q, k, valid, causal, *arguments):
 
 @triton.jit
 def _read_kernel(
-    q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    q, k, u, half, factors, valid, mean, lse, average, read, centre, heads, t, tk, q_b, q_h, q_t,
+    k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
-    """u None: the pass for kbar; else that for C u. Long, because both go over the same pairs."""
+    """Compute the pass for kbar if u is None, else the pass for C u.
+
+    Long, because both iterate over the same pairs.
+    """
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
@@ -108,12 +123,13 @@ def _read_kernel(
             )
             scores = tl.where(allowed, scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
-            # Rows that have seen nothing yet: -inf - -inf is no number.
+            # For a row that has seen no key yet, -inf - -inf would be NaN.
             level = tl.where(new == float("-inf"), 0.0, new)
             under = scores - level[:, None]
             weights = tl.exp2(under)
             kept = tl.exp2(top - level)
-            # Weights times their scores, which are under the new top now; nothing where nothing was seen.
+            # The sum of weights times scores, relative to the new maximum; zero for rows that have
+            # seen no key.
             score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(
                 tl.where(allowed, weights * under, 0.0), 1
             )
@@ -136,7 +152,7 @@ def _read_kernel(
         tl.store(average + head_of_all * t + row, top + score / total, mask=row < t)
         store_tile(mean + at, WIDTH, t - start, found / weighed[:, None], OWN, WIDTH, PADDED)
     else:
-        # The mean is read again: kept through the loop it would take too many registers.
+        # The mean is loaded again: during the loop it would take too many registers.
         middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
         store_tile(
             read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED
@@ -144,8 +160,8 @@ def _read_kernel(
 
 
 def read_blocks(dtype, is_second):
-    """Block sizes of a pass, for kbar or for C u."""
+    """Return the block sizes of a pass, for kbar or for C u."""
     return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2 if is_second else 3))
 
 
-MATRIX = (_read_kernel,)  # its products are wgmma on sm_90
+MATRIX = (_read_kernel,)  # compiled to wgmma on sm_90
