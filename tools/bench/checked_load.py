@@ -1,8 +1,10 @@
-"""``python -m tools.bench.checked_load``: what comparing checksums costs, beside the load of a checkpoint that it is part of.
+"""``python -m tools.bench.checked_load``: measure how much comparing checksums adds to the time of
+loading a checkpoint.
 
-A configuration's weights, zeros in fp32, are written as a run's first checkpoint and read by its reader in one process, with and without
-the comparison in turn; of each kind the fastest load counts. A thread compares while the next part is read, so the cost is small where a
-core is free for it; how long that thread computes stands beside it.
+The benchmark writes the weights of a configuration (zeros, fp32) as a run's first checkpoint. One
+process then loads it with the run's reader, alternately with and without the comparison, and the
+fastest load of each kind counts. A thread compares each part while the next part is read, so the
+cost is small if a core is free for it. The table also shows the CPU time of that thread.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ RUN = "configs/run/fem_sm_1.3b_100bt.yaml"
 
 
 def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
-    """Of reading every tensor of a checkpoint, and of a core's within comparing; ``cached``: its files are in memory, else on the disk.
+    """Return the seconds to read all tensors of a checkpoint, and the CPU seconds of the comparison
+    within them.
 
-    Tensors of one shape share a target, so that memory holds one of each.
+    cached: read the files from the page cache; otherwise from the disk. Tensors of the same shape
+    share one target tensor, so that only one tensor of each shape is in memory.
     """
     from pretrain.checkpoint.reader import CheckedReader
 
@@ -74,7 +78,7 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a Markdown table; returns the exit code."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
         PROGRAM, "What comparing checksums costs beside the load of a checkpoint."
     )
@@ -90,7 +94,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Write the checkpoint, time its loads and print a row for each place that it is read from: 0. Raises ConfigError, StorageError."""
+    """Write the checkpoint, time its loads and print one row per place that it is read from. Return
+    0.
+
+    Raises ConfigError or StorageError.
+    """
     config, rows = load_run(RUN, options.overrides), []
     platform.import_megatron()  # before anything imports Megatron-core
     platform.prepare()

@@ -1,7 +1,9 @@
-"""``python -m tools.bench.diagnostics_cost``: what a look at every layer costs, beside the training step that it is part of.
+"""``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics
+relative to the training step that they are part of.
 
-Steps with and without a look alternate in one process, on random tokens. The cost of an interval is the look's share divided by it. What
-is looked at is the run's: with ``log.diagnostics=[tensors]`` the norms of all tensors.
+Steps with and without diagnostics alternate in one process, on random tokens. The cost at an
+interval is the share of one observation divided by the interval. The configuration selects the
+diagnostics: ``log.diagnostics=[tensors]`` measures the norms of all tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ VOCABULARY = 4096
 
 
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
-    """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
+    """Return the median seconds of a plain step, and the median additional seconds of a step with
+    diagnostics, over ``pairs`` of both.
+    """
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.report.loggers import Watch
     from pretrain.report.observer import Observer, together
@@ -61,7 +65,7 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a Markdown table; returns the exit code."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
         PROGRAM, "What a look at every layer costs beside a training step."
     )
@@ -75,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time the mixers one after the other and print a row of each: 0. Raises ConfigError."""
+    """Time the mixers one after the other and print one row for each. Return 0. Raises ConfigError."""
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()

@@ -1,6 +1,8 @@
-"""``python -m tools.bench.mixers``: train every mixer on the demo's data, same width, depth, tokens and seed: docs/mixers.md's table.
+"""``python -m tools.bench.mixers``: train every mixer on the demo's data and write the table of
+docs/mixers.md.
 
-One process each, one after another, through ``python -m pretrain``; the Transformer is the baseline of every ratio.
+All models have the same width, depth, tokens and seed. Each trains in a process of ``python -m
+pretrain``, one after another. The Transformer is the baseline of every ratio.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def names() -> list[str]:
-    """Every mixer that runs without a GPU, the baseline first, then the combinations."""
+    """Return all mixers that run without a GPU, the baseline first, then the combinations."""
     own = [name for name in MIXERS if not name.startswith("fla.") and name != BASELINE]
     return [BASELINE, *own, *(name for name in SETTINGS if name not in MIXERS)]
 
 
 def overrides(name: str, steps: int, folder: Path) -> list[str]:
-    """The run's settings."""
+    """Return the overrides of the run's configuration."""
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
     run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     fixed = [
@@ -61,7 +63,9 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
 
 
 def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
-    """One run; its numbers. Raises Fault with the end of its output where it fails."""
+    """Train one model and return its figures. Raises Fault with the end of the run's output if the
+    run fails.
+    """
     settings = overrides(name, steps, folder)
     command = [sys.executable, "-m", "pretrain", RUN, *settings]
     done = subprocess.run(
@@ -92,7 +96,7 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
 
 
 def table(rows: list[dict[str, float | str]], steps: int) -> str:
-    """Markdown."""
+    """Return the results as a Markdown table."""
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
     lines = []
     for row in rows:
@@ -114,7 +118,7 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, print progress, write the table and the numbers as JSON."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
         PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data."
     )
@@ -131,7 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Train them one after the other: 0. Raises Fault where a run fails."""
+    """Train the selected mixers one after the other, print progress, and write the table and the
+    JSON. Return 0.
+
+    Raises Fault if a run fails.
+    """
     chosen = [name for name in names() if not options.only or name in {*options.only, BASELINE}]
     rows: list[dict[str, float | str]] = []
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: how a call is timed, the machine that its numbers belong to, tables and JSON."""
+"""Code that all benchmarks share: timing of a call, description of the machine, tables and JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ VOCABULARY = 32000  # of a model that takes its data's
 
 
 def model_file(name: str) -> Path:
-    """The YAML of a part of configs/model, or of a path: with a slash, or ending in .yaml. Raises ConfigError where there is none."""
+    """Return the YAML file of a model: a name in configs/model, or a path (with a slash, or ending
+    in .yaml or .yml).
+
+    Raises ConfigError if the file does not exist.
+    """
     by_path = "/" in name or name.endswith((".yaml", ".yml"))
     file = Path(name).resolve() if by_path else MODELS / f"{name}.yaml"
     if not file.is_file():
@@ -51,7 +55,9 @@ def model_file(name: str) -> Path:
 
 
 def facts() -> dict[str, Any]:
-    """Date, device and its memory, versions of Python, torch, CUDA and of the packages that are there."""
+    """Return the date, the device and its memory, and the versions of Python, torch, CUDA and the
+    installed packages.
+    """
     found = {}
     for name in PACKAGES:
         try:
@@ -73,7 +79,7 @@ def facts() -> dict[str, Any]:
 
 
 def sentence(machine: dict[str, Any]) -> str:
-    """The facts as one line of text."""
+    """Return the facts as one line of text."""
     parts = [
         machine["date"],
         machine["device"],
@@ -94,7 +100,7 @@ def sentence(machine: dict[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, its columns aligned so that it reads in a console, too."""
+    """Return a Markdown table with aligned columns, so that it is also readable in a console."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = [
@@ -109,7 +115,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command_line(program: str, description: str) -> Parser:
-    """A benchmark's parser, with --json PATH, which every one takes."""
+    """Return a parser with the option --json PATH, which all benchmarks have."""
     parser = Parser(prog=f"python -m {program}", description=description)
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write all numbers to this file, too"
@@ -118,7 +124,9 @@ def command_line(program: str, description: str) -> Parser:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write ``content``, making the folders above; None: nothing is asked for. The file is valid JSON at any moment."""
+    """Write ``content`` as JSON and create the parent folders; do not write if ``path`` is None.
+    The file is valid JSON at any moment.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +144,11 @@ SLOW = 1.0  # seconds; of such a call fewer are made
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call; spread: how far the medians of the two passes lie apart, as a share of it; calls that were timed."""
+    """Timing of a call.
+
+    seconds: median of one call. spread: difference between the medians of the two passes, as a
+    share of ``seconds``. calls: number of timed calls.
+    """
 
     seconds: float
     spread: float
@@ -144,10 +156,12 @@ class Timing:
 
 
 def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
-    """Time ``call(0)``, ``call(1)``, ...: the number lets it rotate its inputs, so that no cache holds them.
+    """Time ``call(0)``, ``call(1)``, ...; the number lets the call rotate its inputs, so that no
+    cache contains them.
 
-    Each call has its own two moments on the device, and none is waited for before all are on their way. About ``budget`` seconds are
-    spent on the timed calls, not counting the warm-up, in which kernels may be compiled; at least two calls (of slow ones) or six.
+    Each call is timed by two events on the device, and all calls of a pass are enqueued before any
+    is waited for. The timed calls take about ``budget`` seconds, without the warm-up, in which
+    kernels may be compiled. At least six calls are timed, or two if one takes longer than SLOW.
     """
     call(0)
     synchronize()

@@ -1,6 +1,8 @@
-"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
+"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: run the complete
+pipeline in a few minutes on a CPU.
 
-Exit codes: those of every command (``fem_common/README.md``). 1: a step failed, or the model learned too little.
+Exit codes: those of all commands (``fem_common/README.md``). 1: a step failed, or the model learned
+too little.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     parser = Parser(
         prog="tools.demo", description="The whole product at work in a few minutes on a CPU."
     )
@@ -72,7 +74,10 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
 
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
-    """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
+    """Print the table and write report.json and report.png.
+
+    Raises DemoError if the model learned too little, after all three are written.
+    """
     pages.draw(
         History.read(demo.out / "fem"),
         History.read(demo.out / "transformer"),

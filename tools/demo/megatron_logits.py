@@ -1,7 +1,8 @@
-"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: the logits that the training code computes, in one process.
+"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: write the logits that the
+training code computes, in one process.
 
-Each checkpoint's whole weights go into ``fem_megatron.megatron.model`` and see the first sequences of a data split.
-Knows nothing of the export.
+The complete weights of each checkpoint are loaded into ``fem_megatron.megatron.model``, which reads
+the first sequences of a data split. This module does not use the export code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tools.diagnose.from_checkpoint import megatron_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the logits of every model by Megatron at TP 1, PP 1; returns the exit code."""
+    """Write the logits of every model, computed by Megatron at TP 1, PP 1, and return the exit
+    code.
+    """
     parser = argparse.ArgumentParser(prog="tools.demo.megatron_logits", description=__doc__)
     parser.add_argument(
         "out",

@@ -1,6 +1,9 @@
-"""What the demo shows: the picture of both losses, and, with ``--readme``, figures and pictures in README.md and docs/evaluation.md.
+"""Output of the demo for readers: the picture of both losses and, with ``--readme``, figures and
+pictures in README.md and docs/evaluation.md.
 
-Between their markers, in a checkout, on an idle machine, of the demo as it stands: they promise what anybody's ``make demo`` finds.
+The pages are rewritten between markers, in a checkout of the project. Since their figures are meant
+to be reproducible with ``make demo``, ``--readme`` requires an idle machine and the default
+settings.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ FEM, TRANSFORMER = COLOURS[:2]
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """At each step the value of a line fitted to its neighbours, which count by a Gaussian of ``width`` steps: no lag, no bent ends."""
+    """Return the values smoothed by local linear regression with Gaussian weights of ``width``
+    steps.
+
+    Unlike a moving average, this adds no lag and does not bend the ends of the curve.
+    """
     steps = np.arange(len(values))
     result = np.empty(len(values))
     for step in steps:
@@ -39,7 +46,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
-    """Writes ``file`` as PNG."""
+    """Write ``file`` as PNG: the losses of both models and their difference."""
     figure = new_figure((9, 6.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     width = max(1.0, fem.last_step / 40)
@@ -103,7 +110,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
 
 
 def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
-    """The unigram entropy, what is asked for, and the stop."""
+    """Mark the held-out text's unigram entropy and the step at which FEM was stopped."""
     run, entropy = found["run"], found["unigram"]["heldout_entropy"]
     look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
     above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
@@ -127,7 +134,7 @@ def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
 
 
 def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
-    """FEM's training loss minus the Transformer's on the same batch."""
+    """Draw FEM's training loss minus the Transformer's on the same batch."""
     ours, theirs = fem.losses(), transformer.losses()
     steps = sorted(ours.keys() & theirs.keys())
     gaps = np.array([ours[step] - theirs[step] for step in steps])
@@ -151,7 +158,9 @@ IDLE = 0.5  # of the cores: the load above which others' work would be in the de
 
 
 def check(root: Path, settings: Sequence[str]) -> None:
-    """What must be so before anything starts. Raises ConfigError where it is not."""
+    """Check the conditions of ``--readme`` before the demo starts. Raises ConfigError if one is not
+    met.
+    """
     if settings:
         raise ConfigError(
             f"--readme shows the demo as it stands, so it takes no setting ({settings[0]})"
@@ -168,7 +177,10 @@ def check(root: Path, settings: Sequence[str]) -> None:
 
 
 def write(root: Path, out: Path, found: dict[str, Any]) -> None:
-    """Both pages and their pictures, of the demo in ``out``, whose models were evaluated into ``out/evaluation``."""
+    """Write both pages and their pictures.
+
+    out: folder of the demo. Its models must have been evaluated into ``out/evaluation``.
+    """
     texts = {
         "demo": demo_text(found),
         "evaluation": evaluation_text(
@@ -183,7 +195,7 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 
 def demo_text(found: dict[str, Any]) -> str:
-    """README.md's picture, table and what they were measured on."""
+    """Return README.md's picture and table, with the machine and the settings of the measurement."""
     run, models, parity, alone, machine = (
         found[key] for key in ("run", "models", "parity", "unigram", "machine")
     )
@@ -218,7 +230,9 @@ def demo_text(found: dict[str, Any]) -> str:
 
 
 def evaluation_text(report: str) -> str:
-    """docs/evaluation.md's picture and table, the first of the report that ``tools.evaluate`` wrote."""
+    """Return docs/evaluation.md's picture and table: the first table of the report of
+    ``tools.evaluate``.
+    """
     lines = report.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     last = next(
@@ -241,7 +255,10 @@ def evaluation_text(report: str) -> str:
 
 
 def _split(root: Path, name: str) -> tuple[str, str]:
-    """A page up to its marker's end, and from the closing marker on. Raises ConfigError where it has not one of each, in this order."""
+    """Return a page's text up to and including its opening marker, and from its closing marker on.
+
+    Raises ConfigError if the page does not contain both in this order.
+    """
     path, begin, end = root / PAGES[name], f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     before, found, rest = text.partition(begin)

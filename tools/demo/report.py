@@ -1,4 +1,8 @@
-"""What the demo measured: a run's history (metrics.jsonl, checkpoints), unigram, bits per byte, the table, the verdict. Starts nothing."""
+"""Results of the demo: a run's history (metrics.jsonl, checkpoints), unigram entropies, bits per
+byte, the table and the verdict.
+
+This module starts no process.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,16 @@ from tools.demo.shell import DemoError
 
 @dataclass(frozen=True)
 class History:
-    """The steps and validations of one run, each step once (the last line of a step counts), in order."""
+    """Steps and validations of one run, in order. If a step was logged several times, its last line
+    counts.
+    """
 
     steps: tuple[dict[str, Any], ...]
     validations: tuple[tuple[int, float], ...]
 
     @classmethod
     def read(cls, run: Path) -> History:
-        """From a run directory; a line that is being written is left out."""
+        """Read the history of a run directory; an incomplete line is left out."""
         steps: dict[int, dict[str, Any]] = {}
         validations: dict[int, float] = {}
         file = run / "metrics.jsonl"
@@ -41,36 +47,38 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """0 before the first."""
+        """Number of the last step; 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
 
     def losses(self) -> dict[int, float]:
-        """Step -> training loss, nats a token."""
+        """Return step -> training loss, in nats per token."""
         return {entry["step"]: entry["loss"] for entry in self.steps}
 
     def part(self, after: int = 0, up_to: int | None = None) -> History:
-        """Its steps ``after`` < step <= ``up_to``, with all validations."""
+        """Return the steps ``after`` < step <= ``up_to``, with all validations."""
         end = self.last_step if up_to is None else up_to
         return History(
             tuple(entry for entry in self.steps if after < entry["step"] <= end), self.validations
         )
 
     def tokens_per_second(self) -> float:
-        """Median over the steps."""
+        """Return the median over the steps."""
         return statistics.median(entry["tokens_per_second"] for entry in self.steps)
 
     def peak_memory_bytes(self) -> int:
-        """Largest over steps and ranks."""
+        """Return the maximum over steps and ranks."""
         return max(entry["peak_memory_bytes"] for entry in self.steps)
 
 
 def _number(value: float | None) -> float:
-    """A loss of metrics.jsonl, which has null for one that is not finite."""
+    """Return a loss of metrics.jsonl as a float: NaN for null, which the file has for a loss that
+    is not finite.
+    """
     return math.nan if value is None else value
 
 
 def checkpoint_step(run: Path) -> int:
-    """The step of a run's newest checkpoint.
+    """Return the step of a run's newest checkpoint.
 
     Raises:
         DemoError: the run has none.
@@ -82,7 +90,7 @@ def checkpoint_step(run: Path) -> int:
 
 
 def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[int, float]:
-    """(number of steps in both, largest relative difference of their losses).
+    """Return (number of steps in both, largest relative difference of their losses).
 
     Raises:
         DemoError: they have no step in common.
@@ -97,10 +105,11 @@ MARGIN = 1.1  # nats a token below the unigram entropy that the model must reach
 
 
 def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
-    """Nats a token of the two models without context, for .bin files of uint16.
+    """Return the nats per token of two models without context, for .bin files of uint16.
 
-    ``heldout_entropy``: the held-out split's own frequencies, which no model without context can beat; ``train_cross_entropy``: the
-    training split's frequencies (one added to each count) on the held-out split, which is what such a model would really reach.
+    ``heldout_entropy``: the held-out split's own frequencies, a lower bound for every model without
+    context. ``train_cross_entropy``: the training split's frequencies (one added to each count) on
+    the held-out split, which a trained model without context reaches.
     """
     counts = [
         np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
@@ -116,14 +125,20 @@ def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
 
 
 def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
-    """``split`` is the manifest's: its tokens (EOD included) carry its text's UTF-8 bytes."""
+    """Return the loss in bits per byte of text.
+
+    split: the split's entry of the data manifest, with its number of tokens (EOD included) and of
+    its text's UTF-8 bytes.
+    """
     return nats_per_token / math.log(2) * split["tokens"] / split["text_bytes"]
 
 
 def model_findings(
     found: dict[str, Any], history: History, heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """One model's row: what stock transformers found of it, and how it trained at the layout that both models share."""
+    """Return one model's results: what stock transformers measured, and its training speed and
+    memory in ``history``.
+    """
     return {
         "heldout_nats_per_token": found["heldout_nats_per_token"],
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
@@ -137,7 +152,7 @@ def model_findings(
 
 
 def table(found: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
         ("", "nats a token", "byte", "", "tokens/s", "a rank"),
@@ -173,7 +188,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """What the table's numbers mean, and the parity figures."""
+    """Return the explanations of the table, and the parity figures."""
     run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
     logits, cache = parity["logit_difference"], parity["cache_difference"]
     return [
@@ -190,7 +205,7 @@ def notes(found: dict[str, Any]) -> list[str]:
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """Where FEM stands, whatever it is."""
+    """Return the comparison of FEM with the unigram entropy and with the Transformer, in sentences."""
     fem, plain = found["models"]["fem"], found["models"]["transformer"]
     gain = plain["heldout_nats_per_token"] - fem["heldout_nats_per_token"]
     relation = "lower" if gain > 0 else "higher"
@@ -206,7 +221,7 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 
 def shortfall(found: dict[str, Any]) -> str | None:
-    """What the FEM model failed to learn, or None."""
+    """Return an error text if the FEM model's held-out loss is too high, or None."""
     entropy, loss = (
         found["unigram"]["heldout_entropy"],
         found["models"]["fem"]["heldout_nats_per_token"],
@@ -217,5 +232,5 @@ def shortfall(found: dict[str, Any]) -> str | None:
 
 
 def minutes(seconds: float) -> str:
-    """Seconds as m:ss."""
+    """Return seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,4 +1,6 @@
-"""The five steps: which commands run, in which order, and what their results must be for the next step to be worth starting."""
+"""The five steps of the demo: their commands, their order, and the checks of their results before
+the next step starts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ PRODUCTS = (
 
 @dataclass
 class Demo:
-    """One demo: where it writes, and what it has found so far. ``config`` is the FEM run's, as ``pretrain`` will read it."""
+    """State of one demo: its output folder and its results so far. ``config`` is the configuration
+    of the FEM run.
+    """
 
     shell: Shell
     out: Path
@@ -68,15 +72,17 @@ class Demo:
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def path(self, *parts: str) -> str:
-        """A file of the demo as a command names it."""
+        """Return a file of the demo as it is written in a command."""
         return self.shell.shown(self.out.joinpath(*parts))
 
     def python(self, what: str, *arguments: str) -> None:
-        """Runs this interpreter."""
+        """Run this interpreter with these arguments."""
         self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
 
     def overrides(self, name: str) -> list[str]:
-        """The run directory and, outside the place that the configuration names, the data."""
+        """Return the overrides for the run directory and, unless the output folder is the default,
+        for the data.
+        """
         run_dir = f"run_dir={_yaml(self.path(name))}"
         if self.out == self.shell.root / "runs" / "demo":
             return [run_dir]
@@ -94,7 +100,7 @@ class Demo:
         *arguments: str,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        """Runs ``pretrain`` under torchrun for the run directory ``name``."""
+        """Run ``pretrain`` under torchrun for the run directory ``name``."""
         recipe = (
             "configs/run/demo_transformer.yaml"
             if name == "transformer"
@@ -117,7 +123,9 @@ class Demo:
         )
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
-        """Trains at the split layout and sends the workers SIGTERM once ``after`` steps are done; the step of the checkpoint they wrote."""
+        """Train with the SPLIT layout, send the workers SIGTERM after step ``after``, and return
+        the step of the checkpoint that they write.
+        """
         signalled: list[int] = []
 
         def watch(torchrun: int) -> None:
@@ -136,7 +144,11 @@ class Demo:
         return step
 
     def prepare_data(self) -> None:
-        """Text of the standard library, a tokenizer, .bin/.idx, checked and counted; after what an earlier demo trained is gone."""
+        """Write the text of the standard library, a tokenizer and .bin/.idx files; verify and count
+        them.
+
+        Before that, delete the products of an earlier demo in the output folder.
+        """
         known = {"corpus", "tokenizer", "data", *PRODUCTS}
         if (
             self.out.is_dir()
@@ -185,7 +197,7 @@ class Demo:
         self._together({"checking the data": [*python, "verify", data], "counting": stats})
 
     def pretrain_until_sigterm(self) -> None:
-        """FEM over four ranks, stopped on the way."""
+        """Train FEM on four ranks and stop it before its end."""
         say(
             f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}"
         )
@@ -197,7 +209,9 @@ class Demo:
         return max(1, round(STOP_AT * (self.config.train.steps or 0)))
 
     def resume_elsewhere(self) -> None:
-        """The same run at another layout to its end; and a copy of it at the old layout for a few steps, to compare with."""
+        """Resume the run with another layout to its end, and a copy of it with the old layout for a
+        few steps; compare their losses.
+        """
         say(f"  first a copy that goes on at the old layout ({STOPPED_LAYOUT}), to compare with:")
         self.shell.run(
             ["cp", "-r", self.path("fem"), self.path("fem_same_layout")],
@@ -234,7 +248,7 @@ class Demo:
         say(f"  {self.shell.shown(self.out)} now names this model, for every tool")
 
     def twin(self) -> None:
-        """The Transformer of the same budget, by the same command as the resumed run."""
+        """Train the Transformer with the same budget, with the command of the resumed run."""
         self.pretrain(
             "pretraining the Transformer",
             "transformer",
@@ -243,7 +257,10 @@ class Demo:
         )
 
     def export(self) -> None:
-        """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; as many at once as there are cores."""
+        """Export both models to Hugging Face's format and compare their logits with Megatron's.
+
+        The exports and comparisons run in separate processes, several at once.
+        """
         valid, length, names = (
             self.path("data", "valid.bin"),
             ("--length", str(self.config.data.seq_length)),
@@ -303,11 +320,11 @@ class Demo:
                     )
 
     def _together(self, commands: dict[str, list[str]]) -> None:
-        """Commands by what they do, at once."""
+        """Run commands at once. commands: description -> command."""
         self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
 
     def evaluate(self) -> None:
-        """The quick suite's questions to both models."""
+        """Evaluate both models with the quick suite."""
         models, out = (
             [self.path("fem"), self.path("transformer")],
             ("--out", self.path("evaluation")),
@@ -316,7 +333,7 @@ class Demo:
         self.shell.run(command, "evaluating", TRAINING_LIMIT)
 
     def findings(self) -> dict[str, Any]:
-        """Everything measured, as ``report.json`` holds it."""
+        """Return all measurements, in the format of ``report.json``."""
         manifest = json.loads((self.out / "data" / "manifest.json").read_text())
         valid = manifest["splits"]["valid"]
         unigram = report.unigram(
@@ -366,12 +383,14 @@ class Demo:
 
 
 def _yaml(text: str) -> str:
-    """A path as a value of ``section.key=value``, quoted only where YAML could take it for something else."""
+    """Return a path as a value of ``section.key=value``, quoted only if YAML could read it as
+    another type.
+    """
     return text if re.fullmatch(r"/?[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 
 def machine(load_average: float) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return the facts of the machine and the versions of the packages."""
     return {
         "cores": os.cpu_count(),
         "load_average_at_start": load_average,
@@ -384,10 +403,10 @@ def machine(load_average: float) -> dict[str, Any]:
 
 
 def run(demo: Demo) -> dict[str, Any]:
-    """All steps, then the report's three forms. Returns what ``report.json`` holds.
+    """Run all steps and return the contents of ``report.json``.
 
     Raises:
-        DemoError: a step failed, or the model learned too little.
+        DemoError: a step failed.
     """
     started = time.monotonic()
     steps: tuple[tuple[str, str, Callable[[], None]], ...] = (

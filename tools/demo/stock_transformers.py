@@ -1,7 +1,9 @@
-"""``python tools/demo/stock_transformers.py MODEL ...``: an exported model as its user meets it: stock transformers and nothing of ours.
+"""``python tools/demo/stock_transformers.py MODEL ...``: check an exported model with stock
+transformers and no code of this project.
 
-Started as a file, and it makes sure that no package of the project is imported. It compares logits with Megatron's, measures the loss on a
-whole held-out split, and generates a text with the cache.
+The script is started as a file and makes sure that it imports no package of the project. It
+compares logits with Megatron's, measures the loss on a complete held-out split, and generates a
+text with the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Largest absolute difference between the model's logits for the first tokens and ``reference`` [sequences, length, vocabulary]."""
+    """Return the largest absolute difference between the model's logits for the first tokens and
+    ``reference``.
+
+    reference: [sequences, length, vocabulary].
+    """
     sequences, length, _ = reference.shape
     ids = torch.from_numpy(tokens[: sequences * length].astype(np.int64)).view(sequences, length)
     with torch.no_grad():
@@ -29,9 +35,10 @@ def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> f
 
 
 def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
-    """(mean loss in nats a token, tokens predicted): every token but the first, each once, in windows of ``length`` that do not overlap.
+    """Return (mean loss in nats per token, number of predicted tokens).
 
-    A token sees those before it in its window alone, as in training.
+    Every token except the first is predicted once, in windows of ``length`` tokens that do not
+    overlap. A token attends only to its predecessors in the same window, as in training.
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
     whole = (len(ids) - 1) // length
@@ -55,7 +62,9 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
-    """(text, seconds, largest difference between the logits met step by step with the cache and those of one pass without it)."""
+    """Generate a text; return (text, seconds, largest difference between the logits with the cache
+    and those of one pass without it).
+    """
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
     started = time.monotonic()
@@ -78,7 +87,9 @@ def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the findings to --out as JSON and prints them; judges nothing. Returns the exit code."""
+    """Write the results to --out as JSON, print them and return the exit code. The caller judges
+    them.
+    """
     parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""``python -m tools.diagnose CHECKPOINT``: one picture of layers x quantities. Tells errors in one line."""
+"""``python -m tools.diagnose CHECKPOINT``: draw one picture of layers x quantities. Errors are
+reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from fem_common.cli import Parser, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Computes, draws, says where; returns the exit code."""
+    """Compute the quantities, write the picture, print its path and return the exit code."""
     parser = Parser(
         prog="tools.diagnose",
         description="Energies, entropies and step norms of every layer of a checkpoint, in one picture.",

@@ -1,4 +1,6 @@
-"""Checkpoint and data -> every layer's quantities, in one process, whatever layout the checkpoint was trained at. Draws nothing."""
+"""Computation of every layer's quantities from a checkpoint and data, in one process, for
+checkpoints of any layout.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 
 @dataclass(frozen=True)
 class Found:
-    """Quantities by name (``layer_03/mixer/step_norm``), and what they are of."""
+    """Quantities by name (``layer_03/mixer/step_norm``), and a title that describes the model, step
+    and data.
+    """
 
     values: dict[str, float]
     title: str
@@ -29,7 +33,10 @@ class Found:
 def megatron_model(
     checkpoint: Path, length: int
 ) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
-    """The checkpoint's whole model, built for sequences of ``length`` tokens in one process, in eval mode; its configuration, its manifest.
+    """Load the complete model of a checkpoint in one process, in eval mode, for sequences of
+    ``length`` tokens.
+
+    Yields (the model chunk, its configuration, the checkpoint's manifest).
 
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks weights of the model.
@@ -64,10 +71,12 @@ def megatron_model(
 
 
 def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
-    """The quantities of the model in fp32, of the first ``tokens`` tokens of ``data`` (None: the run's validation or training data).
+    """Return the quantities of the model in fp32 for the first ``tokens`` tokens of ``data``.
+
+    data: a .bin/.idx prefix; None: the run's validation or training data.
 
     Raises:
-        ConfigError: the checkpoint or the data cannot be read, or too few tokens are asked for.
+        ConfigError: the checkpoint or the data cannot be read, or ``tokens`` is less than 2.
     """
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
@@ -90,15 +99,19 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
 
 
 def data_of_run(section: dict[str, Any]) -> Path:
-    """The first validation source, else the first training source, of a run's resolved ``data`` section."""
+    """Return the first validation source, else the first training source, of a run's resolved
+    ``data`` section.
+    """
     return Path([*section["valid"], *section["train"]][0]["prefix"])
 
 
 def first_tokens(prefix: Path, count: int) -> np.ndarray:
-    """The first ``count`` ids (int64) of a .bin/.idx pair, across documents, fewer where it has no more.
+    """Return the first ``count`` ids (int64) of a .bin/.idx pair, across documents; fewer if it is
+    shorter.
 
     Raises:
-        ConfigError: the pair is not there, or is not Megatron's.
+        ConfigError: the pair does not exist, is not in Megatron's format, or has fewer than 2
+        tokens.
     """
     try:
         kind = read_index(prefix.with_name(prefix.name + ".idx")).dtype

@@ -1,4 +1,8 @@
-"""``python -m tools.generate MODEL PROMPT ...``: arguments, and errors in one line (exit code 2); the work is in ``generation``."""
+"""``python -m tools.generate MODEL PROMPT ...``: parse the arguments and report errors in one line
+(exit code 2).
+
+``generation`` generates the text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
 
 def check(given: argparse.Namespace) -> None:
-    """Fills in what depends on other arguments: ``draws``, whether the next token is drawn, and how; the seed.
+    """Set the values that depend on other arguments: ``draws`` (sample the next token or not), the
+    sampling settings and the seed.
 
     Raises:
         ConfigError: a number is out of its range, or two arguments contradict each other.
@@ -53,7 +58,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def parser() -> cli.Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     found = cli.Parser(
         prog="python -m tools.generate",
         description="Continues prompts, streaming the text to stdout; speed and the cache's size go to stderr. Without --greedy or --beams "
@@ -127,7 +132,7 @@ def parser() -> cli.Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Generates; returns the exit code."""
+    """Generate the texts and return the exit code."""
     given = parser().parse_args(arguments)
 
     def generated() -> int:
@@ -143,7 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    """The prompts of the arguments, then those of the file. Raises ConfigError where there is none, or one is empty."""
+    """Return the prompts of the arguments, then those of the file. Raises ConfigError if there are
+    none, or one is empty.
+    """
     prompts = [
         sys.stdin.read().removesuffix("\n") if argument == "-" else argument
         for argument in arguments

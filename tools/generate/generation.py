@@ -1,4 +1,8 @@
-"""Prompts -> text and what it cost. A single prompt's text goes to stdout as it comes, several are one left-padded batch."""
+"""Text generation from prompts, with its time and memory.
+
+The text of a single prompt is streamed to stdout; several prompts are generated as one left-padded
+batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,11 @@ COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing; after every token notes the time, when the device has done its work, and all tokens so far."""
+    """Stopping criterion that never stops, but records the time and all tokens so far after each
+    token.
+
+    The time is taken after the device has finished its work.
+    """
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -41,7 +49,11 @@ class Clock(StoppingCriteria):
 
 @dataclass
 class Answer:
-    """rows: each prompt's new tokens. sizes: of the prompts, in tokens. cache: what ``generate`` left, None without one."""
+    """Texts of the prompts, with the data for their costs.
+
+    rows: each prompt's new tokens. sizes: prompt lengths in tokens. cache: the cache that
+    ``generate`` returned, or None.
+    """
 
     prompts: list[str]
     rows: list[list[int]]
@@ -54,10 +66,13 @@ class Answer:
 
 
 def run(prompts: list[str], settings: Namespace) -> int:
-    """Opens the model, writes text (or JSON) to stdout and costs to stderr; 0, or 130 where Ctrl-C ended it, the text so far kept.
+    """Open the model, write text (or JSON) to stdout and costs to stderr.
+
+    Returns 0, or 130 after Ctrl-C; the text up to that moment is kept.
 
     Raises:
-        ConfigError: the model cannot be opened, has no tokenizer, generates nothing, or the prompts do not fit it.
+        ConfigError: the model cannot be opened, has no tokenizer, cannot generate, or the prompts
+        do not fit it.
     """
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     try:
@@ -81,7 +96,11 @@ def run(prompts: list[str], settings: Namespace) -> int:
 
 
 def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[list[int]]:
-    """Each prompt's tokens. Raises ConfigError: no tokenizer, a prompt without tokens or with too many, a model that sees what follows."""
+    """Return each prompt's tokens.
+
+    Raises ConfigError if the model has no tokenizer or is not causal, or if a prompt has no tokens
+    or too many.
+    """
     if opened.tokenizer is None:
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
     if opened.config is not None and not opened.config.causal:
@@ -103,7 +122,9 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
 
 
 def asked(settings: Namespace) -> dict[str, Any]:
-    """As ``generate`` takes them; a folder's own generation settings count for nothing but its special tokens."""
+    """Return the arguments of ``generate``. Of the model folder's own generation settings only the
+    special tokens are used.
+    """
     how = {
         "do_sample": settings.draws,
         **{
@@ -118,7 +139,11 @@ def asked(settings: Namespace) -> dict[str, Any]:
 def generate(
     opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace
 ) -> Answer:
-    """The continuations. A single prompt's text is written as it comes, unless JSON is asked for, or beams, which may change it yet."""
+    """Generate the continuations.
+
+    The text of a single prompt is streamed, except for JSON output and for beam search, which may
+    still change earlier tokens.
+    """
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
     theirs = model.generation_config  # a penalty there would bend the greedy choice, too
@@ -166,7 +191,7 @@ def generate(
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [b, t] of rows that end together; the mask is 0 at padding."""
+    """Return ids and mask [b, t] of rows that are aligned at their ends; the mask is 0 at padding."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -175,7 +200,10 @@ def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def compiled_on(device: torch.device, settings: Namespace) -> Any:
-    """What ``generate`` takes besides, so that its decoding step is compiled on this device, too. Raises ConfigError where it cannot be."""
+    """Yield the additional arguments of ``generate`` for a compiled decoding step on this device.
+
+    Raises ConfigError if the step cannot be compiled.
+    """
     if not settings.compile:
         yield {}
         return
@@ -195,7 +223,7 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
 
 
 def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
-    """Seconds, tokens and bytes; numbers that are not known are None."""
+    """Return seconds, tokens and bytes; unknown numbers are None."""
     times, new = answer.clock.times, sum(map(len, answer.rows))
     skipped = min(COMPILING_STEPS if settings.compile else 0, max(0, len(times) - 1))
     found: dict[str, Any] = {
@@ -221,14 +249,16 @@ def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, A
 
 
 def layer_places(layer: Any) -> int:
-    """Tokens that a layer of a static cache has room for; the method's name depends on the version of transformers."""
+    """Return the capacity of a static cache's layer in tokens. The method's name depends on the
+    version of transformers.
+    """
     name = "get_max_length" if hasattr(layer, "get_max_length") else "get_max_cache_shape"
     places: int = getattr(layer, name)()
     return places
 
 
 def layer_bytes(layer: Any) -> int:
-    """Bytes that one layer of a cache holds: our named tensors, or keys and values."""
+    """Return the bytes of one layer of a cache: this project's named tensors, or keys and values."""
     state = getattr(layer, "state", None)
     held = (
         state.values()
@@ -239,7 +269,7 @@ def layer_bytes(layer: Any) -> int:
 
 
 def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
-    """The costs as lines for a reader."""
+    """Return the costs as lines of text."""
     cost = answer.costs
     size = sum(weight.numel() for weight in opened.model.parameters())
     lines = [
@@ -276,7 +306,7 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 def as_json(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
-    """All of it for machines."""
+    """Return texts and costs for the JSON output."""
     results = [
         {"prompt": prompt, "text": text, "new_tokens": row}
         for prompt, text, row in zip(answer.prompts, answer.texts, answer.rows, strict=True)

@@ -1,1 +1,5 @@
-"""Which layout of a run on so many GPUs would be fastest, by a stated model of a step. Modelled, not measured; no torch."""
+"""Search for the fastest parallel layout of a run on a given number of GPUs, by an analytic model
+of a step.
+
+The times are modelled, not measured. The package does not import torch.
+"""

@@ -1,6 +1,8 @@
-"""``python -m tools.layout CONFIG --gpus 64 --device h100``: every layout that the run could have there, the fastest first, and why.
+"""``python -m tools.layout CONFIG --gpus 64 --device h100``: list all layouts that the run could
+have, the fastest first, with their limits.
 
-Refused by the run's own checks, then by the planned memory; the rest ranked by ``step``'s model. Modelled, not measured.
+Layouts that fail the run's own checks or that exceed the planned memory are left out. The others
+are ranked by the model in ``step``. The times are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SHOWN = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; write the best as a part, and the picture."""
+    """Print the table; optionally write the best layout as a configuration part, and the picture."""
     known = machines()
     parser = Parser(
         prog=PROGRAM,
@@ -109,13 +111,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _part(layout: ParallelConfig) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """Return the settings of the layout that differ from the defaults."""
     usual = ParallelConfig()
     return {name: value for name, value in vars(layout).items() if value != getattr(usual, name)}
 
 
 def draw(found: list[Candidate], file: Path) -> None:
-    """Writes ``file`` as PNG: a bar a layout, by what the step is spent on."""
+    """Write ``file`` as PNG: one bar per layout, divided by what the step spends its time on."""
     figure = new_figure((9.0, 1.4 + 0.4 * len(found)))
     axes = figure.subplots()
     left, colours = [0.0] * len(found), [*COLOURS, "#888888", "#bbbbbb"]

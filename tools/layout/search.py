@@ -1,4 +1,8 @@
-"""The layouts that a run could have on so many GPUs: each axis is an entry of AXES, and what goes together the trainer's checks say."""
+"""Enumeration of the layouts that a run could have on a number of GPUs.
+
+Each axis of the search is an entry of AXES. The trainer's checks decide which values can be
+combined.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ from tools.layout.step import Machine, mfu, seconds
 
 @dataclass(frozen=True)
 class Axis:
-    """A key of the configuration. values: that are tried of it; word: in a layout's name, of the run that has it ("": nothing)."""
+    """One configuration key of the search.
+
+    values: the values to try. word: text for the key's value in a layout's name; empty if the value
+    needs no mention.
+    """
 
     key: str
     values: Callable[[RunConfig, int], Iterable[Any]]
@@ -26,11 +34,11 @@ class Axis:
 
     @property
     def section(self) -> str:
-        """The configuration's."""
+        """Section of the configuration."""
         return self.key.partition(".")[0]
 
     def of(self, config: RunConfig) -> Any:
-        """The run's value."""
+        """Return the key's value in a run's configuration."""
         return getattr(getattr(config, self.section), self.key.partition(".")[2])
 
 
@@ -74,7 +82,7 @@ AXES = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, and its step's seconds by what they are spent on."""
+    """A layout that fits into memory, with the seconds of its step by category."""
 
     plan: Plan
     spent: dict[str, float]
@@ -82,12 +90,12 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds of a step."""
         return sum(self.spent.values())
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the layout in tables."""
         words = [axis.word(self.plan.config) for axis in AXES]
         words.insert(
             [axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}"
@@ -96,7 +104,7 @@ class Candidate:
 
     @property
     def beside(self) -> list[str]:
-        """What the layout is beside its part of ``configs/parallel``, as overrides."""
+        """Overrides for the axes of the layout that are not in its part of ``configs/parallel``."""
         config = self.plan.config
         ours = [
             axis
@@ -108,7 +116,9 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What most of the step beyond products and attention is spent on, with its share."""
+        """Category that takes most of the step, without products and attention, and its share of
+        the step.
+        """
         rest = {
             name: each for name, each in self.spent.items() if name not in ("products", "attention")
         }
@@ -117,7 +127,7 @@ class Candidate:
 
 
 def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    """Every layout that the run's own checks let pass."""
+    """Yield all layouts that pass the run's own checks."""
     found, unsettled = [config], {axis.section for axis in AXES}
     for section, group in groupby(AXES, lambda axis: axis.section):
         axes = [*group]
@@ -134,7 +144,11 @@ def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
 def _with(
     config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]
 ) -> RunConfig | None:
-    """The run with the section's axes at these values, and what goes with them; None where its ranks do not share the GPUs out."""
+    """Return the run with the section's axes at these values and the settings that follow from
+    them.
+
+    None if the number of GPUs is not a multiple of the model-parallel size.
+    """
     part = replace(
         getattr(config, section),
         **{axis.key.partition(".")[2]: value for axis, value in zip(axes, values, strict=True)},
@@ -165,10 +179,12 @@ def _passes(config: RunConfig, gpus: int, unsettled: set[str]) -> bool:
 
 
 def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candidate], int]:
-    """(the layouts that fit, the fastest first; how many do not fit).
+    """Return (the layouts that fit, the fastest first; the number of layouts that need too much
+    memory).
 
     Raises:
-        ConfigErrors: the run's own checks refuse every layout; these are the simplest one's mistakes.
+        ConfigErrors: the run's own checks refuse every layout; the errors are those of the simplest
+        one.
     """
     room, fit, over = (
         (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]),

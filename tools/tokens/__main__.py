@@ -1,4 +1,8 @@
-"""``python -m tools.tokens RUN_DIR --step N``: the documents that a training step saw, and the way back. Tells errors in one line."""
+"""``python -m tools.tokens RUN_DIR --step N``: print the documents that a training step read, or
+the steps that read a document.
+
+Errors are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ after a sample's last one, which is its label, is not counted, nor is padding. V
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Looks up and prints; returns the exit code."""
+    """Parse the arguments, print the rows and return the exit code."""
     parser = Parser(prog="python -m tools.tokens", description=ABOUT)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -74,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """The pieces asked for. Raises ConfigError."""
+    """Return the rows of the selected step, sample or document. Raises ConfigError."""
     records = read_run(given.run_dir)
     if given.find is None and given.document is None:
         record, samples = (
@@ -99,7 +103,7 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
-    """The order that a step reads, and its samples."""
+    """Return the record of the order that a step reads, and the step's samples."""
     for record in records:
         if step in record.steps.numbers:
             return record, record.steps.samples(step)
@@ -109,7 +113,7 @@ def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
 
 
 def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
-    """The order that ``[STAGE:]I`` names, and the sample."""
+    """Return the record of the order that ``[STAGE:]I`` names, and the sample."""
     name, _, number = text.rpartition(":")
     record = next((record for record in records if record.name == name), None)
     if record is None:
@@ -140,7 +144,9 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
 
 
 def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Number of a source -> the documents asked for. Raises ConfigError where there is none."""
+    """Return the selected documents: source number -> document numbers. Raises ConfigError if no
+    document matches.
+    """
     if given.document is not None:
         most = max(int(source.documents.max()) for source in order.sources)
         if not 0 <= given.document <= most:
@@ -176,7 +182,7 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
 
 
 def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
-    """The rows; a sample of a stage's order as ``--sample`` takes it."""
+    """Return the rows of the output. A sample of a stage is written as ``--sample`` takes it."""
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
