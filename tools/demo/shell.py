@@ -96,7 +96,8 @@ class Shell:
     ) -> None:
         """Print ``$ command``, run it and print its output indented.
 
-        watch: called with the command's process id several times per second. tell: prints one line.
+        watch: called with the command's process id several times per second. The last argument
+        prints one line.
 
         Raises:
             DemoError: the command cannot be started, exits with a code other than 0, or takes more

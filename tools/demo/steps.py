@@ -72,7 +72,7 @@ class Demo:
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def path(self, *parts: str) -> str:
-        """Return a file of the demo as it is written in a command."""
+        """Return a path below the output folder, in the form for a command line."""
         return self.shell.shown(self.out.joinpath(*parts))
 
     def python(self, what: str, *arguments: str) -> None:

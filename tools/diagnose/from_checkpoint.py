@@ -21,8 +21,8 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 
 @dataclass(frozen=True)
 class Found:
-    """Quantities by name (``layer_03/mixer/step_norm``), and a title that describes the model, step
-    and data.
+    """Quantities with their names (``layer_03/mixer/step_norm``), and a title that describes the
+    model, step and data.
     """
 
     values: dict[str, float]

@@ -148,8 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    """Return the prompts of the arguments, then those of the file. Raises ConfigError if there are
-    none, or one is empty.
+    """Return the prompts of the arguments, then those of the file. Raises ConfigError if no prompt
+    is given, or one is empty.
     """
     prompts = [
         sys.stdin.read().removesuffix("\n") if argument == "-" else argument

@@ -1,4 +1,5 @@
-"""``python -m tools.bench.data_prep``: data_prep beside the usual ways to Megatron's .bin/.idx, in CPU seconds, on one corpus, in one run.
+"""``python -m tools.bench.data_prep``: CPU seconds of data_prep and of the usual ways to Megatron's
+.bin/.idx, on one corpus, in one run.
 
-Figures and how they are made live here; what is measured is always a whole command in its own process. No test may time anything.
+A measurement is always a complete command in a separate process. Tests never measure time.
 """

@@ -1,9 +1,11 @@
-"""Text to measure on: what the machine's Python has, in FineWeb-Edu's schema and lengths, the same each time; or the user's own parquet.
+"""Text for the benchmark: from this machine's Python, in FineWeb-Edu's schema and lengths, always
+the same; or the user's own parquet.
 
-FineWeb-Edu itself need not be here. Two corpora are made: ``prose``, docstrings and comments, and ``code``, whole Python sources, both of
-the standard library and the installed packages. Pieces are taken in the order of a hash of their path, without duplicates, joined, and cut
-at line ends into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3 KB) and mean (4.8 KB).
-Scores and token counts are placeholders.
+FineWeb-Edu itself is not needed. Two corpora are made, both of the standard library and the
+installed packages: ``prose`` (docstrings and comments) and ``code`` (complete Python sources). The
+texts are ordered by a hash of their path, deduplicated and joined. The result is cut at line ends
+into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3
+KB) and mean (4.8 KB). Scores and token counts are placeholders.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parquet files below ``folder``, and their first documents below ``tiny``, in two files; sizes in UTF-8 bytes of text."""
+    """A corpus: parquet files below ``folder``, and its first documents in two files below
+    ``tiny``. Sizes are in UTF-8 bytes of text.
+    """
 
     name: str
     what: str
@@ -67,10 +71,12 @@ class Corpus:
 
 
 def make(name: str, megabytes: float, cache: Path, given: Path | None = None) -> Corpus:
-    """The corpus ``name`` ("prose", "code", or "given": from the parquet file or folder ``given``) of at most ``megabytes`` of text.
+    """Return the corpus ``name`` with at most about ``megabytes`` of text.
 
-    What an earlier call with the same wishes and sources made is used again. Documents that data_prep would not write are left out:
-    empty ones, and those over its limit. Raises UserError where there is no text.
+    name: "prose", "code", or "given" for the parquet file or folder ``given``. The result of an
+    earlier call with the same arguments and sources is used again. Documents that data_prep would
+    not write are left out: empty ones, and those over its limit. Raises UserError if the text is
+    too short.
     """
     if given is not None:
         documents, sources = (
@@ -161,7 +167,9 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
 
 
 def python_files() -> list[Path]:
-    """The sources of the running Python's standard library and packages, in the order of a hash of their paths."""
+    """Return the sources of the running Python's standard library and packages, ordered by a hash
+    of their paths.
+    """
     found: dict[str, Path] = {}
     for root in dict.fromkeys(
         sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")
@@ -185,7 +193,7 @@ def python_files() -> list[Path]:
 
 
 def sources(files: list[Path]) -> Iterator[Piece]:
-    """Each readable source, once; tables of data (very long lines) are left out."""
+    """Yield each readable source, without tables of data (very long lines)."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -196,7 +204,9 @@ def sources(files: list[Path]) -> Iterator[Piece]:
 
 
 def prose(files: list[Path]) -> Iterator[Piece]:
-    """Docstrings and comments of three lines or more, without indentation, signs and duplicates."""
+    """Yield docstrings, and comments of three lines or more, without indentation, comment signs and
+    duplicates.
+    """
     seen: set[bytes] = set()
     for place, text in sources(files):
         found = [
@@ -226,7 +236,9 @@ KINDS = {
 
 
 def from_parquet(path: Path) -> Iterator[Piece]:
-    """(id, text) of the rows that have both. Raises UserError where there is no such file or no such columns."""
+    """Yield (id, text) of the rows that have both. Raises UserError if the files or the columns do
+    not exist.
+    """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no .parquet below {path}")
@@ -244,7 +256,9 @@ def from_parquet(path: Path) -> Iterator[Piece]:
 
 
 def lengths() -> Iterator[int]:
-    """Lengths of documents in characters, lognormal with MEDIAN and MEAN, the same each time; none under 200."""
+    """Yield lengths of documents in characters: lognormal with MEDIAN and MEAN, at least 200,
+    always the same numbers.
+    """
     rng = random.Random(5)
     sigma = math.sqrt(2 * math.log(MEAN / MEDIAN))
     while True:
@@ -252,7 +266,10 @@ def lengths() -> Iterator[int]:
 
 
 def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
-    """Documents of the wanted lengths (up to the next line end) from pieces that are joined; one is named after where it ends."""
+    """Join the texts and yield documents of the wanted lengths, each up to the next line end.
+
+    A document is named after the position of its end.
+    """
     held: list[str] = []
     missing = next(wanted)
     for place, text in pieces:
@@ -270,7 +287,7 @@ def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
 
 
 def _listing(files: list[Path], root: Path | None) -> str:
-    """Identity of the files: names and sizes."""
+    """Return a hash of the files' names and sizes."""
     digest = hashlib.sha256()
     for file in files:
         name = file.relative_to(root) if root else file

@@ -1,4 +1,4 @@
-"""Figures against their targets, as Markdown and JSON. Nothing is measured here."""
+"""Comparison of the figures with their targets, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 class Verdict(StrEnum):
-    """Whether a figure meets its target; a note: the machine could not tell."""
+    """Result of comparing a figure with its target; NOTE: the measurement on this machine is not
+    conclusive.
+    """
 
     PASS = "pass"
     FAIL = "FAIL"
@@ -30,7 +32,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and what it must be: at least ``least``, or at most ``most``; ``remark`` is shown beside the verdict."""
+    """A figure and its target: at least ``least``, or at most ``most``. ``remark`` is shown next to
+    the verdict.
+    """
 
     what: str
     value: Spread
@@ -42,7 +46,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        """By the median of the rounds; NaN fails."""
+        """Verdict by the median of the rounds; NaN fails."""
         if not self.conclusive:
             return Verdict.NOTE
         good = (self.least is None or self.value.median >= self.least) and (
@@ -53,7 +57,7 @@ class Figure:
 
 @dataclass
 class Results:
-    """All that a run measured."""
+    """All measurements of a run."""
 
     corpora: list[Corpus] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -64,7 +68,7 @@ class Results:
     breakdowns: list[Breakdown] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
-        """Every figure that has a target, of what was measured."""
+        """Return all measured figures that have a target."""
         found = [figure for comparison in self.comparisons for figure in _encoding(comparison)]
         if self.scaling is not None:
             found.append(_scaling(self.scaling))
@@ -83,7 +87,7 @@ class Results:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong whatever the speed: sides whose bytes differ, a line each."""
+        """Faults independent of speed: pipelines whose bytes differ, a line each."""
         return [
             f"{comparison.corpus}, {comparison.tokenizer}: other bytes than the baseline's: {name}"
             for comparison in self.comparisons
@@ -128,7 +132,9 @@ def _scaling(scaling: Scaling) -> Figure:
 
 
 def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
-    """CPU scaled by the documents; memory: what is over start-up's is."""
+    """Return the figures of CPU time, with a target scaled by the documents, and of memory, with a
+    scaled target above start-up's.
+    """
     share = rounds[0].documents / DOCUMENTS
     base = max(indexing.startup.peak_bytes for indexing in rounds)
     most = base + share * (INDEX_BYTES - base)
@@ -149,7 +155,7 @@ def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
 
 
 def figures_table(figures: Sequence[Figure]) -> str:
-    """Every figure with its range over the rounds, target and verdict."""
+    """Return a table of all figures with their range over the rounds, target and verdict."""
     rows = []
     for figure in figures:
         value = figure.value
@@ -175,7 +181,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
 
 
 def sides_table(comparisons: Sequence[Comparison]) -> str:
-    """Speed, start-up and memory of every side."""
+    """Return a table of the speed, start-up and memory of every pipeline."""
     rows = []
     for comparison in comparisons:
         for side in comparison.sides:
@@ -208,7 +214,7 @@ def sides_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
-    """Where one worker's CPU seconds go, in percent."""
+    """Return a table of one worker's CPU seconds by step, in percent."""
     steps = list(dict.fromkeys(step for breakdown in breakdowns for step in breakdown.seconds))
     rows = []
     for breakdown in breakdowns:
@@ -225,7 +231,7 @@ def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
 
 
 def render(results: Results) -> str:
-    """The whole report."""
+    """Return the complete report."""
     figures = results.figures()
     parts = [figures_table(figures)] if figures else []
     if results.comparisons:
@@ -261,7 +267,7 @@ def _number(value: float) -> str:
 
 
 def write_table(path: Path, report: str) -> None:
-    """Put the report between the page's two marks. Raises ValueError where they are not there."""
+    """Write the report between the page's two markers. Raises ValueError if they are missing."""
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

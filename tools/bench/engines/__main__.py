@@ -1,4 +1,8 @@
-"""The command: every variant's ranks started anew in every round, one variant after the other, so that all meet the same machine."""
+"""Command of the engine benchmark.
+
+Every round starts the ranks of every variant again, one variant after the other, so that all
+variants run under the same conditions.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,10 @@ LOGS = Path("runs/bench_engines")
 
 @dataclass
 class Bench:
-    """One run: what is measured, and what the ranks have answered so far.
+    """State of one benchmark: its settings, and the ranks' answers so far.
 
-    out: the JSON, written after every round of a variant and every timed step. logs: as of `launch`. cannot: variant -> why it is not
-    measured, or no more.
+    out: JSON file, written after every round of a variant and after every timed step. logs: see
+    `launch`. cannot: variant -> reason why it is not measured, or no longer.
     """
 
     job: Job
@@ -60,7 +64,7 @@ class Bench:
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        """All rounds; ends early where the baseline cannot run."""
+        """Run all rounds, or return early if the baseline cannot run."""
         for name in self.names:
             why = lacks(replace(self.job, variant=name))
             if why is not None:
@@ -73,13 +77,15 @@ class Bench:
                 self.once(name, launches[number + 1 :])
 
     def ended(self, name: str) -> bool:
-        """Whether a variant is started no more: it failed, or reached the limit."""
+        """Return True if a variant is not started again because it failed or reached the limit."""
         return name in self.cannot or any(
             is_partial(self.job, answers) for answers in self.answers.get(name, ())
         )
 
     def once(self, name: str, later: Sequence[str]) -> None:
-        """Start a variant's ranks and keep their answers; ``later``: the variants of the launches after this one."""
+        """Start a variant's ranks and store their answers. later: the variants of the launches
+        after this one.
+        """
         before = self.answers.get(name, [])
 
         def keep(answers: list[Answer]) -> None:
@@ -108,12 +114,12 @@ class Bench:
         print(f"[{duration(time.monotonic() - self.began)}] {line}", file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
-        """Measure a variant no more."""
+        """Exclude a variant from further measurement."""
         self.cannot[name] = why
         self.say(f"{name} cannot run: {why}")
 
     def figures(self) -> dict[str, Figures | str]:
-        """Variant -> its figures, or why there are none."""
+        """Return variant -> its figures, or the reason why none exist."""
         return {
             name: self.cannot[name]
             if name in self.cannot
@@ -124,7 +130,7 @@ class Bench:
 
     @cached_property
     def machine(self) -> dict[str, Any]:
-        """The machine, with the threads of a rank and the version of DeepSpeed."""
+        """Facts of the machine, with the threads of a rank and the version of DeepSpeed."""
         machine = runner.facts()
         machine["threads"] = self.answers[BASELINE][0][0]["threads"]
         with suppress(PackageNotFoundError):
@@ -132,7 +138,10 @@ class Bench:
         return machine
 
     def write(self, others: float | None = None) -> None:
-        """Write what is measured so far to ``out``; ``others``: cores that other programs used, known at the end."""
+        """Write the results so far to ``out``.
+
+        others: cores that other programs used, known only after the last round.
+        """
         job, found = self.job, self.figures() if self.out else {}
         base = found.get(BASELINE)
         if not isinstance(base, Figures):
@@ -166,7 +175,7 @@ class Bench:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser(
         prog=f"python -m {PROGRAM}",
         description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
@@ -246,7 +255,7 @@ def _whole(text: str) -> int:
 
 
 def conclude(bench: Bench, others: float | None) -> None:
-    """Write and print what was measured."""
+    """Write and print the results."""
     bench.write(others)
     job = replace(bench.job, variant=BASELINE)
     plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
@@ -265,7 +274,9 @@ def conclude(bench: Bench, others: float | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table: 0; 1 where the Megatron engine cannot run; 2 for a mistake in the command."""
+    """Measure and print the table. Return 0; 1 if the Megatron engine cannot run; 2 for a mistake
+    in the command.
+    """
     options = parse(arguments)
     cuda = platform.has_cuda()
     job = Job(
@@ -287,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(job: Job, options: argparse.Namespace) -> int:
-    """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
+    """Measure every variant in turn and print the table. Return 0. Raises ConfigError, Fault."""
     if job.model is not None:
         file = runner.model_file(job.model)
         job = replace(

@@ -1,4 +1,6 @@
-"""What is compared: the engines' variants, the run that each of them trains, and how its ranks are started. No engine is imported."""
+"""Compared engines, the run that each of them trains, and the launch of its ranks. This module
+imports no engine.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,12 @@ SETTLING = 1  # steps between the warm-up and the timed ones, in which the alloc
 
 @dataclass(frozen=True)
 class Job:
-    """One variant's training on ``ranks`` processes: ``warmup`` steps, whose memory is measured, then ``steps`` that are timed.
+    """Training of one variant on ``ranks`` processes: ``warmup`` steps, whose memory is measured,
+    then ``steps`` timed steps.
 
-    size: of SIZES; model: a part of configs/model, or the path of a YAML, in place of the size's; overrides: section.key=value over
-    either. limit: seconds after which the ranks are ended.
+    size: key of SIZES. model: replaces the model of the size; a name in configs/model or the path
+    of a YAML file. overrides: section.key=value for either. limit: seconds after which the ranks
+    are ended.
     """
 
     variant: str
@@ -88,22 +92,24 @@ class Job:
     model: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The job as JSON has it."""
+        """Return the job as JSON values."""
         return {**asdict(self), "overrides": list(self.overrides)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """The job again."""
+        """Restore a job from JSON values."""
         return cls(**{**values, "overrides": tuple(values["overrides"])})
 
 
 @cache
 def configuration(job: Job) -> RunConfig:
-    """The run of a job, checked.
+    """Return the validated configuration of a job.
 
-    Unless the overrides give a global batch, a step is one micro-batch on every rank, or MICRO_BATCHES for a model by name on GPUs. A
-    model without a vocabulary has VOCABULARY. Raises ConfigError (a model is unknown, an override is wrong, or the variant's engine cannot
-    do this run).
+    Unless the overrides set a global batch size, a step is one micro-batch per rank, or
+    MICRO_BATCHES for a named model on GPUs. A model without a vocabulary gets VOCABULARY.
+
+    Raises ConfigError (the model is unknown, an override is wrong, or the variant's engine does not
+    support this run).
     """
     from fem_common.errors import ConfigError
     from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
@@ -145,9 +151,11 @@ def configuration(job: Job) -> RunConfig:
 
 @cache
 def _size_of(model: Path, device: str) -> dict[str, Any]:
-    """A model's file as an entry of SIZES: with the sequences and micro-batches of the first run in configs/run that trains it, if any.
+    """Return a model's file as an entry of SIZES, with the sequence length and micro-batch of the
+    first run in configs/run that trains it.
 
-    On a CPU they are at most CPU_TOKENS and CPU_BATCH.
+    If no run trains it, those of SIZES are used. On a CPU they are limited to CPU_TOKENS and
+    CPU_BATCH.
     """
     from fem_common.config import read_values
     from pretrain.config import load_run
@@ -169,7 +177,10 @@ def _size_of(model: Path, device: str) -> dict[str, Any]:
 
 
 def lacks(job: Job) -> str | None:
-    """Why the job's variant cannot run here, as far as that shows before it is started (its ranks look at DeepSpeed's ops), or None."""
+    """Return the reason why the job's variant cannot run on this machine, or None.
+
+    The check starts no process; DeepSpeed's ops are checked later by the ranks.
+    """
     needed = [("yaml", "PyYAML"), ("megatron", "megatron-core")]
     if VARIANTS[job.variant].name == "deepspeed":
         needed.append(("deepspeed", "DeepSpeed"))
@@ -185,14 +196,14 @@ def lacks(job: Job) -> str | None:
 
 @cache
 def plan_of(job: Job, *, cuda: bool) -> Plan:
-    """The plan of the job's run, which the configuration must allow: what ``--plan`` prints."""
+    """Return the plan of the job's run, as ``--plan`` prints it. The configuration must be valid."""
     from pretrain.plan.run_plan import make_plan
 
     return make_plan(configuration(job), job.ranks, cuda=cuda)
 
 
 def planned(job: Job, *, cuda: bool) -> StageMemory:
-    """The planned memory of the rank that needs most."""
+    """Return the planned memory of the rank that needs most."""
     return max(plan_of(job, cuda=cuda).memory, key=lambda stage: stage.total)
 
 
@@ -218,7 +229,7 @@ Partial = Callable[[list[Answer]], None]
 
 
 class CannotRun(Exception):
-    """A job that came to nothing: why, in one line."""
+    """Failure of a job; the message is the reason in one line."""
 
 
 def launch(
@@ -230,13 +241,14 @@ def launch(
 ) -> list[Answer]:
     """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
-    say: gets a line when the engine is built and after every step, and the end of the ranks' log
-    after a failure. partial: gets the answers so far after every timed step. logs: the folder that
-    keeps the log, MODEL-VARIANT.log, unless all steps were taken. At the job's limit the ranks are
-    ended, and the answers so far are returned if they have a timed step (`is_partial`).
+    The first callback gets a line when the engine is built and after every step, and the end of the
+    ranks' log after a failure. partial: gets the answers so far after every timed step. logs:
+    folder for the log, MODEL-VARIANT.log, which is written unless all steps were completed. At the
+    job's limit the ranks are ended, and the answers so far are returned if they contain a timed
+    step (`is_partial`).
 
     Raises:
-        CannotRun: a rank failed or ended, or the limit came before the first timed step.
+        CannotRun: a rank failed or ended, or the limit was reached before the first timed step.
     """
     with tempfile.TemporaryDirectory(prefix="bench-engines-") as name:
         folder = Path(name)
@@ -288,14 +300,16 @@ def launch(
 
 
 def is_partial(job: Job, answers: Sequence[Answer]) -> bool:
-    """Whether fewer steps were timed than the job has."""
+    """Return True if fewer steps were timed than the job requires."""
     return len(answers[0]["seconds"]) < job.steps
 
 
 def _watch(
     process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial
 ) -> bool:
-    """Report what rank 0 does until the process ends; False where the limit comes first."""
+    """Report the progress of rank 0 until the process ends. Return False if the limit is reached
+    first.
+    """
     until, reported, ended, late = time.monotonic() + job.limit, 0, False, False
     while not (ended or late):
         with suppress(subprocess.TimeoutExpired):
@@ -311,7 +325,7 @@ def _watch(
 
 
 def _lines(job: Job, answer: Answer) -> list[str]:
-    """A rank's answer so far as lines for people."""
+    """Return a rank's answer so far as readable lines."""
     lines = [f"engine built in {answer['building']:.1f} s"] if "building" in answer else []
     before, tokens = job.warmup + SETTLING, plan_of(job, cuda=False).schedule.step_tokens
     for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
@@ -331,7 +345,9 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """torchrun ends its ranks when it is asked to, not when it is killed."""
+    """End torchrun with SIGTERM, on which it ends its ranks, and only after a timeout with SIGKILL,
+    on which it does not.
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -342,7 +358,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
-    """Say the last lines of the log, keep it, and return the words about its place for the end of a message."""
+    """Report the last lines of the log, copy it to ``logs``, and return the end of a message with
+    its path.
+    """
     text = log.read_text(encoding="utf-8", errors="replace")
     own = [line for line in TORCHRUN.split(text)[0].splitlines() if not WARNING.match(line)]
     for line in own[-TAIL:]:
@@ -359,7 +377,7 @@ def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
 
 
 def _found(folder: Path) -> dict[int, Answer]:
-    """Rank -> its answer as it is now, in the order of their last writes."""
+    """Return rank -> current answer, in the order of their last writes."""
     files = sorted(folder.glob("answer*.json"), key=lambda path: path.stat().st_mtime_ns)
     return {
         int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8"))
@@ -368,7 +386,9 @@ def _found(folder: Path) -> dict[int, Answer]:
 
 
 def so_far(job: Job, folder: Path) -> list[Answer]:
-    """The ranks' answers cut to the timed steps that all of them have taken; none where that is not one."""
+    """Return the ranks' answers, cut to the timed steps that all ranks have completed; empty if
+    that is none.
+    """
     found = _found(folder)
     taken = min((len(answer.get("seconds", ())) for answer in found.values()), default=0)
     if len(found) < job.ranks or not taken:
@@ -377,7 +397,11 @@ def so_far(job: Job, folder: Path) -> list[Answer]:
 
 
 def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[Answer]:
-    """The ranks' answers; of the steps so far where the ranks were ended ``late``, when only the end makes them fail. Raises CannotRun."""
+    """Return the ranks' answers. Raises CannotRun.
+
+    late: the limit ended the ranks; the completed steps are returned, and failures are ignored
+    since the end causes them.
+    """
     found, answers = _found(folder), so_far(job, folder)
     if late and not answers:
         before = len(found.get(0, {}).get("untimed", ()))

@@ -1,4 +1,6 @@
-"""The command: plan the tasks, have them performed, record each outcome at once, write the page and the picture, print a short table."""
+"""Command of the GPU suite: plan the tasks, perform them, record each outcome immediately, write
+the page and the picture, print a table.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,16 @@ KEPT = "every outcome so far is kept; --resume continues"
 
 @dataclass
 class Progress:
-    """Records outcomes, and prints every gap and, now and then, how far the suite is."""
+    """Callback that records outcomes, prints every gap, and prints the progress every EVERY
+    seconds.
+    """
 
     clock: Clock
     record: Record
     last: float = -EVERY
 
     def __call__(self, outcome: Outcome, left: int, seconds: float) -> None:
-        """Take one outcome; ``left`` tasks of the phase, about ``seconds`` of work, remain."""
+        """Record one outcome; ``left`` tasks of the phase remain, about ``seconds`` of work."""
         self.record.add(outcome)
         now = self.clock.elapsed
         bad = outcome.gap or ("out of bounds" if outcome.wrong else "")
@@ -56,7 +60,7 @@ class Progress:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = runner.command_line(
         PROGRAM,
         "Prove a GPU: correctness of every operation, the trainer, then speed, the most important first. Needs this checkout and torch; "
@@ -124,7 +128,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def perform(options: argparse.Namespace) -> int:
-    """Perform what is asked for and report it: 0, or 1 where a check failed or is out of bounds. Raises UserError."""
+    """Perform the selected tasks and report them. Return 0, or 1 if a check failed or is out of
+    bounds. Raises UserError.
+    """
     folder: Path = options.resume or options.out
     clock = Clock(options.minutes)
     if not options.dry and not platform.has_cuda():
@@ -162,7 +168,9 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _record(folder: Path, *, resumed: bool) -> Record:
-    """The folder's record; a new run moves an older one aside. Raises UserError where there is none to resume."""
+    """Return the folder's record. A new run renames an older record. Raises UserError if a resumed
+    folder has none.
+    """
     record = Record.read(folder)
     if resumed:
         if not record.sessions:
@@ -182,7 +190,9 @@ def _record(folder: Path, *, resumed: bool) -> Record:
 
 
 def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
-    """Raises UserError where the record is another device's, or a dry run's beside a real one."""
+    """Raise UserError if the record belongs to another device, or if only one of the two runs is a
+    dry run.
+    """
     for session in record.sessions:
         if session["machine"]["device"] != device:
             raise UserError(
@@ -197,7 +207,7 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
 
 
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
-    """Perform all phases; the working folder is temporary."""
+    """Perform all phases in a temporary working folder."""
     progress, log = Progress(clock, record), record.folder / LOG
     # A run that was ended may still be writing there.
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
@@ -218,9 +228,10 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
 
 
 def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -> list[Worker]:
-    """One for what is timed; else as many as asked for and of use, and one for each tool of compute-sanitizer.
+    """Return one worker for timed tasks; else up to ``count``, and one for each tool of
+    compute-sanitizer.
 
-    What does not fit beside other processes into the GPU's memory is performed again alone.
+    A task that runs out of GPU memory next to other processes is performed again alone.
     """
     device = platform.device_name()
     if not phase.together:
@@ -233,7 +244,9 @@ def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -
 
 
 def publish(record: Record, options: argparse.Namespace) -> int:
-    """Write the page, the picture and the table of engines, print the short table: 1 where a check failed or is out of bounds."""
+    """Write the page, the picture and the engine table, and print the short table. Return 1 if a
+    check failed or is out of bounds.
+    """
     folder, session = record.folder, record.sessions[-1]
     device = session["machine"]["device"]
     results = Results(record.outcomes.values(), device)
@@ -256,7 +269,7 @@ def publish(record: Record, options: argparse.Namespace) -> int:
 
 
 def summary(record: Record, results: Results) -> dict[str, object]:
-    """What ``--json`` writes."""
+    """Return the contents of the ``--json`` file."""
     return {
         "suite": "gpu",
         "sessions": record.sessions,
@@ -268,7 +281,9 @@ def summary(record: Record, results: Results) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all is well; 1: a check failed or is out of bounds; 2: no CUDA device, or a mistake in the command."""
+    """Run the suite. Return 0; 1 if a check failed or is out of bounds; 2 without a CUDA device or
+    for a mistake in the command.
+    """
     options = parse(arguments)
     if options.report is None:
         return run(PROGRAM, lambda: perform(options), kept=KEPT)

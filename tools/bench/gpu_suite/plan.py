@@ -1,4 +1,4 @@
-"""What the suite does and in which order: the most important tasks first. Nothing runs here."""
+"""Tasks of the suite and their order, the most important first. This module runs none of them."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement or check, as a worker is asked for it; ``arguments`` is plain JSON.
+    """One measurement or check, in the form that is sent to a worker; ``arguments`` is plain JSON.
 
-    rank: the lower, the sooner. seconds: a guess that holds until one of its kind was measured.
-    unit: tasks of one unit run in their order on one worker. together: not timed, so others may
-    run at the same time. tool: the tool of compute-sanitizer that its worker runs under.
+    rank: tasks with lower ranks run first. seconds: estimate, used until a task of the same kind
+    was measured. unit: tasks of one unit run in their order on one worker. together: not timed, so
+    that other tasks may run at the same time. tool: tool of compute-sanitizer under which the
+    worker runs.
     """
 
     kind: str
@@ -96,7 +97,9 @@ class Phase:
 
 
 def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
-    """The tasks by phase, with the time that each may take; a phase without tasks gives its share to the others."""
+    """Return the tasks by phase, with each phase's time; the share of a phase without tasks is
+    distributed to the other phases.
+    """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
     groups += [
@@ -114,9 +117,9 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
 def tasks(
     parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None, *, dry: bool = False
 ) -> tuple[list[Task], dict[str, str]]:
-    """All tasks in their order, and what ``device`` cannot run: name -> reason. None: a machine that can run everything.
+    """Return all tasks in their order, and the sides that ``device`` cannot run: name -> reason.
 
-    dry: few tasks of each kind, at small sizes.
+    device: None assumes a machine that can run all. dry: few tasks of each kind, at small sizes.
     """
     made: list[Task] = []
     makers = {
@@ -174,7 +177,7 @@ def _needs(what: str | None) -> str | None:
 
 
 def _too_large(task: Task, device: torch.device) -> str | None:
-    """Whether the plan of a model's memory is over the GPU's."""
+    """Return the reason if the model's planned memory exceeds the GPU's, else None."""
     if task.part != "throughput" or device.type != "cuda":
         return None
     planned, there = (
@@ -195,7 +198,9 @@ def _op_of(task: Task) -> str:
 
 
 def _what(task: Task) -> str:
-    """The side of a task, without its size or case: it cannot run at any of them."""
+    """Return the side of a task, without its size or case, since a missing requirement affects all
+    of them.
+    """
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
     if task.kind in ("engine", "train"):
@@ -206,7 +211,7 @@ def _what(task: Task) -> str:
 
 
 def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
-    """What a dry run takes of the plan, made small: it shows that everything can be called."""
+    """Yield the tasks of a dry run, made small: enough to call each kind of task."""
     seen = dict[str, int]()
     for task in planned:
         key, arguments = task.kind, task.arguments
@@ -241,10 +246,12 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Every case of every operation and implementation in both types: our kernels' first, and of each the first cases.
+    """Yield every case of every operation and implementation in both dtypes: this project's kernels
+    first, and the first cases of each.
 
-    Those of a case are a unit, whose float64 results are computed once. What runs only on request
-    (fla's approximations) promises less than the cases ask, and is only timed.
+    The tasks of a case are a unit, whose float64 results are computed once. Implementations that
+    run only on request (fla's approximations) are less precise than the cases require, and are only
+    timed.
     """
     for op, suite in suites().items():
         if ops and op not in ops:
@@ -273,7 +280,7 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _trainer() -> Iterator[Task]:
-    """Runs of the trainer that must agree with another one (`tools.bench.gpu_suite.trainer`)."""
+    """Yield runs of the trainer that must agree with another run (`tools.bench.gpu_suite.trainer`)."""
     fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
     bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
     runs = (
@@ -324,7 +331,7 @@ def _trainer() -> Iterator[Task]:
 
 
 def _features() -> Iterator[Task]:
-    """Three steps of each setting that nothing else here reaches, and of each mixer."""
+    """Yield three steps of each setting that no other task covers, and of each mixer."""
     mixers = [
         f"model.mixer={name}"
         for name, mixer in MIXERS.items()
@@ -339,7 +346,10 @@ def _features() -> Iterator[Task]:
 
 
 def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Our kernels' first case of each operation, small, under each tool. Its worker starts slowly, so there is one a tool."""
+    """Yield the first case of each operation with this project's kernels, small, under each tool.
+
+    The worker starts slowly under a tool, so each tool has only one.
+    """
     for tool in TOOLS:
         for task in _correctness(ops):
             asked = task.arguments
@@ -353,7 +363,9 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
-    """The trainer's own engine on random tokens: tokens/s, MFU, and peak memory compared with the plan's."""
+    """Yield the trainer's engine on random tokens: tokens/s, MFU, and peak memory compared with the
+    plan's.
+    """
     for number, name in enumerate(THROUGHPUT):
         job = engines.Job(
             "megatron",
@@ -379,7 +391,9 @@ def _tiny(job: engines.Job) -> engines.Job:
 
 
 def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Every operation and its baselines at every length; compiling comes before, many at a time."""
+    """Yield every operation and its baselines at every length. The kernels are compiled before,
+    many at a time.
+    """
     baselines: dict[str, Task] = {}
     for name, workload in WORKLOADS.items():
         if ops and workload.op not in ops:
@@ -411,7 +425,9 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def sides(op: str) -> tuple[str, ...]:
-    """What is timed of an operation: "auto", its definition, and where it has more than one faster form each of them by name."""
+    """Return the timed implementations of an operation: "auto", the reference, and each faster one
+    if it has several.
+    """
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")
 
@@ -424,7 +440,9 @@ def _baseline(name: str, size: Size, rank: float) -> Task:
 
 
 def _rank(workload: str, implementation: str, tokens: int) -> float:
-    """Targets first, then every operation at 4096, then the other lengths; the definitions, which are slow, last."""
+    """Return the rank: targets first, then every operation at 4096, then the other lengths; the
+    references, which are slow, last.
+    """
     if implementation == "reference":
         return 7 if tokens <= 4096 else 8 + tokens / 1e5
     if (workload, tokens) in ((FIRST, 4096), (FIRST, 8192), ("FEM-GLA's read", 4096)):
@@ -433,7 +451,7 @@ def _rank(workload: str, implementation: str, tokens: int) -> float:
 
 
 def _models() -> Iterator[Task]:
-    """Every whole model; the Transformer of its size before it."""
+    """Yield every complete model; the Transformer of each size is first."""
     urgent = {"Transformer", "FEM-SM, C L T G"}
     linear = {"GLA", "FEM-GLA, C L T G"}
     for scale, sizes in SCALES.items():
@@ -472,7 +490,11 @@ def _models() -> Iterator[Task]:
 
 
 def _engines(*, dry: bool) -> Iterator[Task]:
-    """Every engine and ZeRO stage on one rank: without peers to split over, what DeepSpeed itself and its offload cost."""
+    """Yield every engine and ZeRO stage on one rank.
+
+    A single rank has no peers to split state over, so this measures the cost of DeepSpeed itself
+    and of its offload.
+    """
     for number, variant in enumerate(engines.VARIANTS):
         job = engines.Job(
             variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT
@@ -487,7 +509,7 @@ def _engines(*, dry: bool) -> Iterator[Task]:
 
 
 def _trace() -> Iterator[Task]:
-    """One step of a narrow 340M FEM under torch's profiler, by the trainer."""
+    """Yield one step of a 340M FEM with fewer layers under torch's profiler, by the trainer."""
     wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
     sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
     settings = [

@@ -1,4 +1,6 @@
-"""Processes that perform the tasks: several at a time where nothing is timed, else one; each is ended when it takes too long."""
+"""Processes that perform the tasks: several at a time for tasks that are not timed, else one. A
+process that exceeds its limit is ended.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ GONE = 3  # workers in a row that did not find the GPU, after which no more are 
 
 
 class Worker:
-    """A worker's process, started when it is asked for something, and again after it was lost.
+    """Process of a worker, which starts at its first task, and again after it was lost.
 
-    tool: it runs under this tool of compute-sanitizer, whose messages go to a file of its own.
+    tool: run the process under this tool of compute-sanitizer, whose messages are written to a
+    separate file.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Worker:
         self.kind = ""  # of the task that it performs
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
-        """The worker's answer; a gap where it takes more than ``limit`` seconds or ends."""
+        """Return the worker's answer, or a gap if the process ends or takes more than ``limit``
+        seconds.
+        """
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         self.kind = task.kind
@@ -117,7 +122,9 @@ class Worker:
         return self.process
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        """Kill the process; first ask those that it has started to end, since their ranks would outlive it."""
+        """Kill the process. If it has started other processes, send SIGTERM first, since their
+        ranks would outlive it.
+        """
         if self.kind in WITH_PROCESSES:
             self._signal(process, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -130,7 +137,9 @@ class Worker:
             os.killpg(process.pid, number)  # it leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer, with what the sanitizer has reported meanwhile: {"checked": the worker's result, "reported": [first lines]}."""
+        """Return the answer with the sanitizer's new messages: {"checked": the worker's result,
+        "reported": [first lines]}.
+        """
         text = ""
         if self.messages.exists():
             with self.messages.open(encoding="utf-8", errors="replace") as file:
@@ -163,7 +172,7 @@ class Worker:
 
 
 class Clock:
-    """How much time is left, and what tasks of a kind have taken so far."""
+    """Remaining time, and the durations of tasks so far by kind."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
@@ -175,18 +184,26 @@ class Clock:
         return self.now() - self.began
 
     def expected(self, task: Task) -> float:
-        """Seconds that a task may take: what the slowest of its kind took, at least a third and at most three times of the guess."""
+        """Return the seconds that a task is expected to take: the maximum of its kind so far,
+        between a third and three times its guess.
+        """
         return min(
             MARGIN * task.seconds,
             max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN),
         )
 
     def fits(self, task: Task, until: float) -> bool:
-        """Whether it may still be begun where its phase ends ``until`` seconds after the start."""
+        """Return True if the task fits into its phase, which ends ``until`` seconds after the
+        start.
+        """
         return self.elapsed + self.expected(task) <= until
 
     def limit(self, task: Task, until: float) -> float:
-        """Seconds after which it is ended: three times what is expected, or what its phase has left; never past the end of all."""
+        """Return the seconds after which the task is ended.
+
+        This is three times the expected time or the rest of its phase, whichever is longer, but at
+        most the maximum for one task and the rest of the suite's time.
+        """
         longest = max(LIMIT, MARGIN * task.seconds)
         return max(
             1.0,
@@ -198,7 +215,7 @@ class Clock:
         )
 
     def took(self, task: Task, seconds: float) -> None:
-        """Note what one took."""
+        """Record the duration of a task."""
         key = task.kind, task.part
         self.longest[key] = max(self.longest.get(key, 0.0), seconds)
 
@@ -207,9 +224,9 @@ Report = Callable[[Outcome, int, float], None]
 
 
 class Work:
-    """One phase: the tasks given to the workers unit by unit while the time lasts.
+    """Execution of one phase: its tasks are given to the workers, unit by unit, while time is left.
 
-    report(outcome, tasks left, seconds expected for them) is called after each task.
+    report(outcome, tasks left, expected seconds for them) is called after each task.
     """
 
     def __init__(self, phase: Phase, clock: Clock, report: Report) -> None:
@@ -224,7 +241,7 @@ class Work:
         self.failure: BaseException | None = None  # of a thread
 
     def run(self, workers: Sequence[Worker]) -> list[Task]:
-        """Perform the tasks; returns those that were left out."""
+        """Perform the tasks and return those that were left out."""
         self.at_once = len(workers)
         threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers

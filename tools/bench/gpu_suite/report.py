@@ -1,4 +1,6 @@
-"""The record as a page (Markdown), a picture, and the short table that is printed last. Every ratio names its baseline."""
+"""Presentation of the record: a Markdown page, a picture, and the short table that is printed last.
+Every ratio names its baseline.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DRY = "**Dry run**: small sizes, to show that everything can be called. No numbe
 
 
 def report(record: Record, results: Results) -> str:
-    """The whole page."""
+    """Return the complete page."""
     last = record.sessions[-1]
     times = "; ".join(f"{session['minutes']:g} minutes" for session in record.sessions)
     parts = [
@@ -55,7 +57,9 @@ def report(record: Record, results: Results) -> str:
 
 
 def short(results: Results, *, dry: bool = False) -> str:
-    """What is printed last: the targets (not of a dry run), each operation at 4096 tokens, the large models."""
+    """Return the text that is printed last: the targets (not for a dry run), each operation at 4096
+    tokens, and the large models.
+    """
     lines = []
     for name in WORKLOADS:
         found = results.ops.get((name, "auto", SHORT))
@@ -76,7 +80,7 @@ def short(results: Results, *, dry: bool = False) -> str:
 
 
 def targets(results: Results) -> str:
-    """Each target, its bound, what was measured."""
+    """Return a table of all targets with bound and measurement."""
     words = {True: "met", False: "not met", None: "not measured"}
     rows = []
     for target in results.targets():
@@ -93,7 +97,9 @@ def targets(results: Results) -> str:
 
 
 def correctness(results: Results) -> str:
-    """The worst result of each operation, implementation and type: its error against float64 and what it may be."""
+    """Return a table of the worst result of each operation, implementation and dtype: its error
+    against float64 and its bound.
+    """
     rows = []
     for (op, implementation, dtype), findings in _by_side(results).items():
         last = max(findings, key=_share)
@@ -134,13 +140,15 @@ def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]
 
 
 def _share(finding: dict[str, Any]) -> float:
-    """A finding's error over its bound; what is not finite is infinitely far out."""
+    """Return a finding's error divided by its bound; infinity if the error is NaN."""
     error = finding["error"]
     return float(error / finding["bound"]) if error == error else math.inf
 
 
 def trainer(results: Results) -> str:
-    """Each run of the trainer: whether it agrees with the run that it is compared with, or ended at all."""
+    """Return a table of the trainer's runs: whether each completed and agrees with the run that it
+    is compared with.
+    """
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
@@ -160,7 +168,7 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
 
 
 def sanitizer(results: Results) -> str:
-    """What each tool reported, case by case where it reported something."""
+    """Return the number of cases per tool, and the cases with reports."""
     lines, count = [], dict[str, int]()
     for outcome in results.of_kind("sanitize"):
         count[outcome.task.tool] = count.get(outcome.task.tool, 0) + 1
@@ -178,12 +186,12 @@ def sanitizer(results: Results) -> str:
 
 
 def throughput(results: Results) -> str:
-    """The trainer's engine at full size."""
+    """Return the table of the trainer's engine at full size."""
     return figures.table(results.throughput) if results.throughput else "None was measured."
 
 
 def operations(results: Results) -> str:
-    """Every timed implementation at every length."""
+    """Return a table of every timed implementation at each of its lengths."""
     rows = []
     for name, workload in WORKLOADS.items():
         for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
@@ -230,7 +238,9 @@ def operations(results: Results) -> str:
 
 
 def engines(results: Results) -> str:
-    """FEM's attention by each engine over standard attention of (d_k, 2 d_v) by the same engine."""
+    """Return a table of FEM's attention by each engine, relative to standard attention of (d_k, 2
+    d_v) by the same engine.
+    """
     rows = []
     for name, workload in WORKLOADS.items():
         if workload.op != "fem_attention":
@@ -256,7 +266,7 @@ MODEL_COLUMNS = [
 
 
 def models(results: Results) -> str:
-    """Every whole model."""
+    """Return a table of all complete models."""
     rows = _model_rows(results, tuple(SCALES))
     return runner.table(MODEL_COLUMNS, rows) if rows else "None was timed."
 
@@ -320,7 +330,10 @@ def _ms(seconds: float) -> str:
 
 
 def draw(results: Results, title: str, path: Path) -> bool:
-    """Write the picture: errors over their bounds, and ratios over lengths; False where there is nothing to draw, or no matplotlib."""
+    """Write the picture: errors relative to their bounds, and ratios by length.
+
+    Return False without data or without matplotlib.
+    """
     ratios = {}
     for name in WORKLOADS:
         found = [
@@ -351,7 +364,7 @@ ERRORS_FROM, ERRORS_TO = (
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
-    """A row an operation; a mark for the worst result of each implementation, by type."""
+    """Draw a row per operation with a mark for the worst result of each implementation, by dtype."""
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
         found = [

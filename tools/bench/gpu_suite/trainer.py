@@ -1,4 +1,6 @@
-"""Runs of the trainer on generated tokens, each ``python -m pretrain`` in a process of its own, compared with one another."""
+"""Runs of the trainer on generated tokens, each in a process of ``python -m pretrain``, and their
+comparison with each other.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,15 @@ LAST_LINES = 3
 
 
 class TrainerError(Exception):
-    """A run failed, or has not done what it was asked for: the reason in one line."""
+    """Failure of a run, or a run that did not do what it was meant to; the message is one line."""
 
 
 def write_data(folder: Path) -> None:
-    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer that names the end of a document.
+    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer that names the end of
+    a document.
 
-    A token is 7 times the one before plus noise, modulo the vocabulary; 0.4 M tokens in the training split.
+    A token is 7 times the previous one plus noise, modulo the vocabulary. The training split has
+    0.4 M tokens.
     """
     from data_prep.store.indexed import IndexedWriter
 
@@ -75,10 +79,12 @@ def write_data(folder: Path) -> None:
 
 
 def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Perform one task of the kind "train" (`tools.bench.gpu_suite.plan`) in the suite's working folder.
+    """Perform one task of the kind "train" (`tools.bench.gpu_suite.plan`) in the suite's working
+    folder.
 
-    Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and where the run is compared with another
-    {"worst": largest relative difference of a loss, "bound", "equal": to the bit}. Raises TrainerError.
+    Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and for a run that is compared
+    with another one also {"worst": largest relative difference of a loss, "bound", "equal": True if
+    identical}. Raises TrainerError.
     """
     work, out = (Path(os.environ[name]) for name in ("GPU_SUITE_WORK", "GPU_SUITE_OUT"))
     folder = work / arguments["run"]
@@ -121,7 +127,7 @@ def _compare(
     others: Mapping[int, Mapping[str, float]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The steps that this run has taken itself, beside the same steps of the other."""
+    """Compare the steps that this run has trained itself with the same steps of the other run."""
     first = arguments["begin"][1] if "begin" in arguments else 0
     pairs = [(loss, others[step]["loss"]) for step, loss in losses.items() if step > first]
     worst = max(abs(own - other) / abs(other) for own, other in pairs)
@@ -135,7 +141,9 @@ def _compare(
 
 
 def _copy_run(source: Path, folder: Path, step: int) -> None:
-    """A copy of a run as it was when the checkpoint of ``step`` was its last. Raises TrainerError where there is none."""
+    """Copy a run in its state when the checkpoint of ``step`` was its last. Raises TrainerError if
+    that checkpoint is missing.
+    """
     kept = f"step_{step:08d}"
     if not (source / "checkpoints" / kept).is_dir():
         raise TrainerError(f"the run that this one continues has no checkpoint of step {step}")
@@ -183,7 +191,10 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
 
 
 def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
-    """What the run printed. Raises TrainerError where it fails, with its last lines; they are in the suite's log, too."""
+    """Run ``pretrain`` and return its output.
+
+    Raises TrainerError with its last lines if it fails; the entire output is in the suite's log.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -218,7 +229,7 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
 
 
 def _rows(folder: Path) -> dict[int, dict[str, float]]:
-    """Step -> the line of metrics.jsonl; the last of a step counts."""
+    """Return step -> line of metrics.jsonl; the last line of a step counts."""
     try:
         lines = [
             json.loads(line)

@@ -1,6 +1,8 @@
-"""One process that performs tasks: a JSON line in, a JSON line out: ``{"result": ...}`` or ``{"gap": reason}``.
+"""Process that performs tasks. It reads a JSON line per task and answers with a JSON line:
+``{"result": ...}`` or ``{"gap": reason}``.
 
-It ends after a fault of the GPU, after which none of its results can be trusted; the suite starts another.
+It ends after a fault of the GPU, after which its results could not be trusted; the suite starts
+another one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ _expected: dict[tuple[Any, ...], Expected] = {}  # the last case's
 
 
 def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
-    """The result of one task of `tools.bench.gpu_suite.plan`, as JSON; it should take ``limit`` seconds at most."""
+    """Return the result of one task of `tools.bench.gpu_suite.plan`, as JSON values. It should take
+    at most ``limit`` seconds.
+    """
     if kind == "train":
         return train(arguments, limit)
     if kind == "engine":
@@ -47,7 +51,9 @@ def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check one implementation. The case's float64 results are kept for the next one of the same case."""
+    """Check one implementation. The case's float64 results are cached for the next task of the same
+    case.
+    """
     suite, real = suites()[arguments["op"]], not arguments.get("small", False)
     key = arguments["op"], arguments["case"], arguments["dtype"], real
     if key not in _expected:
@@ -60,7 +66,9 @@ def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compile(arguments: dict[str, Any]) -> None:
-    """Run an operation at every size that is timed, forward and backward, so that Triton's cache has its kernels."""
+    """Run an operation at every timed size, forward and backward, so that Triton's cache contains
+    its kernels.
+    """
     workload = WORKLOADS[arguments["workload"]]
     for tokens in arguments.get("lengths", LENGTHS):
         size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
@@ -73,7 +81,9 @@ def _compile(arguments: dict[str, Any]) -> None:
 
 
 def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
-    """FLOP/s of a bf16 matrix product on random numbers, and bytes a second, read and written, of a copy."""
+    """Return the FLOP/s of a bf16 matrix product of random numbers, and the bytes per second, read
+    and written, of a copy.
+    """
     width, count, device = (
         arguments.get("matmul", MATMUL),
         arguments.get("copy", COPY),
@@ -111,7 +121,9 @@ def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A whole model's training step; where the batch does not fit, half of it is tried, then recomputation."""
+    """Time a complete model's training step. If the batch does not fit, try half of it, then
+    recomputation.
+    """
     scale, recompute = (
         replace(SCALES[arguments["scale"]], batch=arguments["batch"]),
         arguments["recompute"],
@@ -149,7 +161,9 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A training run of an engine, in processes of its own; where the time ends it, of the steps until then."""
+    """Run an engine's training in separate processes. If the time limit ends it, the completed
+    steps count.
+    """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
     answers = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
@@ -175,7 +189,7 @@ def _device_name() -> str:
 
 
 def answer(line: str) -> tuple[dict[str, Any], bool]:
-    """The answer to one line, and whether this process can go on."""
+    """Return the answer to one line, and False if this process cannot continue."""
     asked = json.loads(line)
     # A process that cannot reach the GPU would compute on the CPU without a word.
     there = _device_name()
@@ -204,7 +218,9 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process's group when the suite is gone; runs that it started may stop by themselves first."""
+    """End this process's group when the suite no longer exists. Its child processes get SIGTERM and
+    time to stop first.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGTERM)
@@ -213,7 +229,9 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> int:
-    """Answer until the input ends. What libraries print goes to stderr, where it cannot be taken for an answer."""
+    """Answer until the input ends. The output of libraries is redirected to stderr, so that it is
+    not read as an answer.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)  # of its group; children have the default again
     if os.getpgrp() == os.getpid():
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -1,4 +1,6 @@
-"""``python -m tools.bench.traffic``: bytes that a layer moves through a GPU's memory, and its step on paper, without a GPU.
+"""``python -m tools.bench.traffic``: bytes that a layer moves through a GPU's memory, and modelled
+step times, without a GPU.
 
-``trace`` runs the real layers on tensors without numbers and counts; ``paper`` makes times of the counts.
+`fem_megatron.trace` runs the real layers on meta tensors and counts their traffic; ``paper``
+computes times from the counts.
 """

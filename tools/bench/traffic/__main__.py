@@ -1,6 +1,7 @@
-"""``python -m tools.bench.traffic``: bytes a token and layer moves through a GPU's memory, and the step on paper. Needs no GPU.
+"""``python -m tools.bench.traffic``: bytes per token and layer that move through a GPU's memory,
+and the modelled step. Needs no GPU.
 
-Modelled, not measured: docs/benchmarks/paper.md has the tables, which ``--write`` makes.
+Modelled, not measured. ``--write`` writes the tables to docs/benchmarks/paper.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAIRS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, write them."""
+    """Print or write the tables and return the exit code."""
     parser = runner.command_line(PROGRAM, (__doc__ or "").partition(": ")[2])
     parser.add_argument(
         "--model",
@@ -58,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """0. Raises UserError for what there is not."""
+    """Print or write the tables. Return 0. Raises UserError if triton is missing or an argument is
+    wrong.
+    """
     if triton_version() is None:
         raise UserError(
             "the package triton is not installed, and its kernels are what is counted: pip install triton"
@@ -99,7 +102,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
-    """The step of a part of configs/model. Raises UserError where there is none of this name."""
+    """Return the step of a model in configs/model. Raises UserError if no model has this name."""
     model = load(ModelConfig, runner.model_file(name))
     model = replace(model, vocab_size=model.vocab_size or runner.VOCABULARY)
     sizes = (model.hidden_size, model.num_layers)
@@ -112,7 +115,11 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Every mixer without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first; a sequence as it can be."""
+    """Return the steps of GLA and of all mixers that need no package, with the widths of the 1.3B
+    Transformer, which is the first.
+
+    Sequences have ``tokens`` tokens, or the mixer's maximum if that is less.
+    """
     base = load(ModelConfig, runner.MODELS / "transformer_1.3b.yaml")
     models = {
         name: replace(base, mixer=name)
@@ -137,7 +144,7 @@ def _kib(moved: float) -> str:
 
 
 def steps_table(steps: list[Step]) -> str:
-    """A row a model and GPU: its step by what the time is spent on, and its ratio to the last model."""
+    """Return a row per model and GPU: the step's time by category, and its ratio to the last model."""
     rows = []
     for roof in ROOFS:
         for step in steps:
@@ -156,7 +163,9 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def mixers_table(steps: list[Step]) -> str:
-    """A row a mixer: KiB a token and layer by pass, and the step of a token beside the Transformer's."""
+    """Return a row per mixer: KiB per token and layer by pass, and the step's time per token
+    relative to the Transformer's.
+    """
     base, rows = steps[0], []
     for step in steps:
         first = step.layers[0].trace
@@ -179,7 +188,7 @@ def mixers_table(steps: list[Step]) -> str:
 
 
 def kernels_table(step: Step, least: float = 256.0) -> str:
-    """A row a kernel of the first layer that moves ``least`` bytes a token or more."""
+    """Return a row per kernel of the first layer that moves at least ``least`` bytes per token."""
     rows = [
         [("forward", "backward")[backward], kind, kernel, str(launches), f"{moved / 1024:.1f}"]
         for (backward, kind, kernel), (launches, moved) in kernels_of(step).items()
@@ -189,7 +198,7 @@ def kernels_table(step: Step, least: float = 256.0) -> str:
 
 
 def page() -> str:
-    """docs/benchmarks/paper.md."""
+    """Return the text of docs/benchmarks/paper.md."""
     steps: Mapping[str, Step] = {name: of_part(name) for pair in PAIRS for name in pair}
     parts = ["# On paper: modelled, not measured", INTRODUCTION]
     for ours, theirs in PAIRS:
@@ -212,7 +221,7 @@ def page() -> str:
 
 
 def _shown(table: str) -> str:
-    """As the command prints it."""
+    """Return the table as a code block."""
     return f"```text\n{table}\n```"
 
 

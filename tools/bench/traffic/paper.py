@@ -1,9 +1,11 @@
-"""A training step on paper: times from the counts of ``trace``, by a stated model of a GPU. Modelled, not measured.
+"""Modelled training step: times from the counts of `fem_megatron.trace`, by a roofline model of a
+GPU. Modelled, not measured.
 
-A kernel takes its bytes over the bandwidth, or its matrix products over their rate, whichever is longer, and the gap to the next one.
-A step is the layers', what is before and after them, and the trainer's own work on gradients and weights: one
-micro-batch of the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
-`tools.bench.gpu_suite` times a smaller update, AdamW on bfloat16 weights, of 14 bytes a parameter.
+A kernel takes its bytes divided by the bandwidth, or its matrix products divided by their rate,
+whichever is longer, and the gap to the next kernel. A step consists of the layers, the operations
+before and after them, and the trainer's own work on gradients and weights. It is one micro-batch of
+the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
+`tools.bench.gpu_suite` times a smaller update: AdamW on bfloat16 weights, 14 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from tools.bench.whole_model import LanguageModel
 
 @dataclass(frozen=True)
 class Roof:
-    """What a GPU reaches: bytes/s, and FLOP/s of products; of attention and tiles forward, backward. gap: seconds between kernels."""
+    """Achievable rates of a GPU: bytes/s, and FLOP/s of products, and of attention and tiles
+    (forward, backward).
+
+    gap: seconds between kernels.
+    """
 
     name: str
     bandwidth: float
@@ -69,14 +75,18 @@ BACKWARD = 2.5  # products of a backward pass that makes the forward's again, in
 
 @dataclass(frozen=True)
 class Part:
-    """Layers of one kind, or what is before and after them. count: how often it is in the model; tiles: FLOPs of Triton's, forward."""
+    """Layers of one kind, or the operations before and after the layers.
+
+    count: number of these layers in the model. tiles: FLOPs of the Triton kernels with products,
+    forward.
+    """
 
     count: int
     trace: Trace
     tiles: float = 0.0
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """By what it is spent on, of all ``count``."""
+        """Return the seconds of all ``count`` layers by category."""
         spent = {**dict.fromkeys(KINDS, 0.0), "gaps": roof.gap * len(self.trace.launches)}
         for launch in self.trace.launches:
             rate = {
@@ -96,7 +106,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """A model's training step of ``batch`` sequences of ``tokens``."""
+    """Training step of a model with ``batch`` sequences of ``tokens`` tokens."""
 
     name: str
     model: ModelConfig
@@ -107,7 +117,7 @@ class Step:
     parameters: int
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """By what it is spent on."""
+        """Return the seconds by category."""
         spent: dict[str, float] = {}
         for part in self.layers:
             for name, time in part.seconds(roof).items():
@@ -116,11 +126,11 @@ class Step:
         return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": update}
 
     def total(self, roof: Roof) -> float:
-        """Seconds."""
+        """Return the seconds of the step."""
         return sum(self.seconds(roof).values())
 
     def per_token(self, of: Callable[[Trace], float]) -> float:
-        """The mean over layers of ``of`` a layer's trace, for a token."""
+        """Return the mean over layers of ``of(trace)``, per token."""
         layers = sum(part.count for part in self.layers)
         return (
             sum(part.count * of(part.trace) for part in self.layers)
@@ -129,7 +139,7 @@ class Step:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers; bytes of a token and layer."""
+        """Return all numbers for the JSON; bytes are per token and layer."""
         first = self.layers[0].trace
         passes = {
             name: {
@@ -167,7 +177,10 @@ class Step:
 
 
 def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
-    """(backward, kind, kernel) -> launches and bytes a token of the first layer; the forward first, the most bytes first."""
+    """Return (backward, kind, kernel) -> (launches, bytes per token) of the first layer.
+
+    Forward kernels are first; within a pass, those that move most bytes are first.
+    """
     found: dict[tuple[bool, str, str], tuple[int, float]] = {}
     for launch in step.layers[0].trace.launches:
         key = (launch.backward, launch.kind, launch.name)
@@ -177,7 +190,11 @@ def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
 
 
 def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
-    """A model's step on paper. Raises ValueError for what has no form without its package, and ImportError without Triton."""
+    """Return a model's modelled step.
+
+    Raises ValueError if a mixer has no implementation without its package, and ImportError without
+    Triton.
+    """
     shapes = model.blocks()
     kinds = [shape for n, shape in enumerate(shapes) if shape not in shapes[:n]]
     layers = tuple(_layer(shape, shapes.count(shape), model, tokens, batch) for shape in kinds)
@@ -199,7 +216,7 @@ Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
 def layer_trace(
     shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True
 ) -> Trace:
-    """A block's passes over x [tokens, batch, hidden], bfloat16."""
+    """Return the trace of a block's passes over x [tokens, batch, hidden], bfloat16."""
 
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)

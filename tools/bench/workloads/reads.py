@@ -1,4 +1,6 @@
-"""The operations whose cost is quadratic in the tokens, as their layers call them; each beside standard attention over as many numbers."""
+"""Operations with a cost quadratic in the tokens, as their layers call them, each with standard
+attention of the same data size as baseline.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tools.bench.workloads.base import (
 
 
 def gated_read(draw: Draw, size: Size) -> Inputs:
-    """v, beta, lambda and gate of the free-energy read."""
+    """Return v, beta, lambda and gate of the free-energy read."""
     return {
         "v": draw.heads(size, size.value),
         "beta": draw.normal(

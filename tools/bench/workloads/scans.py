@@ -1,4 +1,6 @@
-"""The operations whose cost is linear in the tokens, as their layers call them; beside them what flash-linear-attention has."""
+"""Operations with a cost linear in the tokens, as their layers call them, with
+flash-linear-attention's counterparts as baselines.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ from tools.bench.workloads.reads import gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
-    """The projection's slices as the layer has them, tokens first, and the gated read's."""
+    """Return the projection's slices in the layer's layout, tokens first, and the inputs of the
+    gated read.
+    """
     shape = (size.tokens, size.batch, size.heads)
     return {
         "q": draw.normal(*shape, size.key),
@@ -58,7 +62,7 @@ def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
-    """Through the layer's prior, features included, which chooses the operation by itself."""
+    """Call the layer's prior, which includes the features and selects the operation itself."""
     given = dict(inputs)
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
@@ -79,7 +83,7 @@ def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 @contextmanager
 def asked_for(op: str, implementation: str) -> Iterator[None]:
-    """``FEM_KERNELS`` asks for an implementation where a layer makes the call."""
+    """Select an implementation with ``FEM_KERNELS``, for calls that a layer makes."""
     before = os.environ.get(VARIABLE)
     if implementation != "auto":
         os.environ[VARIABLE] = f"{op}={implementation}"
@@ -151,7 +155,9 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
-    """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
+    """Return the inputs for FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of
+    every head, and the conditioner's features.
+    """
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
     z, n = (
         draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())),
@@ -182,7 +188,9 @@ def _projection(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
-    """Queries and keys as slices of the Transformer's projection, [q | k | v] of every head."""
+    """Return the Transformer's projection, [q | k | v] of every head, of which queries and keys are
+    slices.
+    """
     z = draw.normal(size.tokens, size.batch, size.heads, 3 * size.key)
     cos, sin = (t.to(z.dtype) for t in rotations(z, size.key, Context(), Rope(10000.0)))
     return {"z": z, "cos": cos, "sin": sin}
