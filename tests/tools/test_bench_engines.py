@@ -106,7 +106,7 @@ def test_rounds_take_turns_and_go_on_without_what_fails(
     fails.add("megatron")
     assert bench.main(["--variants", "stage1"]) == 1
     assert (
-        "megatron, which the others are held against, cannot run: out of memory"
+        "megatron, the baseline of all ratios, cannot run: out of memory"
         in capsys.readouterr().err
     )
 

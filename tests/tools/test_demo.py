@@ -267,7 +267,7 @@ def test_a_command_is_printed_as_typed_and_its_output_shown(
 @pytest.mark.parametrize(
     ("command", "limit", "told"),
     [
-        (["sh", "-c", "exit 3"], 120.0, "^encoding: the command above left with exit code 3$"),
+        (["sh", "-c", "exit 3"], 120.0, "^encoding: the command above failed: exit code 3$"),
         (["./nowhere"], 120.0, "nowhere cannot be started: No such file"),
         (["sh", "-c", "kill -TERM $$"], 120.0, "exit code -15"),
         (["sleep", "1000"], 1.0, "took more than 1 s"),

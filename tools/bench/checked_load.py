@@ -72,7 +72,7 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
             storage_reader=reader,
             no_dist=True,
         )
-    except CheckpointException as error:  # torch's, of whatever it met, a signal too
+    except CheckpointException as error:  # torch wraps every exception in it, even of a signal
         raise next(failure for failure, _ in error.failures.values()) from None
     return time.perf_counter() - began, computed
 
@@ -80,13 +80,15 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "What comparing checksums costs beside the load of a checkpoint."
+        PROGRAM, "Measure how much comparing checksums adds to the time of loading a checkpoint."
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help=f"overrides of {RUN}"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where the checkpoint is written for the while (default: the one for temporary files)",
+        help="folder for the temporary checkpoint (default: the system's temporary folder)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="loads of each kind (default: 5)")
     options = parser.parse_args(arguments)
@@ -113,7 +115,8 @@ def measure(options: argparse.Namespace) -> int:
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
         print(
-            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|"
+            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n"
+            "|---|---|---|---|---|"
         )
         for place, cached in (("disk", False), ("memory", True)):
             pairs = [

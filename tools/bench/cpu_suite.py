@@ -151,7 +151,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
-    """Return one line for each ratio to the baseline that is over 20% larger than in ``earlier``."""
+    """Return a line for each ratio to a baseline that is over 20% larger than in ``earlier``."""
     found = []
     before = {(row["what"], row["tokens"]): row for row in earlier}
     for row in rows:
@@ -161,7 +161,8 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
                 then = old.get(ratio, {}).get(which)
                 if then and now > SLOWER * then:
                     found.append(
-                        f"{row['what']}, {row['tokens']} tokens, {which}: {now / then:.2f} times slower ({then:.2f} -> {now:.2f})"
+                        f"{row['what']}, {row['tokens']} tokens, {which}: "
+                        f"{now / then:.2f} times slower ({then:.2f} -> {now:.2f})"
                     )
     return found
 
@@ -198,10 +199,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the arguments, measure, and return 0, or 2 if the file of ``--compare`` cannot be read."""
+    """Run the command. Return 0, or 2 if the file of ``--compare`` cannot be read."""
     parser = runner.command_line(
         PROGRAM,
-        "Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
+        "Measure all operations and small models on a CPU, as ratios to standard attention and "
+        "the Transformer.",
     )
     parser.add_argument(
         "--quick",
@@ -213,13 +215,13 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         metavar="NAME",
         choices=[*WORKLOADS, "models"],
-        help="these operations alone, or models",
+        help="only these operations, or models",
     )
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="PATH",
-        help="an earlier --json: say what became over 20%% slower",
+        help="JSON file of an earlier run: list the ratios that are now over 20%% larger",
     )
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))

@@ -55,7 +55,7 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
         for watching in (False, True):
             began = time.perf_counter()
             with look(1) if watching else nullcontext():
-                # The loss that comes back has waited for the device.
+                # train_step waits for the device, since it returns the loss.
                 engine.train_step(stream, config.train.global_batch_size)
             took.append(time.perf_counter() - began)
         if number:  # the first pair warms up
@@ -67,9 +67,11 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "What a look at every layer costs beside a training step."
+        PROGRAM, "Measure the cost of the per-layer diagnostics relative to a training step."
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help=f"overrides of {RUN}"
+    )
     parser.add_argument(
         "--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*"
     )
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time the mixers one after the other and print one row for each. Return 0. Raises ConfigError."""
+    """Time the mixers one after the other and print a row for each. Raises ConfigError."""
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()
@@ -96,7 +98,8 @@ def measure(options: argparse.Namespace) -> int:
             if not rows:
                 initialize_model_parallel(config)
                 print(
-                    f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|"
+                    f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n"
+                    "|---|---|---|---|---|"
                 )
             step, look = seconds(config, options.pairs)
             share = look / step

@@ -25,9 +25,11 @@ from tools.demo.report import History
 PROGRAM = "tools.bench.mixers"
 RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"
-# CEM at the demo's rate of 3e-3 did not get under the text's unigram entropy in 200 steps (6.97 nats against 6.60).
+# With the demo's learning rate of 3e-3, CEM does not get below the text's unigram entropy in 200
+# steps (6.97 nats against 6.60).
 GENTLER = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4")
-# What differs from the demo's model, besides the name. Hyper-SET is one block, iterated; a loop Transformer is that for any block.
+# Differences from the demo's model, besides the mixer's name. Hyper-SET iterates one block; a
+# looped Transformer iterates any block.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "cem": GENTLER,
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
@@ -113,14 +115,20 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
             f"{speed / base:.2f}",
         ]
         lines.append([*cells, f"{state / 1024:,.0f} KiB"])
-    columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
-    return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
+    columns = (
+        "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|"
+        "state of 4,096 tokens"
+    )
+    return (
+        f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n"
+        f"{runner.table(columns.split('|'), lines)}\n"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data."
+        PROGRAM, "Train every mixer on the data that `make demo` writes, and compare them."
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
@@ -129,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=Path("runs/mixers"),
         help="folder of the runs, table.md and table.json",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these and the baseline")
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 

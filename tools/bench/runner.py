@@ -23,7 +23,7 @@ from fem_common.text import did_you_mean
 from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
 
-# What a benchmark may find installed beside torch, and uses then.
+# Packages besides torch that benchmarks use if they are installed.
 PACKAGES = (
     "triton",
     "flash-attn",
@@ -35,7 +35,7 @@ PACKAGES = (
 )
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
-VOCABULARY = 32000  # of a model that takes its data's
+VOCABULARY = 32000  # of a model whose configuration leaves it to the data
 
 
 def model_file(name: str) -> Path:
@@ -49,7 +49,8 @@ def model_file(name: str) -> Path:
     if not file.is_file():
         known = sorted(path.stem for path in MODELS.glob("*.yaml"))
         raise ConfigError(
-            f"{'there is no file' if by_path else 'configs/model has no'} {name}; {did_you_mean(file.stem, known)}"
+            f"{'there is no file' if by_path else 'configs/model has no'} {name}; "
+            f"{did_you_mean(file.stem, known)}"
         )
     return file
 
@@ -118,7 +119,7 @@ def command_line(program: str, description: str) -> Parser:
     """Return a parser with the option --json PATH, which all benchmarks have."""
     parser = Parser(prog=f"python -m {program}", description=description)
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write all numbers to this file, too"
+        "--json", type=Path, metavar="PATH", help="also write all numbers to this file"
     )
     return parser
 
@@ -131,15 +132,14 @@ def write_json(path: Path | None, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
-    if path.is_symlink() or (
-        path.exists() and not path.is_file()
-    ):  # /dev/stdout, which no file must replace
+    # For example /dev/stdout, which must not be replaced by a file.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:
         write_whole(path, text, synced=False)
 
 
-SLOW = 1.0  # seconds; of such a call fewer are made
+SLOW = 1.0  # seconds; a call that takes longer is repeated less often
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kernels.implementations import operations
 from tools.bench.runner import Timing, measure
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size
 
-MOST_SETS = 8  # of inputs that are taken in turn
+MOST_SETS = 8  # maximum sets of inputs, used in turn
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def train_step(
 
     def step(number: int) -> Tensor:
         batch, context = batches[number % len(batches)], Context()
-        if begins is not None:  # made for every micro-batch in training, too
+        if begins is not None:  # made for every micro-batch, as in training
             documents = Documents.of(begins).to(device)
             context = Context(documents.positions, documents=documents)
         loss: Tensor = model(batch[:, :-1], batch[:, 1:], context)

@@ -19,7 +19,7 @@ from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, say
 
 ROOT = Path(__file__).resolve().parents[2]
-# One thread a rank: the ranks are what fills the cores. Nothing here needs a network.
+# One thread per rank, since the ranks already use all cores. The demo needs no network.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -31,18 +31,18 @@ ENVIRONMENT = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and return the exit code."""
     parser = Parser(
-        prog="tools.demo", description="The whole product at work in a few minutes on a CPU."
+        prog="tools.demo", description="Run the complete pipeline in a few minutes on a CPU."
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=ROOT / "runs" / "demo",
-        help="folder of everything it writes; default: runs/demo",
+        help="output folder; default: runs/demo",
     )
     parser.add_argument(
         "--readme",
         action="store_true",
-        help="put what it measured into README.md and docs/ of this checkout",
+        help="also write the results into README.md and docs/ of this checkout",
     )
     parser.add_argument(
         "settings",
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run(
         "tools.demo",
         lambda: _demo(given.out.absolute(), given.settings, given.readme),
-        kept="what it started is ended",
+        kept="its commands have been ended",
     )
 
 
@@ -94,7 +94,8 @@ def _publish(found: dict[str, object], demo: steps.Demo) -> None:
         "\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items())
     )
     say(
-        f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}"
+        f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, "
+        f"the model in {demo.path('hf', 'fem')}"
     )
     short = report.shortfall(found)
     if short:

@@ -25,7 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "out",
         type=Path,
-        help="folder of NAME.npy, float32 [sequences, length, vocabulary], NAME being the checkpoint's",
+        help="output folder of NAME.npy, float32 [sequences, length, vocabulary]; NAME is the "
+        "checkpoint's",
     )
     parser.add_argument("tokens", type=Path, help="a split's .bin file (uint16)")
     parser.add_argument(
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
             ].float()
         np.save(given.out / f"{checkpoint.name}.npy", result.numpy())
         print(
-            f"Megatron-core, one process: logits of {ids.size} held-out tokens over {result.shape[-1]} entries of {checkpoint}",
+            f"Megatron-core, one process: logits of {ids.size} held-out tokens over "
+            f"{result.shape[-1]} entries of {checkpoint}",
             flush=True,
         )
     torch.distributed.destroy_process_group()

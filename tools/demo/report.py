@@ -85,7 +85,7 @@ def checkpoint_step(run: Path) -> int:
     """
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
-        raise DemoError(f"{run}: no checkpoint there, the file checkpoints/latest is missing")
+        raise DemoError(f"{run}: the run has no checkpoint (checkpoints/latest is missing)")
     return int(latest.read_text().strip().removeprefix("step_"))
 
 
@@ -101,7 +101,7 @@ def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tupl
     return len(shared), max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in shared)
 
 
-MARGIN = 1.1  # nats a token below the unigram entropy that the model must reach
+MARGIN = 1.1  # the model must be this far below the unigram entropy, in nats per token
 
 
 def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
@@ -155,7 +155,7 @@ def table(found: dict[str, Any]) -> str:
     """Return the report as text."""
     rows = [
         ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
-        ("", "nats a token", "byte", "", "tokens/s", "a rank"),
+        ("", "nats per token", "byte", "", "tokens/s", "per rank"),
     ]
     for key, name in (("fem", "FEM-softmax"), ("transformer", "Transformer")):
         model = found["models"][key]
@@ -192,31 +192,38 @@ def notes(found: dict[str, Any]) -> list[str]:
     run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
     logits, cache = parity["logit_difference"], parity["cache_difference"]
     return [
-        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, in windows of {run['seq_length']}, "
-        "by the exported models in stock transformers.",
-        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; tokens/s (median) and memory at {run['resumed_layout']};",
-        f"  FEM before the stop, at {run['stopped_layout']}: {fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
+        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, "
+        f"in windows of {run['seq_length']}, by the exported models in stock transformers.",
+        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; "
+        f"tokens/s (median) and memory at {run['resumed_layout']};",
+        f"  FEM before the stop, at {run['stopped_layout']}: "
+        f"{fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
         f"{fem['peak_memory_bytes_stopped_layout'] / 2**30:.2f} GiB.",
-        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the resume at another layout against those "
-        f"without it {parity['resume_relative_loss_difference']:.1e} (relative);",
-        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), {logits['transformer']:.1e} (Transformer); "
+        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the "
+        "resume at another layout against those without it "
+        f"{parity['resume_relative_loss_difference']:.1e} (relative);",
+        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), "
+        f"{logits['transformer']:.1e} (Transformer); "
         f"generation with cache against without {cache['fem']:.1e}, {cache['transformer']:.1e}.",
     ]
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """Return the comparison of FEM with the unigram entropy and with the Transformer, in sentences."""
+    """Return sentences that compare FEM with the unigram entropy and with the Transformer."""
     fem, plain = found["models"]["fem"], found["models"]["transformer"]
     gain = plain["heldout_nats_per_token"] - fem["heldout_nats_per_token"]
     relation = "lower" if gain > 0 else "higher"
     below = found["unigram"]["heldout_entropy"] - fem["heldout_nats_per_token"]
     cost = plain["tokens_per_second"] / fem["tokens_per_second"]
     return [
-        f"FEM-softmax is {below:.2f} nats a token below the unigram entropy ({MARGIN} are asked for).",
-        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats a token {relation} than the Transformer's after the same steps on the same "
-        f"batches ({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), and a step takes {cost:.2f} times as long here.",
-        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and how they compare here, "
-        "not which is better at scale.",
+        f"FEM-softmax is {below:.2f} nats per token below the unigram entropy "
+        f"(required: {MARGIN}).",
+        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats per token {relation} than the "
+        "Transformer's after the same steps on the same batches "
+        f"({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), "
+        f"and a step takes {cost:.2f} times as long on this machine.",
+        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and "
+        "how they compare in this run, not which is better at scale.",
     ]
 
 
@@ -228,7 +235,10 @@ def shortfall(found: dict[str, Any]) -> str | None:
     )
     if loss <= entropy - MARGIN:
         return None
-    return f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy {entropy:.3f}: at most {entropy - MARGIN:.3f} will do"
+    return (
+        f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy "
+        f"{entropy:.3f}: it must be at most {entropy - MARGIN:.3f}"
+    )
 
 
 def minutes(seconds: float) -> str:

@@ -38,7 +38,7 @@ def say(text: str = "") -> None:
 
 @dataclass(frozen=True)
 class Shell:
-    """Shell that runs commands in ``root`` with ``environment`` added to the caller's environment."""
+    """Shell that runs commands in ``root``, with ``environment`` added to the caller's."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Shell:
             while process.poll() is None:
                 if time.monotonic() > end:
                     raise DemoError(
-                        f"{what}: the command above was ended: it took more than {limit:.0f} s"
+                        f"{what}: the command above took more than {limit:.0f} s and was ended"
                     )
                 if watch is not None:
                     watch(process.pid)
@@ -136,7 +136,7 @@ class Shell:
             _end(process)
             reader.join(timeout=5.0)
         if process.returncode:
-            raise DemoError(f"{what}: the command above left with exit code {process.returncode}")
+            raise DemoError(f"{what}: the command above failed: exit code {process.returncode}")
 
 
 def printed(command: Sequence[str]) -> str:
@@ -158,7 +158,7 @@ def terminate_children(pid: int) -> None:
 def _children(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:  # it ended meanwhile
+    except psutil.NoSuchProcess:  # the process has ended meanwhile
         return []
 
 

@@ -29,12 +29,12 @@ SPLIT = [
     "parallel.pipeline_model_parallel_size=2",
     "parallel.sequence_parallel=true",
 ]
-STOP_AT = 0.25  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
+# Share of the run's steps. It is small because this layout is slower: four ranks share two cores.
+STOP_AT = 0.25
 COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
-RESUME_TOLERANCE = (
-    1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
-)
+# Relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual.
+RESUME_TOLERANCE = 1e-6
 TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
 PRODUCTS = (
     "fem",
@@ -61,13 +61,10 @@ class Demo:
     config: RunConfig
     settings: tuple[str, ...] = ()  # the user's section.key=value, for every run
     stopped_at: int = 0
-    resume: tuple[int, float] = (
-        0,
-        0.0,
-    )  # steps compared, largest relative difference of their losses
-    models: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # what stock_transformers found of each
+    # Compared steps, largest relative difference of their losses.
+    resume: tuple[int, float] = (0, 0.0)
+    # Name of the model -> results of stock_transformers.
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
@@ -139,7 +136,8 @@ class Demo:
         step = checkpoint_step(self.out / name)
         if not signalled or not after <= step < total:
             raise DemoError(
-                f"{what}: it was to stop after step {after} of {total}, but its last checkpoint is of step {step}"
+                f"{what}: the run should stop after step {after} of {total}, "
+                f"but its last checkpoint is of step {step}"
             )
         return step
 
@@ -160,7 +158,7 @@ class Demo:
             )
         old = [self.path(name) for name in PRODUCTS if os.path.lexists(self.out / name)]
         if old:
-            self.shell.run(["rm", "-rf", *old], "starting anew", COMMAND_LIMIT)
+            self.shell.run(["rm", "-rf", *old], "deleting the earlier demo", COMMAND_LIMIT)
         corpus, tokenizer, data = (
             self.path("corpus", "stdlib.parquet"),
             self.path("tokenizer"),
@@ -199,7 +197,8 @@ class Demo:
     def pretrain_until_sigterm(self) -> None:
         """Train FEM on four ranks and stop it before its end."""
         say(
-            f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}"
+            f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} "
+            f"of {self.config.train.steps}"
         )
         self.stopped_at = self.pretrain_and_stop("pretraining", "fem", self._stop_step)
         say(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
@@ -212,7 +211,7 @@ class Demo:
         """Resume the run with another layout to its end, and a copy of it with the old layout for a
         few steps; compare their losses.
         """
-        say(f"  first a copy that goes on at the old layout ({STOPPED_LAYOUT}), to compare with:")
+        say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
         self.shell.run(
             ["cp", "-r", self.path("fem"), self.path("fem_same_layout")],
             "copying the run",
@@ -233,19 +232,21 @@ class Demo:
         say(f"  the next {steps} losses at both layouts:")
         for step in sorted(after.losses().keys() & same.losses().keys()):
             say(
-                f"    step {step}: {same.losses()[step]:.7f} as it was, {after.losses()[step]:.7f} resumed elsewhere"
+                f"    step {step}: {same.losses()[step]:.7f} at the old layout, "
+                f"{after.losses()[step]:.7f} at the new one"
             )
         say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
         if difference > RESUME_TOLERANCE:
             raise DemoError(
-                f"resuming: the losses after the resume differ by {difference:.1e} from those without it"
+                f"resuming: the losses after the resume differ by {difference:.1e} "
+                "from those without it"
             )
         self.shell.run(
             ["ln", "-s", "fem/checkpoints", self.path("checkpoints")],
             "naming the model",
             COMMAND_LIMIT,
         )
-        say(f"  {self.shell.shown(self.out)} now names this model, for every tool")
+        say(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
 
     def twin(self) -> None:
         """Train the Transformer with the same budget, with the command of the resumed run."""
@@ -316,7 +317,8 @@ class Demo:
             ):
                 if not found[key] < LOGIT_TOLERANCE:
                     raise DemoError(
-                        f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}"
+                        f"{name}: the difference {what} is {found[key]:.1e}, "
+                        f"allowed is {LOGIT_TOLERANCE:.0e}"
                     )
 
     def _together(self, commands: dict[str, list[str]]) -> None:
@@ -423,7 +425,8 @@ def run(demo: Demo) -> dict[str, Any]:
         ("resume", "the same run at another layout, to its end", demo.resume_elsewhere),
         (
             "twin",
-            "the Transformer of the same budget: same data, same order, same batches, same schedule",
+            "the Transformer of the same budget: same data, same order, same batches, "
+            "same schedule",
             demo.twin,
         ),
         (
@@ -435,7 +438,8 @@ def run(demo: Demo) -> dict[str, Any]:
     for number, (name, purpose, step) in enumerate(steps, 1):
         begun = time.monotonic()
         say(
-            f"\n[{number}/{len(steps)}] {name}: {purpose}   ({report.minutes(begun - started)} since the start)"
+            f"\n[{number}/{len(steps)}] {name}: {purpose}   "
+            f"({report.minutes(begun - started)} since the start)"
         )
         try:
             step()

@@ -106,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="def read(self")
     parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: not for --help
+    # Imported after parsing, since this takes seconds that --help need not wait for.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -118,27 +119,31 @@ def main(arguments: list[str] | None = None) -> int:
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in OURS)
     if imported:
         print(
-            f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone",
+            f"stock_transformers.py: error: {imported[0]} was imported, but the model must load "
+            "without the project's packages",
             file=sys.stderr,
         )
         return 1
     print(
-        f"loaded {given.model}: {type(model).__name__}, code from its own folder, none of the project's packages imported",
+        f"loaded {given.model}: {type(model).__name__}, code from its own folder, "
+        "none of the project's packages imported",
         flush=True,
     )
     difference = logit_difference(model, tokens, reference)
     print(
-        f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})",
+        f"logits: largest difference to Megatron's {difference:.1e} "
+        f"(of values up to {np.abs(reference).max():.1f})",
         flush=True,
     )
     loss, predicted = heldout_loss(model, tokens, given.length)
     print(
-        f"held-out loss {loss:.4f} nats a token over {predicted} tokens, the whole split",
+        f"held-out loss {loss:.4f} nats per token over {predicted} tokens, the whole split",
         flush=True,
     )
     text, seconds, cache_difference = sample(model, tokenizer, given.prompt, given.new_tokens)
     print(
-        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; logits as without it to {cache_difference:.1e}:"
+        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; "
+        f"largest difference to the logits without it {cache_difference:.1e}:"
     )
     print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
     findings = {

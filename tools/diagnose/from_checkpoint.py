@@ -61,7 +61,8 @@ def megatron_model(
             {"output_layer.weight"} if model.tie_embeddings else set()
         ):
             raise ConfigError(
-                f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and holds besides {answer.unexpected_keys}"
+                f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and contains the "
+                f"unexpected weights {answer.unexpected_keys}"
             )
         chunk.eval()
         with torch.no_grad():
@@ -89,7 +90,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     ids = first_tokens(prefix, tokens)
     with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
         if len(wrong := ids[(ids < 0) | (ids >= (model.vocab_size or 0))]):
-            known = f"the token {wrong.max()}, but the model knows {model.vocab_size}"
+            known = f"the token {wrong.max()}, but the model's vocabulary is {model.vocab_size}"
             raise ConfigError(f"{prefix} has {known}: name other data with --data PREFIX")
         row = torch.from_numpy(ids)[None].to(device())
         with observing(blocks_of([chunk]), len(ids)) as values:

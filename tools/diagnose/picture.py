@@ -67,7 +67,8 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(
-        f"{title}\nshade: from a column's least value to its greatest; grey: the layer has no such quantity",
+        f"{title}\nshade: from a column's minimum to its maximum; "
+        "grey: the layer does not have this quantity",
         loc="left",
         fontsize=9,
         color=QUIET,

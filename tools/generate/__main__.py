@@ -43,12 +43,12 @@ def check(given: argparse.Namespace) -> None:
     asked = [name for name in ("--temperature", "--top-k", "--top-p") if values[name] is not None]
     if fixed and asked:
         raise ConfigError(
-            f"{asked[0]} is for drawing tokens, and {fixed} draws none: leave one of them out"
+            f"{asked[0]} is for sampling tokens, and {fixed} samples none: leave one of them out"
         )
     if given.greedy and given.beams > 1:
-        raise ConfigError("--greedy is one continuation, --beams several: leave one of them out")
+        raise ConfigError("--greedy and --beams exclude each other: leave one of them out")
     if given.compile and given.no_cache:
-        raise ConfigError("--compile is for the step with a cache: leave --no-cache out")
+        raise ConfigError("--compile needs the cache: leave --no-cache out")
     given.draws = not fixed
     for name, default in DRAWN.items() if given.draws else ():
         if getattr(given, name) is None:
@@ -61,8 +61,8 @@ def parser() -> cli.Parser:
     """Return the parser of the command line."""
     found = cli.Parser(
         prog="python -m tools.generate",
-        description="Continues prompts, streaming the text to stdout; speed and the cache's size go to stderr. Without --greedy or --beams "
-        "the next token is drawn.",
+        description="Continue prompts and stream the text to stdout; speed and cache size are "
+        "printed on stderr. Without --greedy or --beams the next token is sampled.",
     )
     found.add_argument(
         "model",
@@ -74,10 +74,10 @@ def parser() -> cli.Parser:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="several are one left-padded batch; -: the whole of stdin",
+        help="prompts to continue; several form one left-padded batch; -: read stdin as one prompt",
     )
     found.add_argument(
-        "--file", type=Path, metavar="PROMPTS", help="more prompts, one a line (LF or CRLF)"
+        "--file", type=Path, metavar="PROMPTS", help="more prompts, one per line (LF or CRLF)"
     )
     found.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="default: 40")
     found.add_argument(
@@ -87,13 +87,13 @@ def parser() -> cli.Parser:
         "--top-k",
         type=int,
         metavar="K",
-        help="draw from the K likeliest tokens; 0: from all; default: 40",
+        help="sample from the K likeliest tokens; 0: from all; default: 40",
     )
     found.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="draw from the likeliest tokens that have together P; default: 1",
+        help="sample from the likeliest tokens whose probabilities sum to P; default: 1",
     )
     found.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
     found.add_argument(
@@ -103,19 +103,19 @@ def parser() -> cli.Parser:
         "--seed",
         type=int,
         metavar="N",
-        help="the same text each time; default: another one each time, told on stderr",
+        help="seed of the sampling; default: random, printed on stderr",
     )
     found.add_argument(
-        "--no-cache", action="store_true", help="compute the whole text anew for every token"
+        "--no-cache", action="store_true", help="recompute the whole text for every token"
     )
     found.add_argument(
         "--compile",
         action="store_true",
-        help="torch.compile the decoding step; takes a minute, and a C++ compiler on a CPU",
+        help="torch.compile the decoding step; takes a minute, and needs a C++ compiler on a CPU",
     )
     found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     found.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as stored"
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights; default: as stored"
     )
     found.add_argument(
         "--tokenizer",
@@ -138,9 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     def generated() -> int:
         check(given)
         prompts = read_prompts(given.prompts, given.file)
-        from .generation import (
-            run,
-        )  # torch and transformers take seconds: not for --help or a wrong argument
+        # Importing torch and transformers takes seconds that --help or an error need not wait for.
+        from .generation import run
 
         return run(prompts, given)
 

@@ -25,7 +25,7 @@ from tools.hf.open_model import OpenModel, open_model, quiet_transformers
 from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
-COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
+COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
 
 
 class Clock(StoppingCriteria):
@@ -79,7 +79,7 @@ def run(prompts: list[str], settings: Namespace) -> int:
         opened = open_model(
             settings.model, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer
         )
-    except ValueError as error:  # ConfigError: a checkpoint whose parts do not fit together
+    except ValueError as error:  # for example a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
     ids = encode(opened, prompts, settings)
     answer = generate(opened, prompts, ids, settings)
@@ -105,7 +105,8 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(
-            f"{opened.source} is an encoder (model.causal=false): it sees all tokens at once and continues nothing"
+            f"{opened.source} is an encoder (model.causal=false): it reads all tokens at once and "
+            "cannot continue a text"
         )
     rows = [opened.encode(prompt) for prompt in prompts]
     for index, row in enumerate(rows, 1):
@@ -116,7 +117,8 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
     longest, limit = max(map(len, rows)), opened.max_length
     if limit is not None and longest + settings.max_new_tokens - 1 > limit:
         raise ConfigError(
-            f"a prompt of {longest} tokens and --max-new-tokens {settings.max_new_tokens} are more than the {limit} that this model takes"
+            f"a prompt of {longest} tokens and --max-new-tokens {settings.max_new_tokens} "
+            f"exceed the {limit} tokens that this model takes"
         )
     return rows
 
@@ -146,7 +148,7 @@ def generate(
     """
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
-    theirs = model.generation_config  # a penalty there would bend the greedy choice, too
+    theirs = model.generation_config  # replaced: its penalties would even change greedy decoding
     model.generation_config = GenerationConfig(
         **{name: getattr(theirs, name) for name in SPECIAL_IDS}
     )
@@ -191,7 +193,7 @@ def generate(
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [b, t] of rows that are aligned at their ends; the mask is 0 at padding."""
+    """Return ids and mask [b, t] of rows that are aligned at their ends; mask is 0 at padding."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -208,18 +210,20 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
         yield {}
         return
     how = CompileConfig(mode="default" if device.type == "cpu" else "reduce-overhead")
-    how._compile_all_devices = True  # type: ignore[assignment]  # else on accelerators alone; there is no other word for it
+    # Without this transformers compiles only on accelerators; it has no public setting for it.
+    how._compile_all_devices = True  # type: ignore[assignment]
     try:
         yield {"compile_config": how}
-    except Exception as error:  # torch's compilers raise what they like
+    except Exception as error:  # torch's compilers raise exceptions of many types
         if "torch._" not in type(error).__module__ and "compil" not in str(error).lower():
             raise
         raise ConfigError(
-            f"the decoding step cannot be compiled here ({first_line(error)}): leave --compile out"
+            f"the decoding step cannot be compiled on this machine ({first_line(error)}): "
+            "leave --compile out"
         ) from error
 
 
-# --- what it cost ----------------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
@@ -258,7 +262,7 @@ def layer_places(layer: Any) -> int:
 
 
 def layer_bytes(layer: Any) -> int:
-    """Return the bytes of one layer of a cache: this project's named tensors, or keys and values."""
+    """Return the bytes of a cache's layer: this project's named tensors, or keys and values."""
     state = getattr(layer, "state", None)
     held = (
         state.values()
@@ -273,17 +277,20 @@ def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
     cost = answer.costs
     size = sum(weight.numel() for weight in opened.model.parameters())
     lines = [
-        f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, {opened.model.device.type}"
+        f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, "
+        f"{opened.model.device.type}"
     ]
     if cost["prefill_seconds"] is not None:
         lines.append(
-            f"prefill: {cost['prompt_tokens']} tokens, {_rate(cost['prompt_tokens'], cost['prefill_seconds'])}"
+            f"prefill: {cost['prompt_tokens']} tokens, "
+            f"{_rate(cost['prompt_tokens'], cost['prefill_seconds'])}"
         )
     if cost["compiling_seconds"] is not None:
         lines.append(f"compiling: {cost['compiling_seconds']:.1f} s")
     if cost["decode_seconds"]:
         lines.append(
-            f"decode: {cost['decode_tokens']} tokens, {_rate(cost['decode_tokens'], cost['decode_seconds'])}"
+            f"decode: {cost['decode_tokens']} tokens, "
+            f"{_rate(cost['decode_tokens'], cost['decode_seconds'])}"
         )
     if cost["cache_bytes"] is not None:
         formula = (
@@ -294,7 +301,8 @@ def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
         rows = len(answer.rows) * settings.beams
         held = "room for " if settings.compile else ""
         lines.append(
-            f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens of {rows} sequences{formula}"
+            f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens "
+            f"of {rows} sequences{formula}"
         )
     if settings.draws:
         lines.append(f"seed: {settings.seed}")

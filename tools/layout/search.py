@@ -64,20 +64,45 @@ def _zero(config: RunConfig) -> str:
     return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
 
 
-# In the order in which they are set: after a section's last axis the checks that read no section of a later one refuse what they can.
+# In the order in which they are set. After the last axis of a section, the checks run that do not
+# read a section of a later axis.
 AXES = (
     Axis("parallel.tensor_model_parallel_size", lambda config, gpus: (1, 2, 4, 8), _tensor),
-    Axis("parallel.pipeline_model_parallel_size", lambda config, gpus: _divisors(config.model.num_layers), _pipeline),
-    Axis("parallel.virtual_pipeline_model_parallel_size", lambda config, gpus: (None, 2, 3, 4), lambda config: ""),
-    Axis("parallel.context_parallel_size", lambda config, gpus: (2**n for n in range(gpus.bit_length())), _context),
-    Axis("engine.zero_stage", lambda config, gpus: range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,), _zero),
-    Axis("train.micro_batch_size", lambda config, gpus: (1, 2, 4, 8, 16), lambda config: f"micro-batch {config.train.micro_batch_size}"),
+    Axis(
+        "parallel.pipeline_model_parallel_size",
+        lambda config, gpus: _divisors(config.model.num_layers),
+        _pipeline,
+    ),
+    Axis(
+        "parallel.virtual_pipeline_model_parallel_size",
+        lambda config, gpus: (None, 2, 3, 4),
+        lambda config: "",
+    ),
+    Axis(
+        "parallel.context_parallel_size",
+        lambda config, gpus: (2**n for n in range(gpus.bit_length())),
+        _context,
+    ),
+    Axis(
+        "engine.zero_stage",
+        lambda config, gpus: (
+            range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,)
+        ),
+        _zero,
+    ),
+    Axis(
+        "train.micro_batch_size",
+        lambda config, gpus: (1, 2, 4, 8, 16),
+        lambda config: f"micro-batch {config.train.micro_batch_size}",
+    ),
     Axis(
         "train.recompute",
         lambda config, gpus: ("none", "selective", "full"),
-        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[config.train.recompute],
+        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[
+            config.train.recompute
+        ],
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +180,7 @@ def _with(
     )
     if section == "parallel":
         if gpus % part.model_parallel:
-            return None  # as the checks would say, which take longer
+            return None  # the checks would refuse it as well, but take longer
         part = replace(
             part,
             world_size=gpus,

@@ -56,7 +56,8 @@ def check(config: RunConfig) -> None:
     known = machines()["traffic"]
     if unknown := next((name for name in mixer_names(config.model) if name not in known), None):
         raise ConfigError(
-            f"model.mixer = {unknown}: what its layers move is unknown here; known are {', '.join(known)}"
+            f"model.mixer = {unknown}: machines.yaml has no memory traffic of its layers; "
+            f"known are {', '.join(known)}"
         )
 
 
@@ -165,7 +166,8 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     known: dict[str, Any] = machine.rest["traffic"]
     for name in mixer_names(config.model):
         kib = known[name][0] * config.model.recurrence
-        # Of a layer a third, norms and the residual stream, is split by sequence parallelism alone.
+        # A third of a layer's traffic, norms and residual stream, is split only by sequence
+        # parallelism.
         moved += (
             kib
             * 1024
@@ -217,8 +219,8 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
         * plan.config.model.recurrence
         / layout.pipeline_model_parallel_size
     )
-    # Sequence parallelism gathers each product's input once more for its weight's gradient: half an all-reduce's way, twice a layer; and
-    # an MLP's input where that alone was kept.
+    # Sequence parallelism gathers each product's input again for its weight's gradient: half an
+    # all-reduce, twice per layer; with selective recomputation also an MLP's input.
     again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[
         plan.config.train.recompute
     ]
@@ -249,16 +251,16 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
         cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches
         for only in (False, True)
     )
-    near, nvlink = (
+    near, nvlink = (  # near: ranks of the group within a node
         max(1, NODE // tensor),
         float(machine.device["nvlink"]),
-    )  # of the group, in a node
+    )
     speed, latency, calls = (
         nvlink,
         float(machine.rest["latency"]["nvlink"]),
         4 + 2 * (plan.config.train.recompute == "full"),
     )
-    if size > near:  # each rank by its own link; a ring is as fast as its slowest
+    if size > near:  # each rank uses its own link; a ring is as fast as its slowest link
         speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
         latency = float(machine.rest["latency"]["fabric"])
     layers = (
@@ -285,8 +287,8 @@ def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     )
     if size == 1:
         return 0.0
-    beside = max(1, NODE // layout.tensor_model_parallel_size)  # of the group, in a node
-    # NCCL's ring crosses a node's border once: all the node's links to the fabric serve it.
+    beside = max(1, NODE // layout.tensor_model_parallel_size)  # ranks of the group within a node
+    # NCCL's ring leaves a node once, so it can use all the node's links to the fabric.
     speed = (
         min(float(machine.device["nvlink"]), machine.fabric * beside)
         if size > beside

@@ -21,14 +21,22 @@ from tools.tokens.order import Order, Piece, open_order
 from tools.tokens.steps import RunRecord, read_run
 
 COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
-ABOUT = """Prints which documents a step of training saw, or which steps see a document: a line a piece with
+ABOUT = """Print the documents that a training step reads, or the steps that read a document.
 
-  step, sample (position in the training order, from 0; where there are stages, in the stage's, after its name), whether it was seen so
-  far, source, number of the document in it (from 0), the tokens [from, to) of the document, EOD included, and its id, where data_prep
-  recorded ids (PREFIX.ids; ? where it did not, or they are in a store).
+Each line is a part of a document, with the columns
 
-Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
-after a sample's last one, which is its label, is not counted, nor is padding. Validation data is not covered."""
+  step      the training step
+  sample    position in the training order, from 0; with stages STAGE:position
+  seen      True if the sample has already been trained on
+  source    the .bin/.idx pair
+  document  number of the document in its source, from 0
+  from, to  tokens [from, to) of the document, EOD included
+  id        the document's id from PREFIX.ids; ? if data_prep did not record ids, or if they are in
+            a store
+
+All data is read from RUN_DIR, the run's index cache, and the .idx and .ids files next to the data;
+no file is changed. The label of a sample's last token and padding are not counted. Validation data
+is not covered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,21 +50,21 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument(
         "--sample",
         metavar="[STAGE:]I",
-        help="a position in the training order, from 0 on; each stage has its own",
+        help="a position in the training order, from 0 on; each stage has its own order",
     )
     what.add_argument(
         "--find",
         metavar="ID",
-        help="when the document with this id was seen, and will be until the run's end",
+        help="print all steps of the run, past and future, that read the document with this id",
     )
     what.add_argument(
         "--document",
         type=int,
         metavar="N",
-        help="as --find, of the document with this number (in each source)",
+        help="like --find, for the document with this number (in each source)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="a JSON object a line, null for what is not known"
+        "--json", action="store_true", help="print a JSON object per line; null: unknown"
     )
     given = parser.parse_args(arguments)
 
@@ -72,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             ]
             print(*aligned([COLUMNS, *shown], left=[3, 7]), sep="\n")
         else:
-            print(f"{given.run_dir}: no step of the run sees this document")
+            print(f"{given.run_dir}: no step of the run reads this document")
 
     return run("tools.tokens", tell)
 
@@ -98,7 +106,7 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
     if len(faults) == len(records):
         raise faults[0]
     for fault in faults:
-        print(f"tools.tokens: of a stage nothing is printed: {fault}", file=sys.stderr)
+        print(f"tools.tokens: a stage is left out: {fault}", file=sys.stderr)
     return rows
 
 
@@ -108,7 +116,8 @@ def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
         if step in record.steps.numbers:
             return record, record.steps.samples(step)
     raise ConfigError(
-        f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to {records[-1].steps.numbers[-1]}"
+        f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to "
+        f"{records[-1].steps.numbers[-1]}"
     )
 
 
@@ -126,7 +135,8 @@ def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
         raise ConfigError(f"--sample {text}: {wanted}")
     if not number.isdecimal() or int(number) >= record.steps.end:
         raise ConfigError(
-            f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to {record.steps.end - 1}"
+            f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to "
+            f"{record.steps.end - 1}"
         )
     return record, [int(number)]
 
@@ -137,7 +147,7 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
         source.beside.fault for source in order.sources if source.beside.fault
     ):
         print(
-            f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample",
+            f"tools.tokens: {fault}: ids and the ends of documents within a sample are unknown",
             file=sys.stderr,
         )
     return order
@@ -171,7 +181,7 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
     }
     if not any(found.values()):
         rest = (
-            f"; of {', '.join(unknown)} no ids are here: look by number, with --document"
+            f"; {', '.join(unknown)} has no ids: use the document's number, with --document"
             if unknown
             else ""
         )

@@ -105,7 +105,7 @@ class Source:
 
 
 class PackedSource(Source):
-    """Order of the samples of a source with best-fit packing into sequences of ``length`` tokens."""
+    """Order of the samples of a source, packed best-fit into sequences of ``length`` tokens."""
 
     def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
         super().__init__(base, said, cache)
@@ -147,7 +147,7 @@ class Order:
         return len(self.blend[0]) if self.blend else len(self.sources[0].shuffle)
 
     def pieces(self, sample: int) -> list[Piece]:
-        """Return the documents' parts in a sample. Past its end the order repeats, as in training."""
+        """Return a sample's parts of documents. Past its end the order repeats, as in training."""
         place = sample % len(self)
         number, position = (
             (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
@@ -201,21 +201,24 @@ def open_order(
             fitting.append(cache)
     if not fitting:
         elsewhere = (
-            "data.index_cache, from the working directory"
+            "data.index_cache, relative to the working directory"
             if config.data.index_cache
-            else "where data.index_cache is null"
+            else "the default of data.index_cache"
         )
         raise ConfigError(
-            f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: it has not begun to train, or the cache is gone"
+            f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: "
+            "the run has not begun to train, or the cache was deleted"
         )
     if len(fitting) > 1:
         folders = ", ".join(cache.folder.name for cache in fitting)
         raise ConfigError(
-            f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which"
+            f"{root}: {folders} belong to this run with different contents of its data; "
+            "without a checkpoint the right one is unknown"
         )
     if fault := fitting[0].fault():
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
-    return _read(fitting[0], replace(config, run_dir=str(run_dir)))  # it may have been moved
+    # The run directory may have been moved since the configuration was written.
+    return _read(fitting[0], replace(config, run_dir=str(run_dir)))
 
 
 def _read(cache: IndexCache, config: RunConfig) -> Order:
@@ -240,7 +243,7 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
 
 
 def _described(folder: Path, kind: str) -> dict[str, Path]:
-    """Map the description of each training dataset of this kind to the common prefix of its files."""
+    """Map each training dataset's description of this kind to the common prefix of its files."""
     ending = "-description.txt"
     return {
         path.read_text(): path.with_name(path.name.removesuffix(ending))
@@ -288,7 +291,8 @@ def _megatron(run_dir: Path) -> str:
         )
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{run_dir / 'environment.json'} does not say which megatron-core drew the order of samples"
+            f"{run_dir / 'environment.json'} does not contain the version of megatron-core that "
+            "drew the order of samples"
         ) from None
 
 
@@ -300,7 +304,7 @@ def _beside(said: SourceContents, prefix: str) -> Beside:
     """
     index, ids = Path(f"{prefix}.idx"), Path(f"{prefix}.ids")
     if not index.is_file():
-        return Beside(fault=f"{index} is not there any more")
+        return Beside(fault=f"{index} no longer exists")
     manifest = read_manifest(index.with_name("manifest.json"))
     entry = manifest.splits.get(ids.stem, {}) if manifest else {}
     told = entry.get("idx_bytes") == index.stat().st_size

@@ -57,7 +57,10 @@ class Steps:
         (before, first), (after, end) = self.points[at - 1 : at + 1]
         batch = self._batch(at)
         if batch is None:
-            between = f"the batch size changed between steps {before} and {after}, and metrics.jsonl does not say at which"
+            between = (
+                f"the batch size changed between steps {before} and {after}, "
+                "and metrics.jsonl does not contain the exact step"
+            )
             raise ConfigError(
                 f"--step {step}: {between}; the samples are among {first} to {end - 1} (--sample)"
             )
@@ -72,7 +75,7 @@ class Steps:
 
     def _batch(self, at: int) -> int | None:
         (before, first), (after, end) = self.points[at - 1 : at + 1]
-        if after == before:  # passed over
+        if after == before:  # skipped samples
             return None
         batch, rest = divmod(end - first, after - before)
         return batch if after - before == 1 or (not rest and batch in self.batches) else None
@@ -106,7 +109,7 @@ def read_run(run_dir: Path) -> list[RunRecord]:
         gives the beginning of its order.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no run has begun there (no config.yaml)")
+        raise ConfigError(f"{run_dir}: not the directory of a run (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
     checkpoint = newest_good(run_dir / "checkpoints", {})
     parts, told = parts_of(config), _steps_told(run_dir)

@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "data_prep.md"
 VOCAB_SIZE = 32_000
 TRAINED_ON_MB = 20
 PARTS = ("encoding", "workers", "index", "reading")
-WORKER_ROUNDS = 3  # at least: wall time has outliers that CPU time has not
+WORKER_ROUNDS = 3  # minimum: wall time has outliers that CPU time does not have
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,10 @@ class Bench:
         folder = (
             self.cache
             / "tokenizers"
-            / f"{style}-{self.effort.vocab_size}-{'-'.join(Path(name).parent.name for name in folders)}"
+            / (
+                f"{style}-{self.effort.vocab_size}-"
+                f"{'-'.join(Path(name).parent.name for name in folders)}"
+            )
         )
         if not (folder / "tokenizer.json").exists():
             words = [
@@ -148,7 +151,8 @@ class Bench:
         """Measure every pipeline on every corpus."""
         python = peers.environment(self.peers_at, self.cache)
         self.tell(
-            f"peers: {', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
+            "peers: "
+            f"{', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
         )
         for name, style in self.pairs:
             text, kit, rounds = (
@@ -182,7 +186,8 @@ class Bench:
             self.effort.documents, self.effort.rounds, self.scratch / "index"
         )
         self.tell(
-            f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, with start-up"
+            f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, "
+            "with start-up"
         )
 
     def reading(self) -> None:
@@ -190,7 +195,7 @@ class Bench:
         name, style = self.pairs[0]
         kit, out = self.kit(style), self.scratch / "reading.json"
         prefix = self.scratch / "out" / "train"
-        if not prefix.with_suffix(".idx").exists():  # two workers have left one
+        if not prefix.with_suffix(".idx").exists():  # part "workers" has already written one
             encoding.once(peers.OURS, self.text(name).folder, kit, Path(), self.scratch)
         values = (prefix, kit.folder.eod_id, kit.folder.vocab_size, out)
         run(
@@ -215,7 +220,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PART",
         choices=PARTS,
         default=list(PARTS),
-        help=f"some of {', '.join(PARTS)}",
+        help=f"measure only these parts; choices: {', '.join(PARTS)}",
     )
     parser.add_argument(
         "--corpus",
@@ -227,10 +232,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--peers",
         type=Path,
         metavar="PATH",
-        help="an environment with datatrove; default: one that is made here, once",
+        help="a Python environment with datatrove; default: one that the benchmark creates once",
     )
     parser.add_argument(
-        "--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}"
+        "--write-table",
+        action="store_true",
+        help=f"also write the tables to {PAGE.relative_to(ROOT)}",
     )
     return parser.parse_args(arguments)
 
@@ -274,7 +281,10 @@ def conclude(bench: Bench, options: argparse.Namespace) -> int:
     text = report.render(results)
     others = bench.neighbours.cores()
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
-    how = f"{seconds:.0f} s{' with --quick' * options.quick}; load average {bench.load:.1f} at first{meanwhile}"
+    how = (
+        f"{seconds:.0f} s{' with --quick' * options.quick}; "
+        f"load average {bench.load:.1f} at first{meanwhile}"
+    )
     head = f"{runner.sentence(machine)}; {how}."
     print(f"{head}\n\n{text}")
     figures = results.figures()

@@ -33,22 +33,20 @@ from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
 from data_prep.verbs.stdlib import SCHEMA
 from fem_common.errors import UserError
 
-FORMAT = 2  # raise it when the same wishes give other documents
-MEDIAN, MEAN = 3000, 4800  # characters of FineWeb-Edu's documents, about
-SHORTEST_PIECE = 200  # characters; shorter docstrings and comments say too little
-LONGEST_LINES = 200  # characters a line on average: above it is a table of data
+FORMAT = 2  # increase it when the same arguments give different documents
+MEDIAN, MEAN = 3000, 4800  # characters, approximately as in FineWeb-Edu's documents
+SHORTEST_PIECE = 200  # characters; shorter docstrings and comments have too little content
+LONGEST_LINES = 200  # characters per line on average; a source above it is a table of data
 FILES = 8  # so that two workers share the work evenly
-ROWS_PER_GROUP = 1000  # FineWeb-Edu's
-TINY_DOCUMENTS = (
-    256  # enough for all the text that data_prep's self-check takes: it is start-up, too
-)
+ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
+# Enough for all the text that data_prep's self-check reads, which counts as start-up as well.
+TINY_DOCUMENTS = 256
 DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
-NOTICE = re.compile(
-    r"copyright|licen[sc]e", re.IGNORECASE
-)  # nearly the same text at the head of thousands of files
+# Nearly the same text at the head of thousands of files.
+NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)
 COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 
-Piece = tuple[str, str]  # where it is from, and its text
+Piece = tuple[str, str]  # origin, text
 Rows = list[dict[str, object]]
 
 
@@ -163,7 +161,7 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
         )
 
 
-# --- where text comes from -------------------------------------------------------------------------------------------------------
+# --- sources of text ----------------------------------------------------------------------------
 
 
 def python_files() -> list[Path]:
@@ -230,7 +228,8 @@ def prose(files: list[Path]) -> Iterator[Piece]:
 
 PIECES: dict[str, Callable[[list[Path]], Iterator[Piece]]] = {"prose": prose, "code": sources}
 KINDS = {
-    "prose": "docstrings and comments of installed Python packages: English about software, with examples and tables in it",
+    "prose": "docstrings and comments of installed Python packages: English about software, "
+    "with examples and tables in it",
     "code": "Python sources of the standard library and installed packages",
 }
 

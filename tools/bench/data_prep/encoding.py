@@ -21,7 +21,7 @@ from tools.bench.data_prep.peers import BASELINE, OURS, PIPELINES, Job, Kit, Pip
 from tools.bench.data_prep.processes import BenchError, Neighbours, Spread, Usage, load, run
 
 ENDINGS = (".bin", ".idx")
-IDLE = 0.1  # cores that others may use while two workers are timed
+IDLE = 0.1  # cores that other programs may use while two workers are timed
 
 Tell = Callable[[str], None]
 
@@ -96,7 +96,8 @@ def compare(
                 hashes[pipeline.name].append(digest)
             seconds[pipeline.name].append((Spread.of(whole).median, Spread.of(began).median))
             tell(
-                f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: {pipeline.name}: {Spread.of(whole).median:.1f} CPU s"
+                f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: "
+                f"{pipeline.name}: {Spread.of(whole).median:.1f} CPU s"
             )
     text = (corpus.text_bytes - corpus.tiny_bytes) / 1e6
     sides = []
@@ -151,7 +152,7 @@ def once(
     )
 
 
-# --- two workers -----------------------------------------------------------------------------------------------------------------
+# --- two workers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

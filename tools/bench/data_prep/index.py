@@ -26,7 +26,7 @@ SIGMA = 1.0  # of the lognormal lengths
 HEADER = struct.Struct("<9sQBQQ")
 UINT16 = 8
 CONFIG = "configs/run/demo_transformer.yaml"
-SMALLEST = 20_000  # documents of the pair whose index stands for start-up
+SMALLEST = 20_000  # documents of the pair whose index measures start-up
 
 
 @dataclass(frozen=True)

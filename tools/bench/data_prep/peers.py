@@ -26,9 +26,9 @@ from tools.bench.data_prep.processes import ROOT, BenchError
 
 DATATROVE_VERSION = "0.10.1"
 CONSTRAINTS = ROOT / "constraints.txt"
-SAME = ("tokenizers", "pyarrow", "numpy")  # libraries under both, in the same versions
+SAME = ("tokenizers", "pyarrow", "numpy")  # libraries that both use, in the same versions
 
-# A program for the peers' environment, which has datatrove and not this project.
+# A program for the peers' environment, which contains datatrove but not this project.
 DATATROVE = """
 import sys
 from datatrove.executor import LocalPipelineExecutor
@@ -165,7 +165,7 @@ def make_kit(style: str, folder: Path) -> Kit:
     return Kit(style, known, plain)
 
 
-# --- the peers' environment ------------------------------------------------------------------------------------------------------
+# --- the peers' environment ---------------------------------------------------------------------
 
 
 def pins() -> list[str]:
@@ -204,12 +204,16 @@ def versions(python: Path) -> dict[str, str]:
     """Return the versions of a peer's packages in its environment. Raises UserError if they are not
     the required ones.
     """
-    code = "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+    code = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+    )
     found: dict[str, str] = json.loads(_command([str(python), "-c", code, "datatrove", *SAME]))
     if found["datatrove"] != DATATROVE_VERSION or found["tokenizers"] != version("tokenizers"):
         expected = f"datatrove {DATATROVE_VERSION} and tokenizers {version('tokenizers')}"
         raise UserError(
-            f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}"
+            f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; "
+            f"needed: {expected}"
         )
     return found
 
@@ -218,7 +222,7 @@ def _python_of(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         raise UserError(
-            f"{folder} is no Python environment (no bin/python); leave --peers out to have one made"
+            f"{folder} is not a Python environment (no bin/python); without --peers one is created"
         )
     return python
 

@@ -19,7 +19,8 @@ from fem_common.errors import Fault
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = Path(__file__).with_name("launch.py")
 TAIL = 15  # lines of a failed command's output that are shown
-# One thread a process, for every side alike: CPU seconds then count work, not threads that wait for each other.
+# One thread per process in every command: CPU seconds then measure work, not threads that wait for
+# each other.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -120,7 +120,10 @@ def _scaling(scaling: Scaling) -> Figure:
     remark = ""
     if not scaling.idle:
         others = "an unknown number of" if scaling.others is None else f"{scaling.others:.2f}"
-        remark = f"not an idle machine: {scaling.cores} cores, of which others used {others}; load average {scaling.load:.1f}"
+        remark = (
+            f"not an idle machine: {scaling.cores} cores, of which others used {others}; "
+            f"load average {scaling.load:.1f}"
+        )
     return Figure(
         "two workers ÷ one (wall time)",
         Spread.of(scaling.speedups),
@@ -151,7 +154,7 @@ def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
     ]
 
 
-# --- Markdown --------------------------------------------------------------------------------------------------------------------
+# --- Markdown -----------------------------------------------------------------------------------
 
 
 def figures_table(figures: Sequence[Figure]) -> str:
@@ -241,7 +244,8 @@ def render(results: Results) -> str:
     if results.items:
         rate = _number(Spread.of(results.items).median)
         parts += [
-            f"GPTDataset's own samples (text, labels, positions and loss mask as tensors): {rate} a CPU second."
+            "GPTDataset's own samples (text, labels, positions and loss mask as tensors): "
+            f"{rate} a CPU second."
         ]
     texts = [f"- {corpus.name}: {_describe(corpus)}." for corpus in results.corpora]
     tokens = [
@@ -259,7 +263,10 @@ def render(results: Results) -> str:
 
 def _describe(corpus: Corpus) -> str:
     sizes = f"median {corpus.median_bytes:,.0f} bytes, mean {corpus.mean_bytes:,.0f}"
-    return f"{corpus.what}; {corpus.text_bytes / 1e6:.0f} MB in {corpus.documents:,} documents ({sizes})"
+    return (
+        f"{corpus.what}; {corpus.text_bytes / 1e6:.0f} MB in {corpus.documents:,} documents "
+        f"({sizes})"
+    )
 
 
 def _number(value: float) -> str:

@@ -58,9 +58,8 @@ class Bench:
     logs: Path | None = None
     load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, list[list[Answer]]] = field(
-        default_factory=dict
-    )  # variant -> of each round its ranks'
+    # Variant -> rounds -> answers of the ranks.
+    answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
@@ -178,17 +177,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
         prog=f"python -m {PROGRAM}",
-        description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
-        "optimizer. Random tokens; needs no data.",
+        description="Measure step time and peak memory of every engine and ZeRO stage, as ratios "
+        "to the Megatron engine with its distributed optimizer. Trains on random tokens; needs no "
+        "data.",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="over the model and run that the benchmark has",
+        help="overrides of the benchmark's model and run",
     )
-    model = "part of configs/model, or path of a YAML, in steps of its run in configs/run, smaller on a CPU; on a GPU of "
-    model += f"{variants.MICRO_BATCHES} micro-batches; a vocabulary that data would give has {runner.VOCABULARY} tokens (default: 374M, CPU 45M)"
+    model = (
+        "name in configs/model, or path of a YAML file; sequence length and micro-batch are those "
+        "of its run in configs/run, smaller on a CPU; "
+    )
+    model += (
+        f"on a GPU a step has {variants.MICRO_BATCHES} micro-batches; "
+        "a model without a vocabulary gets "
+        f"{runner.VOCABULARY} tokens (default: a 374M model, on a CPU 45M)"
+    )
     parser.add_argument("--model", type=Path, metavar="NAME", help=model)
     parser.add_argument(
         "--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)"
@@ -200,7 +207,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--warmup",
         type=_whole,
         default=2,
-        help="steps before them, whose memory is measured (default: 2)",
+        help="steps before the timed ones, whose memory is measured (default: 2)",
     )
     parser.add_argument(
         "--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)"
@@ -210,7 +217,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=_whole,
         default=Job.limit,
         metavar="SECONDS",
-        help="of a round; finished steps count (%(default)s)",
+        help="time limit of a round; completed steps count (default: %(default)s)",
     )
     parser.add_argument(
         "--precision",
@@ -223,26 +230,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="NAME",
         choices=list(VARIANTS),
-        help=f"{BASELINE} and these; of {', '.join(VARIANTS)}",
+        help=f"measure only {BASELINE} and these; choices: {', '.join(VARIANTS)}",
     )
     parser.add_argument(
         "--out",
         "--json",
         type=Path,
         metavar="PATH",
-        help="write all numbers to this file, too, after every step",
+        help="also write all numbers to this file, after every step",
     )
     parser.add_argument(
         "--logs",
         type=Path,
         default=LOGS,
         metavar="DIR",
-        help="keeps the log of ranks that fail (default: %(default)s)",
+        help="folder for the logs of ranks that fail (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.warmup < 2:
         parser.error(
-            "--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all"
+            "--warmup: must be at least 2: the first step creates Adam's moments, "
+            "the second is the first with all tensors in memory"
         )
     return options
 
@@ -266,9 +274,11 @@ def conclude(bench: Bench, others: float | None) -> None:
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     print(runner.sentence(bench.machine))
     print(
-        f"{model}{plan.total_parameters / 1e6:.1f}M parameters, vocabulary {plan.config.model.vocab_size:,}, {job.precision}; "
-        f"{job.ranks} ranks, steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
-        f"rounds of {job.steps} steps: {bench.rounds}; load average {bench.load_before:.1f} at first{meanwhile}"
+        f"{model}{plan.total_parameters / 1e6:.1f}M parameters, "
+        f"vocabulary {plan.config.model.vocab_size:,}, {job.precision}; {job.ranks} ranks, "
+        f"steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
+        f"rounds of {job.steps} steps: {bench.rounds}; "
+        f"load average {bench.load_before:.1f} at first{meanwhile}"
     )
     print(f"\n{table(bench.figures())}")
 
@@ -301,9 +311,8 @@ def compare(job: Job, options: argparse.Namespace) -> int:
     """Measure every variant in turn and print the table. Return 0. Raises ConfigError, Fault."""
     if job.model is not None:
         file = runner.model_file(job.model)
-        job = replace(
-            job, model=file.stem if file.parent == runner.MODELS else str(file)
-        )  # the ranks have another working directory
+        # The ranks have another working directory.
+        job = replace(job, model=file.stem if file.parent == runner.MODELS else str(file))
     configuration(job)
     names = [
         name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}
@@ -314,9 +323,7 @@ def compare(job: Job, options: argparse.Namespace) -> int:
     )
     bench.run()
     if BASELINE in bench.cannot:
-        raise Fault(
-            f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"
-        )
+        raise Fault(f"{BASELINE}, the baseline of all ratios, cannot run: {bench.cannot[BASELINE]}")
     conclude(bench, neighbours.cores())
     return 0
 

@@ -1,4 +1,4 @@
-"""Figures of a variant from its ranks' answers, the ratios to the Megatron engine, and their table."""
+"""Figures of a variant from its ranks' answers, ratios to the Megatron engine, and their table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tools.bench.data_prep.processes import Spread
 from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
 
 MIB = 2**20
-COLUMNS = "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss".split(
-    "|"
-)
+COLUMNS = (
+    "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|"
+    "peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss"
+).split("|")
 
 
 @dataclass(frozen=True)

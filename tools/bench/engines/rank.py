@@ -35,9 +35,11 @@ from tools.bench.engines.variants import SETTLING, Answer, Job, configuration
 if TYPE_CHECKING:
     from pretrain.engines import Engine
 
-BATCHES = 4  # micro-batches that are taken in turn
-LONGER = 60  # seconds that this process lives beyond the job's limit, at which it is asked to end
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+BATCHES = 4  # different micro-batches, used in turn
+LONGER = (
+    60  # seconds after the job's limit, at which it gets SIGTERM, until the process ends itself
+)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
@@ -178,12 +180,11 @@ def main() -> int:
     """
     folder = Path(sys.argv[1])
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    # An exception, so that a rank that is compiling one of DeepSpeed's ops takes its lock away.
+    # Raise an exception, so that a rank that is compiling a DeepSpeed op removes its lock file.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    faulthandler.register(
-        signal.SIGTERM, all_threads=False, chain=True
-    )  # the log says where a rank was that had to be ended
-    signal.alarm(job.limit + LONGER)  # whoever started this may be gone
+    # Write the stack of a rank that is ended to the log.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
+    signal.alarm(job.limit + LONGER)  # the parent process may no longer exist
     answer: Answer = {}
 
     def write() -> None:
@@ -193,7 +194,7 @@ def main() -> int:
         platform.import_megatron()
         measure(job, answer, write)
     except Exception as error:
-        # Whatever an engine raises, the other variants are still wanted.
+        # Any error of an engine is recorded, so that the other variants are still measured.
         traceback.print_exc()
         text = (str(error).strip() or "no message").splitlines()[0]
         answer["gap"] = (

@@ -38,7 +38,7 @@ VARIANTS: Mapping[str, EngineConfig] = {
     "stage1-offload": EngineConfig("deepspeed", 1, offload_optimizer=True),
     "stage3-offload": EngineConfig("deepspeed", 3, offload_optimizer=True, offload_parameters=True),
 }
-# A model whose parameters, not its activations, make the memory: 45M on a CPU, 374M on a GPU.
+# A model whose memory is mostly parameters, not activations: 45M on a CPU, 374M on a GPU.
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "model": {
@@ -63,11 +63,9 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
         "train": {"micro_batch_size": 2},
     },
 }
-MICRO_BATCHES = 4  # of a step on each GPU, for a model by name
-CPU_TOKENS, CPU_BATCH = (
-    256,
-    2,
-)  # at most, of a sequence and a micro-batch on a CPU, for a model by name
+MICRO_BATCHES = 4  # per step and GPU, for a named model
+# Maximum tokens of a sequence and sequences of a micro-batch on a CPU, for a named model.
+CPU_TOKENS, CPU_BATCH = 256, 2
 SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
 
 
@@ -112,7 +110,7 @@ def configuration(job: Job) -> RunConfig:
     support this run).
     """
     from fem_common.errors import ConfigError
-    from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
+    from pretrain.config import run_of  # needs PyYAML; the GPU suite plans without it
     from pretrain.validate import validate
 
     size = SIZES[job.size] if job.model is None else _size_of(model_file(job.model), job.size)
@@ -122,12 +120,12 @@ def configuration(job: Job) -> RunConfig:
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
-    config = run_of(
-        values, MODELS.with_name("run") / "tools.bench.engines", job.overrides
-    )  # as if among the runs, whose parts it names
+    # The path is that of a file in configs/run, so that names of parts are resolved.
+    config = run_of(values, MODELS.with_name("run") / "tools.bench.engines", job.overrides)
     if replace(config.engine, deepspeed=EngineConfig().deepspeed) != EngineConfig():
         raise ConfigError(
-            "engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set"
+            "engine: name, zero_stage and offload are set by the variants: use --variants; "
+            "only engine.deepspeed.* can be overridden"
         )
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
         micro_batches = job.ranks * (
@@ -196,7 +194,7 @@ def lacks(job: Job) -> str | None:
 
 @cache
 def plan_of(job: Job, *, cuda: bool) -> Plan:
-    """Return the plan of the job's run, as ``--plan`` prints it. The configuration must be valid."""
+    """Return the plan of the job's run (that of ``--plan``). The configuration must be valid."""
     from pretrain.plan.run_plan import make_plan
 
     return make_plan(configuration(job), job.ranks, cuda=cuda)
@@ -215,9 +213,9 @@ SET_BY_LAUNCHERS = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-ENDING = 60.0  # seconds that torchrun has for ending its ranks; it gives them 30
-POLL = 0.5  # seconds between looks at the ranks' answers
-# In a log, what torchrun says itself: lines on its ranks, and the traceback that it ends with.
+ENDING = 60.0  # seconds in which torchrun must end its ranks; it gives them 30
+POLL = 0.5  # seconds between reads of the ranks' answers
+# torchrun's own lines in a log: messages about its ranks, and its final traceback.
 WARNING, TORCHRUN = (
     re.compile(r"[EW]\d{4} "),
     re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'),
@@ -280,9 +278,8 @@ def launch(
             )
             try:
                 late = not _watch(process, job, folder, say, partial)
-            except (
-                BaseException
-            ):  # Ctrl-C, SIGTERM: whoever sent it may not wait until the ranks have ended
+            # Ctrl-C or SIGTERM: report before the ranks are ended, since the sender may not wait.
+            except BaseException:
                 say(f"{job.variant} was stopped{_keep(job, log, logs, say)}")
                 raise
             finally:
@@ -406,9 +403,10 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
     if late and not answers:
         before = len(found.get(0, {}).get("untimed", ()))
         raise CannotRun(
-            f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} before them"
+            f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} "
+            "steps before them"
         )
-    # The first to fail has the reason; the others say that it is gone.
+    # The first rank to fail has the reason; the later ones report only that it ended.
     gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
     if gap is not None and not late:
         raise CannotRun(gap)

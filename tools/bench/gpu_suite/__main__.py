@@ -29,8 +29,8 @@ from tools.bench.workloads import WORKLOADS
 PROGRAM = "tools.bench.gpu_suite"
 PAGE, PICTURE, TABLE, LOG = "gpu_suite.md", "gpu_suite.png", "engines_table.json", "workers.log"
 EVERY = 10.0  # seconds between lines of progress
-BYTES_A_WORKER = 4 * 10**9  # of GPU memory: a CUDA context, and most cases at their real size
-KEPT = "every outcome so far is kept; --resume continues"
+BYTES_A_WORKER = 4 * 10**9  # GPU memory for a CUDA context and most cases at their real size
+KEPT = "all outcomes so far are recorded; --resume continues"
 
 
 @dataclass
@@ -63,8 +63,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = runner.command_line(
         PROGRAM,
-        "Prove a GPU: correctness of every operation, the trainer, then speed, the most important first. Needs this checkout and torch; "
-        "what else is installed is used, and what is missing is named.",
+        "Test a GPU: correctness of every operation, the trainer, then speed, the most important "
+        "tasks first. Requires this checkout and torch; other packages are used if they are "
+        "installed, and missing ones are reported.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -77,42 +78,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--resume",
         type=Path,
         metavar="DIR",
-        help="perform what is missing there, then what failed there",
+        help="perform the tasks that are missing in this folder, then those that failed",
     )
     where.add_argument(
         "--report",
         type=Path,
         metavar="DIR",
-        help="write the page and the picture of what is there, and stop",
+        help="only write the page and the picture of this folder's results",
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=8.0,
-        help="what does not fit is left out, and named (default: 8)",
+        help="time limit; tasks that do not fit are left out and listed (default: 8)",
     )
     parser.add_argument(
         "--only",
         default=",".join(PARTS),
         metavar="PARTS",
-        help=f"of {','.join(PARTS)} (default: all)",
+        help=f"comma-separated parts of {','.join(PARTS)} (default: all)",
     )
     ops = sorted({*suites(), *(workload.op for workload in WORKLOADS.values())})
-    parser.add_argument(
-        "--ops", nargs="+", metavar="OP", choices=ops, help="these operations alone"
-    )
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=ops, help="only these operations")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--workers",
         type=int,
         default=cores,
-        help=f"at a time where nothing is timed (default: {cores})",
+        help=f"processes at a time for tasks that are not timed (default: {cores})",
     )
     parser.add_argument(
         "--table",
         type=Path,
         metavar="PATH",
-        help=f"of FEM's attention engines (default: {TABLE} beside the page)",
+        help=f"file for the table of FEM's attention engines (default: {TABLE} next to the page)",
     )
     parser.add_argument(
         "--dry", action="store_true", help="few tasks of each kind at small sizes; needs no GPU"
@@ -135,7 +134,8 @@ def perform(options: argparse.Namespace) -> int:
     clock = Clock(options.minutes)
     if not options.dry and not platform.has_cuda():
         raise UserError(
-            "torch sees no CUDA device; --dry shows the suite without one, tools.bench.cpu_suite measures a CPU"
+            "torch sees no CUDA device; --dry shows the suite without one, "
+            "tools.bench.cpu_suite measures a CPU"
         )
     make_folder(folder)
     record = _record(folder, resumed=options.resume is not None)
@@ -156,7 +156,8 @@ def perform(options: argparse.Namespace) -> int:
         }
     )
     print(
-        f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, {options.minutes:g} minutes; log: {folder / LOG}",
+        f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, "
+        f"{options.minutes:g} minutes; log: {folder / LOG}",
         file=sys.stderr,
         flush=True,
     )
@@ -182,7 +183,8 @@ def _record(folder: Path, *, resumed: bool) -> Record:
         )
         (folder / FILE).rename(folder / f"{FILE}.{number}")
         print(
-            f"{folder / FILE} of an earlier run is now {FILE}.{number}; --resume would have continued it",
+            f"{folder / FILE} of an earlier run is now {FILE}.{number}; "
+            "--resume would have continued it",
             file=sys.stderr,
             flush=True,
         )
@@ -196,7 +198,8 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
     for session in record.sessions:
         if session["machine"]["device"] != device:
             raise UserError(
-                f"--resume: {options.resume} is of {session['machine']['device']}, this machine has {device}; use --out"
+                f"--resume: {options.resume} is of {session['machine']['device']}, "
+                f"this machine has {device}; use --out"
             )
         if session["dry"] and not options.dry:
             raise UserError(f"--resume: {options.resume} is of a dry run; add --dry, or use --out")
@@ -209,7 +212,7 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
     """Perform all phases in a temporary working folder."""
     progress, log = Progress(clock, record), record.folder / LOG
-    # A run that was ended may still be writing there.
+    # A run that was ended may still write to the folder.
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
         if any(task.kind == "train" for task in todo):
             write_data(Path(name))
@@ -262,9 +265,10 @@ def publish(record: Record, options: argparse.Namespace) -> int:
     for outcome in results.failed:
         print(f"FAILED: {outcome.task.name}: {outcome.gap}")
     print(
-        f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, {len(record.cannot)} sides cannot run here"
+        f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, "
+        f"{len(record.cannot)} sides cannot run on this machine"
     )
-    print(f"all of it: {folder / PAGE}")
+    print(f"complete results: {folder / PAGE}")
     return 1 if results.wrong or results.failed else 0
 
 

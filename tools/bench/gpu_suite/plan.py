@@ -18,8 +18,8 @@ from tools.bench.speed import implementations, lacks
 from tools.bench.whole_model import BASELINE, PACKED, SCALES, VARIANTS
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
-# Parts in the order in which they begin, each with its share of the time. Those that are not timed
-# run at the same time and have one share; what a part leaves over passes on to the next.
+# Parts in the order in which they begin, each with its share of the time. Parts that are not timed
+# run at the same time and have one share. Time that a part does not use is left to the next one.
 TOGETHER = ("correctness", "trainer", "features", "sanitizer")
 SHARES: Mapping[str, float] = {
     "throughput": 0.24,
@@ -36,7 +36,7 @@ TOKENS_A_CALL = 16384
 TYPES = ("bfloat16", "float32")
 FIRST = "fem_attention"
 OURS = ("triton", "decode")
-TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+TOOLS = ("memcheck", "racecheck")  # tools of compute-sanitizer
 ENGINE_LIMIT = 100  # seconds
 DRY_OPS = ("aft_read", "free_energy")
 TINY = asdict(Size(1, 16, 2, 16, 8))
@@ -54,7 +54,7 @@ TINY_JOB = (
     "train.micro_batch_size=1",
     "train.global_batch_size=1",
 )
-# What only a setting reaches, three steps of each. Every mixer follows.
+# Settings that no other task covers; each trains three steps. Every mixer follows.
 SETTINGS = (
     "train.cuda_graphs=true",
     "train.fp8=tensorwise",
@@ -187,7 +187,8 @@ def _too_large(task: Task, device: torch.device) -> str | None:
     return (
         None
         if planned < there
-        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
+        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, "
+        f"and there are {there / 2**30:.1f}"
     )
 
 
@@ -280,12 +281,13 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _trainer() -> Iterator[Task]:
-    """Yield runs of the trainer that must agree with another run (`tools.bench.gpu_suite.trainer`)."""
+    """Yield runs of the trainer that must agree with each other (see `trainer`)."""
     fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
     bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
     runs = (
         ("fp32 on the CPU", "fp32", {"run": "cpu", "steps": 8, "settings": fp32, "cpu": True}),
-        # Sums in another order err by 1e-6 a step, which Adam makes more of. What computes something else is off by 1e-2 and more.
+        # Sums in another order differ by 1e-6 per step, which Adam amplifies. A wrong computation
+        # differs by 1e-2 or more.
         (
             "fp32, the CPU's losses",
             "fp32",
@@ -304,7 +306,8 @@ def _trainer() -> Iterator[Task]:
             },
         ),
         ("bf16, 20 steps", "bf16", {"run": "bf16", "steps": 20, "settings": bf16, "learns": True}),
-        # Equal to the bit, but for what others' kernels add up in any order; that is rounding in bfloat16, and small in a loss.
+        # Bitwise equal, except for library kernels that sum in any order. Their differences are
+        # rounding in bfloat16, and small in a loss.
         (
             "bf16, resumed at step 10",
             "bf16",

@@ -19,11 +19,13 @@ from typing import IO, Any
 from tools.bench.gpu_suite.plan import Phase, Task
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
-LIMIT = 120.0  # seconds for one task, its kernels' compilation included
-MARGIN = 3.0  # of a guess, to the longest that a task of the same kind took
-WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts processes of its own
-ENDING = 6.0  # seconds that those have to stop
-GONE = 3  # workers in a row that did not find the GPU, after which no more are tried; one that a kernel broke finds it
+LIMIT = 120.0  # seconds for one task, including compilation of its kernels
+MARGIN = 3.0  # factor between a task's estimate and the durations that are allowed for its kind
+WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts other processes
+ENDING = 6.0  # seconds in which those must stop
+# Consecutive workers that do not find the GPU, after which no more are started. (A new worker after
+# a kernel broke its process does find it.)
+GONE = 3
 
 
 class Worker:
@@ -41,8 +43,8 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
         self.errors: IO[str] | None = None
         self.messages = log.with_name(f"{tool}.log")
-        self.read = 0  # bytes of the messages
-        self.kind = ""  # of the task that it performs
+        self.read = 0  # bytes of the messages that were read
+        self.kind = ""  # kind of the current task
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
         """Return the worker's answer, or a gap if the process ends or takes more than ``limit``
@@ -68,7 +70,7 @@ class Worker:
             self.kind = ""
         if line.endswith("\n"):
             answer: dict[str, Any] = json.loads(line)
-            if answer.get("lost") or timed_out:  # that came with the answer
+            if answer.get("lost") or timed_out:  # the timeout killed it just after the answer
                 self.close()
         else:
             self.close()
@@ -87,7 +89,7 @@ class Worker:
             process.wait()
             for stream in (process.stdin, process.stdout, self.errors):
                 if stream is not None:
-                    with suppress(OSError):  # what the process did not read any more
+                    with suppress(OSError):  # flushing input that the process did not read
                         stream.close()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -107,7 +109,7 @@ class Worker:
                 str(self.messages),
                 *command,
             ]
-            # torch's own allocator hides accesses past the end of a tensor.
+            # torch's caching allocator hides accesses past the end of a tensor.
             environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -134,7 +136,7 @@ class Worker:
     @staticmethod
     def _signal(process: subprocess.Popen[str], number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)  # it leads its group
+            os.killpg(process.pid, number)  # the process leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the answer with the sanitizer's new messages: {"checked": the worker's result,
@@ -176,7 +178,7 @@ class Clock:
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
-        self.longest: dict[tuple[str, str], float] = {}  # by kind and part
+        self.longest: dict[tuple[str, str], float] = {}  # (kind, part) -> seconds
 
     @property
     def elapsed(self) -> float:
@@ -236,9 +238,9 @@ class Work:
         for task in phase.tasks:
             units.setdefault(task.unit or task.name, []).append(task)
         self.waiting = list(units.values())
-        self.again: list[Task] = []  # those that ran out of memory beside others
+        self.again: list[Task] = []  # tasks that ran out of memory next to other processes
         self.left_out: list[Task] = []
-        self.failure: BaseException | None = None  # of a thread
+        self.failure: BaseException | None = None  # raised in a thread
 
     def run(self, workers: Sequence[Worker]) -> list[Task]:
         """Perform the tasks and return those that were left out."""
@@ -256,7 +258,7 @@ class Work:
             self.waiting, self.again = [[task] for task in self.again], []
             if self.waiting:
                 for worker in workers[1:]:
-                    worker.close()  # and its memory
+                    worker.close()  # frees its memory
                 self.at_once = 1
                 self._perform(workers[0])
         except BaseException:
@@ -265,14 +267,14 @@ class Work:
                 worker.close()
             for thread, worker in zip(threads, workers, strict=True):
                 thread.join(ENDING)
-                worker.close()  # one that was being started
+                worker.close()  # a worker that was being started meanwhile
             raise
         return self.left_out + [task for unit in self.waiting for task in unit]
 
     def _serve(self, worker: Worker) -> None:
         try:
             self._perform(worker)
-        except BaseException as error:  # as a full disk; the thread that waits raises it
+        except BaseException as error:  # for example a full disk; the waiting thread raises it
             self.failure, self.stopped = error, True
 
     def _perform(self, worker: Worker) -> None:

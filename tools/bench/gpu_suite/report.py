@@ -20,8 +20,11 @@ from tools.bench.whole_model import PACKED, SCALES, VARIANTS
 from tools.bench.workloads import WORKLOADS
 
 SHORT = 4096
-MOST_NAMES = 4  # of tasks with the same gap
-DRY = "**Dry run**: small sizes, to show that everything can be called. No number here is a benchmark."
+MOST_NAMES = 4  # task names that are listed for one reason
+DRY = (
+    "**Dry run**: small sizes, to show that everything can be called. "
+    "No number here is a benchmark."
+)
 
 
 def report(record: Record, results: Results) -> str:
@@ -31,7 +34,8 @@ def report(record: Record, results: Results) -> str:
     parts = [
         "# GPU benchmarks",
         DRY if last["dry"] else "",
-        f"{runner.sentence(last['machine'])}; {times}. bfloat16; medians; how: docs/benchmarks/README.md.",
+        f"{runner.sentence(last['machine'])}; {times}. bfloat16; medians; "
+        "how: docs/benchmarks/README.md.",
         _roofs(results),
         *(() if last["dry"] else ("## Targets", targets(results))),
         "## Correctness",
@@ -302,7 +306,10 @@ def _roofs(results: Results) -> str:
     if results.roofs is None:
         return ""
     matmul, copy = results.roofs["matmul_flops"], results.roofs["copy_bytes"]
-    return f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; copy {copy / 1e9:,.0f} GB/s, read and written."
+    return (
+        f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; "
+        f"copy {copy / 1e9:,.0f} GB/s, read and written."
+    )
 
 
 def _gaps(record: Record) -> str:
@@ -314,7 +321,10 @@ def _gaps(record: Record) -> str:
     for why, names in alike.items():
         lines.append(f"- {_some(names)}: {why}")
     if record.left_out:
-        why = f"without an outcome, for want of time or because the suite was ended ({len(record.left_out)})"
+        why = (
+            "without an outcome, for lack of time or because the suite was ended "
+            f"({len(record.left_out)})"
+        )
         lines.append(f"- {why}: {_some(record.left_out, 40)}")
     if record.damaged:
         lines.append(f"- {record.damaged} lines of the record cannot be read")
@@ -357,14 +367,12 @@ def draw(results: Results, title: str, path: Path) -> bool:
     return True
 
 
-ERRORS_FROM, ERRORS_TO = (
-    1e-3,
-    1e2,
-)  # shares of the bound that are drawn; what is outside stands at the end
+# Range of the drawn errors, as shares of the bound; values outside are drawn at its ends.
+ERRORS_FROM, ERRORS_TO = 1e-3, 1e2
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
-    """Draw a row per operation with a mark for the worst result of each implementation, by dtype."""
+    """Draw a row per operation: a mark for the worst result of each implementation, by dtype."""
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
         found = [
@@ -395,7 +403,7 @@ def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any
 
 def _draw_ratios(axes: Any, ratios: dict[str, list[tuple[int, float]]]) -> None:
     for number, (name, found) in enumerate(ratios.items()):
-        again = number >= len(COLOURS)  # the colours begin anew
+        again = number >= len(COLOURS)  # the colours repeat
         axes.plot(
             *zip(*found, strict=True),
             label=name,

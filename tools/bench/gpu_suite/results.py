@@ -216,7 +216,7 @@ class Results:
         self.baselines: dict[tuple[str, Size], Side] = {}
         self.models: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.engines: dict[str, Figures] = {}
-        self.throughput: dict[str, Figures] = {}  # by the model's name
+        self.throughput: dict[str, Figures] = {}  # name of the model -> figures
         self.roofs: dict[str, float] | None = None
         for outcome in self.outcomes:
             if outcome.gap is None:
@@ -271,7 +271,7 @@ class Results:
         return min(found.items(), key=lambda item: item[1].both) if found else None
 
     def ratio(self, workload: str, implementation: str, tokens: int) -> tuple[float, float] | None:
-        """Return the times of forward, and of forward + backward, relative to the fastest baseline."""
+        """Return the ratios of forward and of forward + backward to the fastest baseline."""
         own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
         return (
             None
@@ -336,7 +336,8 @@ class Results:
         return [
             *(
                 Target(
-                    f"FEM-SM's attention ÷ standard, the same engine, forward + backward, {tokens} tokens",
+                    "FEM-SM's attention ÷ standard, the same engine, forward + backward, "
+                    f"{tokens} tokens",
                     bound,
                     value,
                 )
@@ -379,7 +380,7 @@ class Results:
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
-        """Return FEM's step relative to the Transformer's by the trainer's engine, both per token."""
+        """Return FEM's step relative to the Transformer's in the trainer, both per token."""
         fem, base = (
             self.throughput.get(f"fem_sm_{scale}"),
             self.throughput.get(f"transformer_{scale}"),

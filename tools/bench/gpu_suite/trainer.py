@@ -31,7 +31,7 @@ SMALL = [
     ),
     "model.tie_embeddings=true",
 ]
-TINY = [  # over everything else, of a dry run
+TINY = [  # overrides everything else in a dry run
     *(
         "model.num_layers=1",
         "model.hidden_size=32",
@@ -40,7 +40,7 @@ TINY = [  # over everything else, of a dry run
     ),
     *("data.seq_length=64", "train.micro_batch_size=1", "train.global_batch_size=2"),
 ]
-ENDING = 10.0  # seconds in which a run that takes too long may stop by itself
+ENDING = 10.0  # seconds that a run gets to stop after its limit
 LAST_LINES = 3
 
 
@@ -159,7 +159,7 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
         (text.removeprefix("model.mixer=") for text in settings if text.startswith("model.mixer=")),
         "",
     )
-    if mixer:  # what it needs at this size, as in the table of all mixers
+    if mixer:  # the settings that it needs at this size, as in the table of all mixers
         from tools.bench.mixers import SETTINGS
 
         settings = [*SETTINGS.get(mixer, ()), *settings]
@@ -223,7 +223,8 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
     if process.returncode:
         print(" ".join(command), printed, sep="\n", file=sys.stderr, flush=True)
         raise TrainerError(
-            f"pretrain ended with {process.returncode}: {' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
+            f"pretrain ended with {process.returncode}: "
+            f"{' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
         )
     return printed
 

@@ -30,13 +30,13 @@ from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import SCALES, train_step
 from tools.bench.workloads import WORKLOADS, Draw, Size
 
-SECONDS = 0.15  # spent on timing one number of an operation
+SECONDS = 0.15  # time for measuring one number of an operation
 MODEL_SECONDS = 2.0
 MATMUL, COPY = 8192, 2**31  # width of the square matrix product; bytes that are copied
 TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-ENDING = 10.0  # seconds that processes of this one have for ending
+ENDING = 10.0  # seconds in which child processes must end
 
-_expected: dict[tuple[Any, ...], Expected] = {}  # the last case's
+_expected: dict[tuple[Any, ...], Expected] = {}  # results of the last case only
 
 
 def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
@@ -191,7 +191,7 @@ def _device_name() -> str:
 def answer(line: str) -> tuple[dict[str, Any], bool]:
     """Return the answer to one line, and False if this process cannot continue."""
     asked = json.loads(line)
-    # A process that cannot reach the GPU would compute on the CPU without a word.
+    # A process that cannot reach the GPU would silently compute on the CPU.
     there = _device_name()
     if there != asked.get("device", there):
         return {
@@ -205,7 +205,7 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
     except torch.OutOfMemoryError:
         found = {"gap": "out of memory"}
     except Exception as error:
-        # Whatever a kernel or a library of this machine raises, the other tasks are still wanted.
+        # Any error of a kernel or library is recorded, so that the other tasks are still performed.
         found = {
             "gap": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         }
@@ -232,10 +232,11 @@ def main() -> int:
     """Answer until the input ends. The output of libraries is redirected to stderr, so that it is
     not read as an answer.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)  # of its group; children have the default again
+    # Ignore the group's SIGTERM; the child processes have the default handler.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     if os.getpgrp() == os.getpid():
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # A descriptor of its own: below, what is printed by others goes elsewhere.
+    # Answers use a separate descriptor, since the next line redirects stdout to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -40,19 +40,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="a part of configs/model; without it all mixers at the 1.3B widths",
+        help="name in configs/model; default: all mixers at the 1.3B widths",
     )
     parser.add_argument(
-        "--against", metavar="NAME", help="what it is compared with, a part of configs/model, too"
+        "--against", metavar="NAME", help="model to compare with, also a name in configs/model"
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence (4096)")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of a sequence (default: 4096)"
+    )
     parser.add_argument(
         "--batch",
         type=int,
-        help="sequences of a step; default: as tools.bench.gpu_suite has at this size, else 4",
+        help="sequences of a step; default: that of tools.bench.gpu_suite for this size, else 4",
     )
     parser.add_argument(
-        "--kernels", action="store_true", help="a row a kernel of the model's first layer, too"
+        "--kernels",
+        action="store_true",
+        help="also print a row per kernel of the model's first layer",
     )
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/paper.md")
     return run(PROGRAM, lambda: report(parser.parse_args(arguments)))
@@ -64,7 +68,8 @@ def report(options: argparse.Namespace) -> int:
     """
     if triton_version() is None:
         raise UserError(
-            "the package triton is not installed, and its kernels are what is counted: pip install triton"
+            "the package triton is not installed; it is needed to count the traffic of its "
+            "kernels: pip install triton"
         )
     if options.against and not options.model:
         raise UserError("--against needs --model")
@@ -136,7 +141,7 @@ def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
     }
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 
 def _kib(moved: float) -> str:
@@ -144,7 +149,7 @@ def _kib(moved: float) -> str:
 
 
 def steps_table(steps: list[Step]) -> str:
-    """Return a row per model and GPU: the step's time by category, and its ratio to the last model."""
+    """Return a row per model and GPU: step time by category, and the ratio to the last model."""
     rows = []
     for roof in ROOFS:
         for step in steps:
@@ -173,7 +178,13 @@ def mixers_table(steps: list[Step]) -> str:
         for backward in (False, True):
             for kinds in ((POINTWISE,), [kind for kind in KINDS if kind != POINTWISE]):
                 cells.append(
-                    _kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b)))  # type: ignore[misc]
+                    _kib(
+                        step.per_token(
+                            lambda t, k=kinds, b=backward: t.bytes(  # type: ignore[misc]
+                                *k, backward=b
+                            )
+                        )
+                    )
                 )
             cells.append(str(sum(launch.backward == backward for launch in first.launches)))
         cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
@@ -181,9 +192,10 @@ def mixers_table(steps: list[Step]) -> str:
         rows.append(
             [*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)]
         )
-    header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split(
-        "|"
-    )
+    header = (
+        "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|"
+        "host reads"
+    ).split("|")
     return runner.table([*header, *(f"step ÷ {BASELINE}, {roof.name}" for roof in ROOFS)], rows)
 
 
@@ -200,11 +212,11 @@ def kernels_table(step: Step, least: float = 256.0) -> str:
 def page() -> str:
     """Return the text of docs/benchmarks/paper.md."""
     steps: Mapping[str, Step] = {name: of_part(name) for pair in PAIRS for name in pair}
-    parts = ["# On paper: modelled, not measured", INTRODUCTION]
+    parts = ["# Step times: modelled, not measured", INTRODUCTION]
     for ours, theirs in PAIRS:
         step = steps[ours]
         parts += [
-            f"## {ours} beside {theirs}, {step.batch} x {step.tokens} tokens",
+            f"## {ours} and {theirs}, {step.batch} x {step.tokens} tokens",
             _shown(steps_table([step, steps[theirs]])),
         ]
     parts += [
@@ -225,13 +237,16 @@ def _shown(table: str) -> str:
     return f"```text\n{table}\n```"
 
 
-SAME = """Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
-wherever it takes the widths."""
-INTRODUCTION = f"""Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100.
+SAME = """\
+Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
+wherever it supports the widths."""
+INTRODUCTION = f"""\
+Written by `python -m tools.bench.traffic --write`, for layers as they would run on an H100.
 {SAME}"""
-LEGEND = """KiB a token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
-pass; *host reads*: of a number. GLA is fem_gla without its switches; mha2nd has its longest
-sequences, of 512 tokens."""
+LEGEND = """\
+KiB per token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
+pass; *host reads*: numbers that the host reads from the device. GLA is fem_gla without its
+switches; mha2nd has its longest sequences, of 512 tokens."""
 
 
 if __name__ == "__main__":

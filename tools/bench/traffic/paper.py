@@ -45,7 +45,7 @@ class Roof:
 
 
 ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
-OPTIMIZER_BYTES = {  # of a parameter
+OPTIMIZER_BYTES = {  # per parameter
     "zeroing the fp32 gradient": 4,
     "adding the bfloat16 one to it": 2 + 4 + 4,
     "dividing it by the step's tokens": 4 + 4,
@@ -55,14 +55,20 @@ OPTIMIZER_BYTES = {  # of a parameter
     "copying the weight to bfloat16": 4 + 2,
 }
 SOURCES = {
-    "a kernel": "what it reads and writes, once, over the bandwidth, or its products over their rate, whichever is longer",
-    "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; 79% of it is assumed of pointwise kernels",
+    "a kernel": "the bytes that it reads and writes, once, over the bandwidth, or its products "
+    "over their rate, whichever is longer",
+    "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; pointwise kernels are "
+    "assumed to reach 79%",
     "GEMM": "620 TFLOP/s of the data sheets' 989 dense bfloat16, 50 of 67 in float32: assumed",
-    "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper (H100)",
-    "attention backward": "450 TFLOP/s: assumed, under cuDNN's 499 there, which is without a mask; 2.5 times the forward's products",
-    "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
-    "delta rule": "flash-linear-attention's kernels as one a pass, which is less than they are",
-    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; flash-attn's is not used",
+    "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper "
+    "(H100)",
+    "attention backward": "450 TFLOP/s: assumed, below cuDNN's 499 in that paper, which are "
+    "without a mask; 2.5 times the forward's products",
+    "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same "
+    "paper; 250 backward: assumed",
+    "delta rule": "flash-linear-attention's kernels, counted as one per pass, which is too few",
+    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; "
+    "flash-attn's is not used",
     "gap between kernels": "2 us: assumed",
     "optimizer": (
         f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "
@@ -70,7 +76,8 @@ SOURCES = {
         + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
     ),
 }
-BACKWARD = 2.5  # products of a backward pass that makes the forward's again, in forwards
+# Products of a backward pass that recomputes the forward's, as a multiple of the forward's.
+BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,9 @@ class Step:
         first = self.layers[0].trace
         passes = {
             name: {
-                kind: self.per_token(lambda t, k=kind, b=backward: t.bytes(k, backward=b))  # type: ignore[misc]
+                kind: self.per_token(
+                    lambda t, k=kind, b=backward: t.bytes(k, backward=b)  # type: ignore[misc]
+                )
                 for kind in KINDS
             }
             | {"launches": sum(launch.backward == backward for launch in first.launches)}
@@ -221,7 +230,7 @@ def layer_trace(
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)
         x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
-        # A layer before it would be given its gradient as it is; a leaf would be given a copy.
+        # A layer before it receives its gradient without a copy, but a leaf receives a copy.
         return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
     return run_on_paper(make)
@@ -229,7 +238,7 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # What the plan counts and torch does not multiply, our Triton kernels do.
+    # Triton kernels compute the products that the plan counts and the trace of torch does not.
     seen = sum(launch.flops for launch in trace.launches if not launch.backward)
     own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
     return Part(count, trace, own if trace.bytes(TILES) else 0.0)

@@ -270,7 +270,7 @@ STANDARD_ATTENTION = {
 }
 
 
-# --- flash-linear-attention -----------------------------------------------------------------------------------------------------
+# --- flash-linear-attention ---------------------------------------------------------------------
 
 
 def decaying_inputs(draw: Draw, size: Size) -> Inputs:

@@ -130,8 +130,8 @@ READS = (
             ("fem_attention, narrow", 64, 32, (2, 16, 8)),
         )
     ),
-    # CEM's attention, the diagonal shared by the heads: a pair's score and read in each head, and the diagonal's score, as wide as the
-    # model, once.
+    # CEM's attention with the diagonal shared by the heads: a score and a read per pair and head,
+    # and the diagonal's score once, as wide as the model.
     Workload(
         "cem_attention",
         "cem_attention",
@@ -155,7 +155,8 @@ READS = (
         small=SMALL,
         baselines=_SAME,
     ),
-    # Hyper-SET's attention: the row softmax (causal), and rows and columns (all pairs: twice a causal mask's).
+    # Hyper-SET's attention: the row softmax (causal), and the softmax over rows and columns (all
+    # pairs, twice those of a causal mask).
     Workload(
         name="symmetric_attention",
         call=by_name(symmetric_attention),

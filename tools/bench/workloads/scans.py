@@ -225,7 +225,7 @@ SCANS = (
     Workload(
         "FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER
     ),
-    # Gated linear attention, a decay a head.
+    # Gated linear attention with one decay per head.
     Workload(
         name="linear_attention",
         op="linear_attention",
@@ -255,7 +255,7 @@ SCANS = (
         key=96,
         small=(2, 8, 16),
     ),
-    # The conditioner's scan at 1.3B, and what it reads off its state.
+    # The conditioner's scan at 1.3B, and the features of its state.
     Workload(
         name="time_decay_scan",
         op="time_decay_scan",
@@ -307,9 +307,7 @@ SCANS = (
         name="symmetric_linear_attention",
         op="symmetric_linear_attention",
         inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
-        call=lambda inputs, implementation: (
-            symmetric_linear_attention(inputs["z"])[0],
-        ),  # it has one implementation
+        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),
         flops=per_token(lambda size: 2 * size.key * size.key),
         key=64,
         value=64,
