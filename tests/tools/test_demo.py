@@ -199,7 +199,7 @@ def test_the_documents_have_the_demos_figures(
     """Between the markers, which the project's own pages have; what is around them stays; again, it changes nothing."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     pages.check(ROOT, ())
-    with pytest.raises(ConfigError, match=r"README.md has no <!-- demo:begin -->"):
+    with pytest.raises(ConfigError, match=r"README.md does not contain <!-- demo:begin -->"):
         pages.check(tmp_path, ())
     out, places = tmp_path / "demo", {name: tmp_path / page for name, page in pages.PAGES.items()}
     (tmp_path / "docs").mkdir()

@@ -181,7 +181,8 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
     }
     if not any(found.values()):
         rest = (
-            f"; {', '.join(unknown)} has no ids: use the document's number, with --document"
+            f"; no ids were recorded for {', '.join(unknown)}: "
+            "use the document's number, with --document"
             if unknown
             else ""
         )
