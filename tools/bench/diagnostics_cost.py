@@ -98,7 +98,8 @@ def measure(options: argparse.Namespace) -> int:
             if not rows:
                 initialize_model_parallel(config)
                 print(
-                    f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n"
+                    "| mixer | step, s | diagnostics, s | diagnostics / step | "
+                    f"every {interval} steps |\n"
                     "|---|---|---|---|---|"
                 )
             step, look = seconds(config, options.pairs)

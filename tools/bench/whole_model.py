@@ -99,7 +99,7 @@ SCALES: dict[str, Scale] = {
 }
 PACKED = {f"{name}, documents": name for name in ("1.3B", "340M")}
 SCALES |= {
-    packed: replace(SCALES[name], about=f"{SCALES[name].about}, documents apart", documents=512)
+    packed: replace(SCALES[name], about=f"{SCALES[name].about}, separate documents", documents=512)
     for packed, name in PACKED.items()
 }
 

@@ -296,10 +296,10 @@ def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
         formula = (
             ""
             if cost["cache_formula_bytes"] is None
-            else f"; the formula says {cost['cache_formula_bytes']:,}"
+            else f"; by the formula {cost['cache_formula_bytes']:,}"
         )
         rows = len(answer.rows) * settings.beams
-        held = "room for " if settings.compile else ""
+        held = "capacity " if settings.compile else ""
         lines.append(
             f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens "
             f"of {rows} sequences{formula}"

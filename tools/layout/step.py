@@ -71,7 +71,7 @@ def assumed(config: RunConfig) -> Iterator[str]:
     if config.optimizer.name == "muon":
         yield "optimizer.name = muon takes as long as AdamW: its own products are not counted"
     if config.train.offload_activations or config.engine.offload_optimizer:
-        yield "copies to the host and back, and updates there, take no time"
+        yield "copies to the host and back, and updates on the host, take no time"
     if config.data.documents == "separate":
         yield "data.documents = separate: each sequence is one document"
     if config.stages:

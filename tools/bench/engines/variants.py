@@ -416,6 +416,4 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
         line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
     said = [line for line in lines if "exitcode" in line or "Signal" in line or "Error" in line]
-    raise CannotRun(
-        f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}"
-    )
+    raise CannotRun(f"a rank ended without an answer: {(said or lines or ['no output'])[-1][:300]}")

@@ -20,7 +20,8 @@ from tools.bench.gpu_suite.plan import Phase, Task
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
 LIMIT = 120.0  # seconds for one task, including compilation of its kernels
-MARGIN = 3.0  # factor between a task's estimate and the durations that are allowed for its kind
+# Maximum ratio of a task's expected duration to its estimate, and of its limit to that duration.
+MARGIN = 3.0
 WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts other processes
 ENDING = 6.0  # seconds in which those must stop
 # Consecutive workers that do not find the GPU, after which no more are started. (A new worker after
@@ -168,9 +169,7 @@ class Worker:
 
     def _last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next(
-            (line.strip() for line in reversed(lines) if line.strip()), "it printed nothing"
-        )
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 class Clock:

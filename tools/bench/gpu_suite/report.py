@@ -168,7 +168,7 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
         return verdict, ""
     return verdict, "equal to the bit" if found[
         "equal"
-    ] else f"{found['worst']:.1e} apart, bound {found['bound']:.0e}"
+    ] else f"difference {found['worst']:.1e}, bound {found['bound']:.0e}"
 
 
 def sanitizer(results: Results) -> str:
