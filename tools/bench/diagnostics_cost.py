@@ -45,10 +45,8 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
         "layers": Observer(engine.models, 1),
         "tensors": TensorNorms(engine, 1),
     }
-    look, stream = (
-        together(*(named[name] for name in config.log.diagnostics)),
-        random_batches(config),
-    )
+    look = together(*(named[name] for name in config.log.diagnostics))
+    stream = random_batches(config)
     plain, longer = [], []
     for number in range(pairs + 1):
         took = []

@@ -88,16 +88,10 @@ def sentence(machine: dict[str, Any]) -> str:
         f"torch {machine['torch']}",
     ]
     parts.append(machine["toolkit"] or f"{machine['threads']} threads")
-    return ", ".join(
-        [
-            *parts,
-            *(
-                f"{name} {number}"
-                for name, number in machine["packages"].items()
-                if name != "matplotlib"
-            ),
-        ]
-    )
+    parts += [
+        f"{name} {number}" for name, number in machine["packages"].items() if name != "matplotlib"
+    ]
+    return ", ".join(parts)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

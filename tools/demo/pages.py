@@ -74,10 +74,8 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
                 where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look
             )
         # Slightly to the right of the last step, so that it does not cover the sample's markers.
-        whole, open_marker = (
-            found["models"][key]["heldout_nats_per_token"],
-            {"color": "white", "markeredgecolor": colour},
-        )
+        whole = found["models"][key]["heldout_nats_per_token"]
+        open_marker = {"color": "white", "markeredgecolor": colour}
         above.plot(
             [1.02 * steps[-1]],
             [whole],

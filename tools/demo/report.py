@@ -229,10 +229,8 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 def shortfall(found: dict[str, Any]) -> str | None:
     """Return an error text if the FEM model's held-out loss is too high, or None."""
-    entropy, loss = (
-        found["unigram"]["heldout_entropy"],
-        found["models"]["fem"]["heldout_nats_per_token"],
-    )
+    entropy = found["unigram"]["heldout_entropy"]
+    loss = found["models"]["fem"]["heldout_nats_per_token"]
     if loss <= entropy - MARGIN:
         return None
     return (

@@ -118,10 +118,8 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader, end = (
-            threading.Thread(target=_show, args=(process, tell), daemon=True),
-            time.monotonic() + limit,
-        )
+        reader = threading.Thread(target=_show, args=(process, tell), daemon=True)
+        end = time.monotonic() + limit
         reader.start()
         try:
             while process.poll() is None:

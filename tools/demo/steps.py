@@ -159,11 +159,9 @@ class Demo:
         old = [self.path(name) for name in PRODUCTS if os.path.lexists(self.out / name)]
         if old:
             self.shell.run(["rm", "-rf", *old], "deleting the earlier demo", COMMAND_LIMIT)
-        corpus, tokenizer, data = (
-            self.path("corpus", "stdlib.parquet"),
-            self.path("tokenizer"),
-            self.path("data"),
-        )
+        corpus = self.path("corpus", "stdlib.parquet")
+        tokenizer = self.path("tokenizer")
+        data = self.path("data")
         prepare = ("-m", "data_prep")
         self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
         vocabulary = ("--vocab-size", str(VOCABULARY))
@@ -262,11 +260,9 @@ class Demo:
 
         The exports and comparisons run in separate processes, several at once.
         """
-        valid, length, names = (
-            self.path("data", "valid.bin"),
-            ("--length", str(self.config.data.seq_length)),
-            ("fem", "transformer"),
-        )
+        valid = self.path("data", "valid.bin")
+        length = ("--length", str(self.config.data.seq_length))
+        names = ("fem", "transformer")
         python, check = self.shell.python, self.path("check")
         exports = {
             f"exporting {name}": [
@@ -327,10 +323,8 @@ class Demo:
 
     def evaluate(self) -> None:
         """Evaluate both models with the quick suite."""
-        models, out = (
-            [self.path("fem"), self.path("transformer")],
-            ("--out", self.path("evaluation")),
-        )
+        models = [self.path("fem"), self.path("transformer")]
+        out = ("--out", self.path("evaluation"))
         command = [self.shell.python, "-m", "tools.evaluate", *models, "--suite", "quick", *out]
         self.shell.run(command, "evaluating", TRAINING_LIMIT)
 

@@ -42,10 +42,8 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
     whole = (len(ids) - 1) // length
-    inputs, targets = (
-        ids[: whole * length].view(whole, length),
-        ids[1 : whole * length + 1].view(whole, length),
-    )
+    inputs = ids[: whole * length].view(whole, length)
+    targets = ids[1 : whole * length + 1].view(whole, length)
     pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, whole, batch)]
     if whole * length < len(ids) - 1:
         pieces.append((ids[None, whole * length : -1], ids[None, whole * length + 1 :]))

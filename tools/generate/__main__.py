@@ -39,7 +39,11 @@ def check(given: argparse.Namespace) -> None:
     for name, fits, told in ranges:
         if values[name] is not None and not fits(values[name]):
             raise ConfigError(f"{name} {values[name]}: must be {told}")
-    fixed = "--greedy" if given.greedy else "--beams" if given.beams > 1 else None
+    fixed = None
+    if given.greedy:
+        fixed = "--greedy"
+    elif given.beams > 1:
+        fixed = "--beams"
     asked = [name for name in ("--temperature", "--top-k", "--top-p") if values[name] is not None]
     if fixed and asked:
         raise ConfigError(
@@ -50,9 +54,10 @@ def check(given: argparse.Namespace) -> None:
     if given.compile and given.no_cache:
         raise ConfigError("--compile needs the cache: leave --no-cache out")
     given.draws = not fixed
-    for name, default in DRAWN.items() if given.draws else ():
-        if getattr(given, name) is None:
-            setattr(given, name, default)
+    if given.draws:
+        for name, default in DRAWN.items():
+            if getattr(given, name) is None:
+                setattr(given, name, default)
     if given.seed is None:
         given.seed = int.from_bytes(os.urandom(4), "little")
 

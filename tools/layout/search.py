@@ -48,16 +48,18 @@ def _tensor(config: RunConfig) -> str:
 
 
 def _pipeline(config: RunConfig) -> str:
-    stages, chunks = (
-        config.parallel.pipeline_model_parallel_size,
-        config.parallel.virtual_pipeline_model_parallel_size,
-    )
-    return (f"PP{stages}x{chunks}" if chunks else f"PP{stages}") if stages > 1 else ""
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    if stages == 1:
+        return ""
+    return f"PP{stages}x{chunks}" if chunks else f"PP{stages}"
 
 
 def _context(config: RunConfig) -> str:
     size, kind = config.parallel.context_parallel_size, config.parallel.context_parallel_kind
-    return (f"CP{size} {kind}" if kind else f"CP{size}") if size > 1 else ""
+    if size == 1:
+        return ""
+    return f"CP{size} {kind}" if kind else f"CP{size}"
 
 
 def _zero(config: RunConfig) -> str:
@@ -211,11 +213,9 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         ConfigErrors: the run's own checks refuse every layout; the errors are those of the simplest
         one.
     """
-    room, fit, over = (
-        (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]),
-        list[Candidate](),
-        0,
-    )
+    room = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"])
+    fit = list[Candidate]()
+    over = 0
     for made in layouts(config, gpus):
         plan = make_plan(made, gpus)
         if plan.peak_memory > room:

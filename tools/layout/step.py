@@ -81,11 +81,9 @@ def assumed(config: RunConfig) -> Iterator[str]:
 def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     """Return the seconds of one step by category; their sum is the time of the step."""
     config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
-    tensor, stages, chunks = (
-        layout.tensor_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-    )
+    tensor = layout.tensor_model_parallel_size
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size
     tokens = config.train.micro_batch_size * config.data.seq_length // layout.context_parallel_size
     passes = {name: tokens * each for name, each in _per_token(plan, machine).items()}
     between = _tensor_parallel(plan, machine, tokens)
@@ -143,16 +141,12 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     config, device = plan.config, machine.device
     layout = config.parallel
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    flops, twice, again = (
-        dict(plan.forward_flops),
-        computed_again(config, plan.forward_flops),
-        _again(plan, machine),
-    )
-    head, attention, attention_twice = (
-        flops.pop("output layer"),
-        flops.pop("attention", 0.0),
-        twice.pop("attention", 0.0),
-    )
+    flops = dict(plan.forward_flops)
+    twice = computed_again(config, plan.forward_flops)
+    again = _again(plan, machine)
+    head = flops.pop("output layer")
+    attention = flops.pop("attention", 0.0)
+    attention_twice = twice.pop("attention", 0.0)
     width = config.model.hidden_size / tensor
     rate = float(device["products"]) * width / (width + float(device["half_width"]))
     wide = (
@@ -251,15 +245,11 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
         cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches
         for only in (False, True)
     )
-    near, nvlink = (  # near: ranks of the group within a node
-        max(1, NODE // tensor),
-        float(machine.device["nvlink"]),
-    )
-    speed, latency, calls = (
-        nvlink,
-        float(machine.rest["latency"]["nvlink"]),
-        4 + 2 * (plan.config.train.recompute == "full"),
-    )
+    near = max(1, NODE // tensor)  # ranks of the group within a node
+    nvlink = float(machine.device["nvlink"])
+    speed = nvlink
+    latency = float(machine.rest["latency"]["nvlink"])
+    calls = 4 + 2 * (plan.config.train.recompute == "full")
     if size > near:  # each rank uses its own link; a ring is as fast as its slowest link
         speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
         latency = float(machine.rest["latency"]["fabric"])
@@ -280,11 +270,9 @@ def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     3 also reduces in each micro-batch, and gathers in each of its two passes. Stages 0 to 2 reduce
     by all-reduce (DeepSpeed's default).
     """
-    size, zero, layout = (
-        replicas(plan),
-        zero_stage(plan),
-        plan.config.parallel.settled(plan.config.engine, cuda=True),
-    )
+    size = replicas(plan)
+    zero = zero_stage(plan)
+    layout = plan.config.parallel.settled(plan.config.engine, cuda=True)
     if size == 1:
         return 0.0
     beside = max(1, NODE // layout.tensor_model_parallel_size)  # ranks of the group within a node

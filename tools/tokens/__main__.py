@@ -164,21 +164,15 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
                 f"--document {given.document}: the documents' numbers are 0 to {most}"
             )
         return {number: [given.document] for number in range(len(order.sources))}
-    raw, unknown = (
-        os.fsencode(given.find),
-        [source.prefix for source in order.sources if source.beside.ids is None],
-    )
-    found = {
-        number: sorted(
-            {
-                document
-                for line in {raw, line_of(raw)}
-                for document in numbers_of(source.beside.ids, line)
-            }
-        )
-        for number, source in enumerate(order.sources)
-        if source.beside.ids is not None
-    }
+    raw = os.fsencode(given.find)
+    unknown = [source.prefix for source in order.sources if source.beside.ids is None]
+    lines = {raw, line_of(raw)}
+    found = dict[int, list[int]]()
+    for number, source in enumerate(order.sources):
+        ids = source.beside.ids
+        if ids is not None:
+            documents = {document for line in lines for document in numbers_of(ids, line)}
+            found[number] = sorted(documents)
     if not any(found.values()):
         rest = (
             f"; no ids were recorded for {', '.join(unknown)}: "

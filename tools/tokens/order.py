@@ -109,11 +109,9 @@ class PackedSource(Source):
 
     def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
         super().__init__(base, said, cache)
-        self.length, self.documents, self.before = (
-            length,
-            self.documents[:, 0],
-            self.documents[:, 1],
-        )
+        self.length = length
+        self.before = self.documents[:, 1]
+        self.documents = self.documents[:, 0]
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
         row, room = int(self.shuffle[position]), self.length

@@ -73,13 +73,11 @@ class Bench:
     def __init__(
         self, effort: Effort, cache: Path, scratch: Path, given: Path | None, peers_at: Path | None
     ) -> None:
-        self.effort, self.cache, self.scratch, self.given, self.peers_at = (
-            effort,
-            cache,
-            scratch,
-            given,
-            peers_at,
-        )
+        self.effort = effort
+        self.cache = cache
+        self.scratch = scratch
+        self.given = given
+        self.peers_at = peers_at
         self.results = report.Results()
         self.began, self.load, self.neighbours = time.monotonic(), load(), Neighbours()
 
@@ -155,11 +153,9 @@ class Bench:
             f"{', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
         )
         for name, style in self.pairs:
-            text, kit, rounds = (
-                self.text(name),
-                self.kit(style),
-                (self.effort.rounds, self.effort.again),
-            )
+            text = self.text(name)
+            kit = self.kit(style)
+            rounds = (self.effort.rounds, self.effort.again)
             self.results.comparisons.append(
                 encoding.compare(text, kit, python, rounds, self.scratch, self.tell)
             )

@@ -77,9 +77,9 @@ def make(name: str, megabytes: float, cache: Path, given: Path | None = None) ->
     too short.
     """
     if given is not None:
-        documents, sources = (
-            from_parquet(given),
-            _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent),
+        documents = from_parquet(given)
+        sources = _listing(
+            sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent
         )
         what = f"documents of {given.name}"
     else:

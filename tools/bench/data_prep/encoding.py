@@ -178,13 +178,11 @@ class Scaling:
 def scale(corpus: Corpus, times: int, kit: Kit, rounds: int, scratch: Path) -> Scaling:
     """Time one worker, then two, on ``times`` copies of the corpus. Raises BenchError."""
     sources = {"whole": scratch / "repeated" / "whole", "tiny": scratch / "repeated" / "tiny"}
-    for name, source in (
-        (name, Path(path)) for name, path in (("whole", corpus.folder), ("tiny", corpus.tiny))
-    ):
+    for name, folder in (("whole", corpus.folder), ("tiny", corpus.tiny)):
         shutil.rmtree(sources[name], ignore_errors=True)
         sources[name].mkdir(parents=True)
         for number in range(times if name == "whole" else 1):
-            for file in sorted(source.glob("*.parquet")):
+            for file in sorted(Path(folder).glob("*.parquet")):
                 os.link(file, sources[name] / f"{number}-{file.name}")
     at_start, neighbours = load(), Neighbours()
     speedups, seconds = [], []

@@ -131,10 +131,8 @@ def _datatrove(job: Job) -> list[str]:
     ]
 
 
-OURS, FALLBACK = (
-    ours("data_prep, gigatoken", "gigatoken"),
-    ours("data_prep, Hugging Face tokenizers", "hf"),
-)
+OURS = ours("data_prep, gigatoken", "gigatoken")
+FALLBACK = ours("data_prep, Hugging Face tokenizers", "hf")
 BASELINE = Pipeline(
     "Megatron's algorithm, one tokenizer call per document",
     _per_document,

@@ -102,10 +102,8 @@ class Bench:
         done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        took, rest = (
-            f"{step_seconds(answers):.3f} s a step",
-            elapsed / done * sum(not self.ended(other) for other in later),
-        )
+        took = f"{step_seconds(answers):.3f} s a step"
+        rest = elapsed / done * sum(not self.ended(other) for other in later)
         self.say(f"{which}: {took}, at most {most / MIB:,.0f} MiB; about {duration(rest)} to go")
 
     def say(self, line: str) -> None:
@@ -267,10 +265,8 @@ def conclude(bench: Bench, others: float | None) -> None:
     bench.write(others)
     job = replace(bench.job, variant=BASELINE)
     plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
-    train, micro_batch = (
-        plan.config.train,
-        f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens",
-    )
+    train = plan.config.train
+    micro_batch = f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens"
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     print(runner.sentence(bench.machine))
     print(
@@ -317,10 +313,8 @@ def compare(job: Job, options: argparse.Namespace) -> int:
     names = [
         name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}
     ]
-    bench, neighbours = (
-        Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs),
-        Neighbours(),
-    )
+    bench = Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs)
+    neighbours = Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
         raise Fault(f"{BASELINE}, the baseline of all ratios, cannot run: {bench.cannot[BASELINE]}")

@@ -216,9 +216,9 @@ SET_BY_LAUNCHERS = (
 ENDING = 60.0  # seconds in which torchrun must end its ranks; it gives them 30
 POLL = 0.5  # seconds between reads of the ranks' answers
 # torchrun's own lines in a log: messages about its ranks, and its final traceback.
-WARNING, TORCHRUN = (
-    re.compile(r"[EW]\d{4} "),
-    re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'),
+WARNING = re.compile(r"[EW]\d{4} ")
+TORCHRUN = re.compile(
+    r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'
 )
 
 Answer = dict[str, Any]

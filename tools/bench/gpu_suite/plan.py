@@ -180,10 +180,8 @@ def _too_large(task: Task, device: torch.device) -> str | None:
     """Return the reason if the model's planned memory exceeds the GPU's, else None."""
     if task.part != "throughput" or device.type != "cuda":
         return None
-    planned, there = (
-        engines.planned(engines.Job.from_json(task.arguments), cuda=True).total,
-        platform.device_memory_bytes(),
-    )
+    planned = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total
+    there = platform.device_memory_bytes()
     return (
         None
         if planned < there
@@ -227,10 +225,8 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
         elif task.kind == "compile":
             arguments = {**arguments, "lengths": [16], "tokens": 16}
         elif task.kind == "model":
-            key, arguments = (
-                arguments["variant"],
-                {**arguments, "tiny": True, "batch": 2, "budget": 0.0},
-            )
+            key = arguments["variant"]
+            arguments = {**arguments, "tiny": True, "batch": 2, "budget": 0.0}
             if key not in (BASELINE, "FEM-SM, C L T G"):
                 continue
         elif task.kind == "engine":
@@ -464,14 +460,10 @@ def _models() -> Iterator[Task]:
             if not large and scale != "table 5" and variant not in few:
                 continue
             rank = 6.0
-            if large:
-                rank = (
-                    2
-                    if scale == "1.3B" and variant in urgent
-                    else 3
-                    if variant in urgent | linear
-                    else 6
-                )
+            if large and scale == "1.3B" and variant in urgent:
+                rank = 2.0
+            elif large and variant in urgent | linear:
+                rank = 3.0
             if variant == BASELINE:
                 rank -= 0.1
             arguments = {"scale": scale, "variant": variant, "batch": sizes.batch}

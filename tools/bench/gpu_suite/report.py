@@ -281,10 +281,8 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         found = results.models.get((scale, variant, recompute))
         if found is None:
             continue
-        ratio, packed = (
-            results.model_ratio(scale, variant, recompute=recompute),
-            results.packed_ratio(scale, variant),
-        )
+        ratio = results.model_ratio(scale, variant, recompute=recompute)
+        packed = results.packed_ratio(scale, variant)
         share = results.utilisation(scale, variant, recompute=recompute)
         seconds = found["step"]["seconds"]
         row = [

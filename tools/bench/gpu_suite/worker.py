@@ -84,11 +84,9 @@ def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
     """Return the FLOP/s of a bf16 matrix product of random numbers, and the bytes per second, read
     and written, of a copy.
     """
-    width, count, device = (
-        arguments.get("matmul", MATMUL),
-        arguments.get("copy", COPY),
-        platform.device(),
-    )
+    width = arguments.get("matmul", MATMUL)
+    count = arguments.get("copy", COPY)
+    device = platform.device()
     a, b = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
     product = measure(lambda number: a @ b, 1.0)
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
@@ -124,10 +122,8 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
     """Time a complete model's training step. If the batch does not fit, try half of it, then
     recomputation.
     """
-    scale, recompute = (
-        replace(SCALES[arguments["scale"]], batch=arguments["batch"]),
-        arguments["recompute"],
-    )
+    scale = replace(SCALES[arguments["scale"]], batch=arguments["batch"])
+    recompute = arguments["recompute"]
     if arguments.get("tiny"):
         model = replace(
             scale.model,

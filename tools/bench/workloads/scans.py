@@ -159,15 +159,11 @@ def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     every head, and the conditioner's features.
     """
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
-    z, n = (
-        draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())),
-        max(4, size.heads * size.value // 16),
-    )
+    z = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values()))
+    n = max(4, size.heads * size.value // 16)
     cos, sin = rotations(z, size.key, Context(), Rope(10000.0))
-    features, weight = (
-        draw.normal(size.tokens, size.batch, n),
-        draw.normal(z.shape[2], n, change=lambda x: x / 50),
-    )
+    features = draw.normal(size.tokens, size.batch, n)
+    weight = draw.normal(z.shape[2], n, change=lambda x: x / 50)
     return {
         "z": z,
         "features": features,
@@ -214,10 +210,8 @@ def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-_ONCE, _BOTH = (
-    per_token(lambda size: 2 * size.key * size.value),
-    per_token(lambda size: 4 * size.key * size.value),
-)
+_ONCE = per_token(lambda size: 2 * size.key * size.value)
+_BOTH = per_token(lambda size: 4 * size.key * size.value)
 _WIDER = dict.fromkeys((PLAIN_GLA.name, FLA_GLA), lambda size: size.wider(2))
 
 SCANS = (
