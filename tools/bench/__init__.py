@@ -1,3 +1,4 @@
-"""Benchmarks. Every result is a ratio to a named baseline that is measured in the same run. Tests
-never measure time; only this package does.
+"""Benchmarks: ratios to a named baseline that is measured in the same run.
+
+Tests never measure time; only this package does.
 """

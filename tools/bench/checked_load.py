@@ -1,5 +1,6 @@
-"""``python -m tools.bench.checked_load``: measure how much comparing checksums adds to the time of
-loading a checkpoint.
+"""``python -m tools.bench.checked_load``: measure the cost of checksums when loading a checkpoint.
+
+The cost is the time that comparing them adds to the load.
 
 The benchmark writes the weights of a configuration (zeros, fp32) as a run's first checkpoint. One
 process then loads it with the run's reader, alternately with and without the comparison, and the
@@ -34,8 +35,7 @@ RUN = "configs/run/fem_sm_1.3b_100bt.yaml"
 
 
 def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
-    """Return the seconds to read all tensors of a checkpoint, and the CPU seconds of the comparison
-    within them.
+    """Return (seconds to read all tensors of a checkpoint, CPU seconds of the comparison in them).
 
     cached: read the files from the page cache; otherwise from the disk. Tensors of the same shape
     share one target tensor, so that only one tensor of each shape is in memory.
@@ -96,8 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Write the checkpoint, time its loads and print one row per place that it is read from. Return
-    0.
+    """Write the checkpoint, time its loads and print one row per place that it is read from.
+
+    Return 0.
 
     Raises ConfigError or StorageError.
     """

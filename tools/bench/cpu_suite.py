@@ -1,5 +1,6 @@
-"""``python -m tools.bench.cpu_suite``: measure all operations and small complete models on a CPU,
-as ratios, to find what a change made slower.
+"""``python -m tools.bench.cpu_suite``: measure all operations and small models on a CPU, as ratios.
+
+Comparing two runs of the suite shows what a change made slower.
 
 The sides of a ratio are timed alternately, three times, and the fastest time of each counts, since
 other programs may run at the same time. A ratio to standard attention over the same number of
@@ -38,8 +39,10 @@ Ratios = dict[str, float]
 
 @dataclass(frozen=True)
 class Effort:
-    """Size of the measurement: token counts of the operations; layers, width and tokens of the
-    models; seconds for one timing.
+    """Size of the measurement.
+
+    tokens: of the operations. layers, hidden, model_tokens: of the models. budget: seconds of one
+    timing.
     """
 
     tokens: tuple[int, ...]
@@ -54,9 +57,7 @@ FULL = Effort((128, 512, 1024), 4, 256, 512, 0.5)
 
 
 def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, float]]:
-    """Time all sides alternately, several times, and return the minimum seconds of (forward,
-    forward + backward) for each.
-    """
+    """Time all sides alternately; return the minimum seconds of (forward, forward + backward)."""
     found: dict[str, tuple[float, float]] = {}
     for _ in range(ROUNDS):
         for name, time_it in sides.items():
@@ -68,8 +69,9 @@ def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, flo
 
 
 def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
-    """Time one operation at one length: "auto" relative to standard attention with the same (d_k, 2
-    d_v), and to the reference.
+    """Time "auto" relative to standard attention and to the reference, at one length.
+
+    Standard attention has the widths (d_k, 2 d_v).
     """
     workload = WORKLOADS[name]
     size = workload.small_size(tokens)
@@ -90,8 +92,9 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
 
 
 def models(effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yield the time of a training step of each complete model, and its ratio to the Transformer's,
-    which is measured before each.
+    """Yield the time of each model's training step, and its ratio to the Transformer's.
+
+    The Transformer is measured before each model.
     """
     scale = small_scale(effort)
 

@@ -1,5 +1,6 @@
-"""``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics
-relative to the training step that they are part of.
+"""``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics.
+
+The cost is relative to the training step that they are part of.
 
 Steps with and without diagnostics alternate in one process, on random tokens. The cost at an
 interval is the share of one observation divided by the interval. The configuration selects the
@@ -30,8 +31,9 @@ VOCABULARY = 4096
 
 
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
-    """Return the median seconds of a plain step, and the median additional seconds of a step with
-    diagnostics, over ``pairs`` of both.
+    """Return the median seconds of a plain step, and the median seconds that diagnostics add.
+
+    pairs: number of steps of each kind.
     """
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.report.loggers import Watch

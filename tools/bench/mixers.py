@@ -1,5 +1,6 @@
-"""``python -m tools.bench.mixers``: train every mixer on the demo's data and write the table of
-docs/mixers.md.
+"""``python -m tools.bench.mixers``: train every mixer on the demo's data.
+
+It writes the table of docs/mixers.md.
 
 All models have the same width, depth, tokens and seed. Each trains in a process of ``python -m
 pretrain``, one after another. The Transformer is the baseline of every ratio.
@@ -65,8 +66,9 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
 
 
 def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
-    """Train one model and return its figures. Raises Fault with the end of the run's output if the
-    run fails.
+    """Train one model and return its figures.
+
+    Raises Fault with the end of the run's output if the run fails.
     """
     settings = overrides(name, steps, folder)
     command = [sys.executable, "-m", "pretrain", RUN, *settings]
@@ -143,8 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Train the selected mixers one after the other, print progress, and write the table and the
-    JSON. Return 0.
+    """Train the selected mixers one after the other and write the table and the JSON. Return 0.
 
     Raises Fault if a run fails.
     """

@@ -39,8 +39,9 @@ VOCABULARY = 32000  # of a model whose configuration leaves it to the data
 
 
 def model_file(name: str) -> Path:
-    """Return the YAML file of a model: a name in configs/model, or a path (with a slash, or ending
-    in .yaml or .yml).
+    """Return the YAML file of a model.
+
+    name: in configs/model, or a path (with a slash, or ending in .yaml or .yml).
 
     Raises ConfigError if the file does not exist.
     """
@@ -56,9 +57,7 @@ def model_file(name: str) -> Path:
 
 
 def facts() -> dict[str, Any]:
-    """Return the date, the device and its memory, and the versions of Python, torch, CUDA and the
-    installed packages.
-    """
+    """Return the date, the device and its memory, and the versions of the installed software."""
     found = {}
     for name in PACKAGES:
         try:
@@ -120,6 +119,7 @@ def command_line(program: str, description: str) -> Parser:
 
 def write_json(path: Path | None, content: Any) -> None:
     """Write ``content`` as JSON and create the parent folders; do not write if ``path`` is None.
+
     The file is valid JSON at any moment.
     """
     if path is None:
@@ -150,8 +150,9 @@ class Timing:
 
 
 def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
-    """Time ``call(0)``, ``call(1)``, ...; the number lets the call rotate its inputs, so that no
-    cache contains them.
+    """Time ``call(0)``, ``call(1)``, ...
+
+    The number lets the call rotate its inputs, so that no cache contains them.
 
     Each call is timed by two events on the device, and all calls of a pass are enqueued before any
     is waited for. The timed calls take about ``budget`` seconds, without the warm-up, in which

@@ -36,8 +36,9 @@ class Speed:
 
 
 def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
-    """Return the operation's implementations, the fastest first, or only "reference" for an
-    operation without a choice.
+    """Return the operation's implementations, the fastest first.
+
+    An operation without a choice has only "reference".
 
     automatic: leave out implementations that run only if they are selected explicitly.
     """
@@ -62,8 +63,9 @@ def lacks(op: str, implementation: str, device: torch.device) -> str | None:
 def time_workload(
     name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float
 ) -> Speed:
-    """Time an operation with one of its implementations, or "auto". Raises ValueError if that
-    cannot run the call.
+    """Time an operation with one of its implementations, or "auto".
+
+    Raises ValueError if that cannot run the call.
     """
     workload = WORKLOADS[name]
     return _time(
@@ -93,8 +95,9 @@ def _time(
     dtype: torch.dtype,
     budget: float,
 ) -> Speed:
-    """Time forward without gradients, then forward + backward. Inputs rotate over sets that are
-    together larger than the device's cache.
+    """Time forward without gradients, then forward + backward.
+
+    Inputs rotate over sets that are together larger than the device's cache.
     """
     device = platform.device()
     sets = [draw_inputs(Draw(device, dtype, 0), size)]

@@ -1,5 +1,6 @@
-"""Complete models in one process with plain torch: an embedding, the layers that training and
-export share, and an output layer.
+"""Complete models in one process with plain torch.
+
+They consist of an embedding, the layers that training and export share, and an output layer.
 
 A training step is forward, backward and AdamW on weights of one dtype, without Megatron's main
 weights, process groups and data loading.
@@ -49,8 +50,9 @@ class Scale:
     documents: int = 0
 
     def begins(self) -> Tensor:
-        """Return a [batch, tokens] bool tensor that is True where a document begins. Random, with a
-        fixed seed.
+        """Return a [batch, tokens] bool tensor that is True where a document begins.
+
+        Random, with a fixed seed.
         """
         begins = (
             torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0))
@@ -61,9 +63,7 @@ class Scale:
         return begins
 
     def flops(self, model: ModelConfig) -> float:
-        """Return the FLOPs of a training step: forward + backward, each document counted with its
-        own length.
-        """
+        """Return the FLOPs of a training step: forward + backward, per document by its length."""
         if not self.documents:
             return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens).values())
         first = self.begins().flatten().nonzero()[:, 0]
@@ -221,8 +221,9 @@ class StepCost:
 def train_step(
     variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False
 ) -> StepCost:
-    """Time a model's training step on random tokens. Raises torch.OutOfMemoryError if it does not
-    fit.
+    """Time a model's training step on random tokens.
+
+    Raises torch.OutOfMemoryError if it does not fit.
     """
     config = VARIANTS[variant](scale.model)
     platform.reset_peak_memory()

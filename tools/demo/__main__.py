@@ -1,5 +1,6 @@
-"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: run the complete
-pipeline in a few minutes on a CPU.
+"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: run the full pipeline.
+
+This takes a few minutes on a CPU.
 
 Exit codes: those of all commands (``fem_common/README.md``). 1: a step failed, or the model learned
 too little.

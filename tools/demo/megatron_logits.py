@@ -1,5 +1,6 @@
-"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: write the logits that the
-training code computes, in one process.
+"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: write Megatron's logits.
+
+They are computed by the training code in one process.
 
 The complete weights of each checkpoint are loaded into ``fem_megatron.megatron.model``, which reads
 the first sequences of a data split. This module does not use the export code.
@@ -18,9 +19,7 @@ from tools.diagnose.from_checkpoint import megatron_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the logits of every model, computed by Megatron at TP 1, PP 1, and return the exit
-    code.
-    """
+    """Write the logits of every model, computed by Megatron at TP 1, PP 1. Return the exit code."""
     parser = argparse.ArgumentParser(prog="tools.demo.megatron_logits", description=__doc__)
     parser.add_argument(
         "out",

@@ -1,5 +1,6 @@
-"""Output of the demo for readers: the picture of both losses and, with ``--readme``, figures and
-pictures in README.md and docs/evaluation.md.
+"""Pages of the demo: the picture of both losses and, with ``--readme``, two documents.
+
+The documents are README.md and docs/evaluation.md, which get figures and pictures.
 
 The pages are rewritten between markers, in a checkout of the project. Since their figures are meant
 to be reproducible with ``make demo``, ``--readme`` requires an idle machine and the default
@@ -27,8 +28,9 @@ FEM, TRANSFORMER = COLOURS[:2]
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Return the values smoothed by local linear regression with Gaussian weights of ``width``
-    steps.
+    """Return the values smoothed by local linear regression with Gaussian weights.
+
+    width: standard deviation of the weights, in steps.
 
     Unlike a moving average, this adds no lag and does not bend the ends of the curve.
     """
@@ -161,8 +163,9 @@ IDLE = 0.5  # load per core above which other programs would change the demo's t
 
 
 def check(root: Path, settings: Sequence[str]) -> None:
-    """Check the conditions of ``--readme`` before the demo starts. Raises ConfigError if one is not
-    met.
+    """Check the conditions of ``--readme`` before the demo starts.
+
+    Raises ConfigError if one is not met.
     """
     if settings:
         raise ConfigError(
@@ -241,9 +244,7 @@ def demo_text(found: dict[str, Any]) -> str:
 
 
 def evaluation_text(report: str) -> str:
-    """Return docs/evaluation.md's picture and table: the first table of the report of
-    ``tools.evaluate``.
-    """
+    """Return docs/evaluation.md's picture and the first table of ``tools.evaluate``'s report."""
     lines = report.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     last = next(

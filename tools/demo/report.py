@@ -1,5 +1,6 @@
-"""Results of the demo: a run's history (metrics.jsonl, checkpoints), unigram entropies, bits per
-byte, the table and the verdict.
+"""Results of the demo: a run's history, unigram entropies, the table and the verdict.
+
+The history is read from metrics.jsonl and the checkpoints.
 
 This module starts no process.
 """
@@ -21,8 +22,9 @@ from tools.demo.shell import DemoError
 
 @dataclass(frozen=True)
 class History:
-    """Steps and validations of one run, in order. If a step was logged several times, its last line
-    counts.
+    """Steps and validations of one run, in order.
+
+    If a step was logged several times, its last line counts.
     """
 
     steps: tuple[dict[str, Any], ...]
@@ -71,9 +73,7 @@ class History:
 
 
 def _number(value: float | None) -> float:
-    """Return a loss of metrics.jsonl as a float: NaN for null, which the file has for a loss that
-    is not finite.
-    """
+    """Return a loss of metrics.jsonl as a float; null, which means not finite, becomes NaN."""
     return math.nan if value is None else value
 
 
@@ -136,9 +136,7 @@ def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
 def model_findings(
     found: dict[str, Any], history: History, heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one model's results: what stock transformers measured, and its training speed and
-    memory in ``history``.
-    """
+    """Return one model's results: stock transformers' findings, training speed and memory."""
     return {
         "heldout_nats_per_token": found["heldout_nats_per_token"],
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),

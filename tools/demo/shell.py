@@ -1,5 +1,6 @@
-"""Execution of commands as a user would type them: start them, print their output, and end those
-that still run after an error.
+"""Execution of commands as a user would type them.
+
+It starts them, prints their output, and ends those that still run after an error.
 
 This module is independent of what the commands do.
 """
@@ -45,16 +46,15 @@ class Shell:
 
     @property
     def python(self) -> str:
-        """This interpreter, as a user in ``root`` would type it. A virtual environment's symbolic
-        link is not resolved.
+        """This interpreter, as a user in ``root`` would type it.
+
+        It is not resolved, since a virtual environment's interpreter is a symbolic link.
         """
         return self.shown(Path(sys.executable))
 
     @property
     def torchrun(self) -> list[str]:
-        """Command of this environment's torchrun, with a free port and without a lookup of the
-        host's name.
-        """
+        """Command of this environment's torchrun, with a free port and no host name lookup."""
         beside = Path(sys.executable).with_name("torchrun")
         program = (
             [self.shown(beside)]
@@ -68,8 +68,9 @@ class Shell:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def together(self, commands: Sequence[tuple[Sequence[str], str]], limit: float) -> None:
-        """Run several (command, what) at once, each on its own core, and print the output of one
-        after the other, in their order.
+        """Run several (command, what) at once, each on its own core.
+
+        Their output is printed one command after the other, in their order.
 
         Raises:
             DemoError: like ``run``, for the first command that failed, after all have ended.
@@ -96,8 +97,8 @@ class Shell:
     ) -> None:
         """Print ``$ command``, run it and print its output indented.
 
-        watch: called with the command's process id several times per second. The last argument
-        prints one line.
+        watch: called with the command's process id several times per second. The output callback
+        gets each line.
 
         Raises:
             DemoError: the command cannot be started, exits with a code other than 0, or takes more
@@ -145,9 +146,7 @@ def printed(command: Sequence[str]) -> str:
 
 
 def terminate_children(pid: int) -> None:
-    """Send SIGTERM to the direct children of a process that the demo started, and to no other
-    process.
-    """
+    """Send SIGTERM to the direct children of a process that the demo started, and to no other."""
     for child in _children(pid):
         with suppress(psutil.NoSuchProcess):
             child.terminate()

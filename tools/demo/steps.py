@@ -1,6 +1,4 @@
-"""The five steps of the demo: their commands, their order, and the checks of their results before
-the next step starts.
-"""
+"""The five steps of the demo: their commands, their order, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ PRODUCTS = (
 
 @dataclass
 class Demo:
-    """State of one demo: its output folder and its results so far. ``config`` is the configuration
-    of the FEM run.
+    """State of one demo: its output folder and its results so far.
+
+    ``config`` is the configuration of the FEM run.
     """
 
     shell: Shell
@@ -77,9 +76,7 @@ class Demo:
         self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
 
     def overrides(self, name: str) -> list[str]:
-        """Return the overrides for the run directory and, unless the output folder is the default,
-        for the data.
-        """
+        """Return the overrides for the run directory and, unless --out is the default, the data."""
         run_dir = f"run_dir={_yaml(self.path(name))}"
         if self.out == self.shell.root / "runs" / "demo":
             return [run_dir]
@@ -120,8 +117,9 @@ class Demo:
         )
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
-        """Train with the SPLIT layout, send the workers SIGTERM after step ``after``, and return
-        the step of the checkpoint that they write.
+        """Train with the SPLIT layout and send the workers SIGTERM after step ``after``.
+
+        Return the step of the checkpoint that they write.
         """
         signalled: list[int] = []
 
@@ -142,8 +140,7 @@ class Demo:
         return step
 
     def prepare_data(self) -> None:
-        """Write the text of the standard library, a tokenizer and .bin/.idx files; verify and count
-        them.
+        """Write the standard library's text, a tokenizer and .bin/.idx files, and verify them.
 
         Before that, delete the products of an earlier demo in the output folder.
         """
@@ -206,8 +203,9 @@ class Demo:
         return max(1, round(STOP_AT * (self.config.train.steps or 0)))
 
     def resume_elsewhere(self) -> None:
-        """Resume the run with another layout to its end, and a copy of it with the old layout for a
-        few steps; compare their losses.
+        """Resume the run with another layout to its end, and compare its first losses.
+
+        They are compared with those of a copy that continues with the old layout for a few steps.
         """
         say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
         self.shell.run(
@@ -379,9 +377,7 @@ class Demo:
 
 
 def _yaml(text: str) -> str:
-    """Return a path as a value of ``section.key=value``, quoted only if YAML could read it as
-    another type.
-    """
+    """Return a path as a value of ``section.key=value``, quoted if YAML could read it otherwise."""
     return text if re.fullmatch(r"/?[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 

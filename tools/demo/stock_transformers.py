@@ -1,5 +1,6 @@
-"""``python tools/demo/stock_transformers.py MODEL ...``: check an exported model with stock
-transformers and no code of this project.
+"""``python tools/demo/stock_transformers.py MODEL ...``: check an exported model.
+
+The check uses stock transformers and no code of this project.
 
 The script is started as a file and makes sure that it imports no package of the project. It
 compares logits with Megatron's, measures the loss on a complete held-out split, and generates a
@@ -22,8 +23,7 @@ OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Return the largest absolute difference between the model's logits for the first tokens and
-    ``reference``.
+    """Return the largest absolute difference of the first tokens' logits from ``reference``.
 
     reference: [sequences, length, vocabulary].
     """
@@ -60,8 +60,9 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
-    """Generate a text; return (text, seconds, largest difference between the logits with the cache
-    and those of one pass without it).
+    """Generate a text and return (text, seconds, largest difference of its logits).
+
+    The difference is that between the logits with the cache and those of one pass without it.
     """
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -85,8 +86,9 @@ def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the results to --out as JSON, print them and return the exit code. The caller judges
-    them.
+    """Write the results to --out as JSON, print them and return the exit code.
+
+    The caller judges them.
     """
     parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")

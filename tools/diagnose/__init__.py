@@ -1,3 +1,4 @@
-"""Picture of what every layer of a checkpoint does to some tokens. The quantities are defined in
-fem_megatron.diagnostics.
+"""Picture of what every layer of a checkpoint does to some tokens.
+
+The quantities are defined in fem_megatron.diagnostics.
 """

@@ -1,5 +1,6 @@
-"""``python -m tools.diagnose CHECKPOINT``: draw one picture of layers x quantities. Errors are
-reported in one line.
+"""``python -m tools.diagnose CHECKPOINT``: draw one picture of layers x quantities.
+
+Errors are reported in one line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Computation of every layer's quantities from a checkpoint and data, in one process, for
-checkpoints of any layout.
+"""Computation of every layer's quantities from a checkpoint and data.
+
+It runs in one process, for checkpoints of any layout.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 
 @dataclass(frozen=True)
 class Found:
-    """Quantities with their names (``layer_03/mixer/step_norm``), and a title that describes the
-    model, step and data.
+    """Quantities of a model, and a title.
+
+    values: name (``layer_03/mixer/step_norm``) -> number. title: describes the model, step and
+    data.
     """
 
     values: dict[str, float]
@@ -33,8 +36,9 @@ class Found:
 def megatron_model(
     checkpoint: Path, length: int
 ) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
-    """Load the complete model of a checkpoint in one process, in eval mode, for sequences of
-    ``length`` tokens.
+    """Load the complete model of a checkpoint in one process, in eval mode.
+
+    length: tokens of its sequences.
 
     Yields (the model chunk, its configuration, the checkpoint's manifest).
 
@@ -100,15 +104,17 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
 
 
 def data_of_run(section: dict[str, Any]) -> Path:
-    """Return the first validation source, else the first training source, of a run's resolved
-    ``data`` section.
+    """Return the prefix of the first validation source, else of the first training source.
+
+    section: a run's resolved ``data`` section.
     """
     return Path([*section["valid"], *section["train"]][0]["prefix"])
 
 
 def first_tokens(prefix: Path, count: int) -> np.ndarray:
-    """Return the first ``count`` ids (int64) of a .bin/.idx pair, across documents; fewer if it is
-    shorter.
+    """Return the first ``count`` ids (int64) of a .bin/.idx pair, across documents.
+
+    The result is shorter if the pair is.
 
     Raises:
         ConfigError: the pair does not exist, is not in Megatron's format, or has fewer than 2

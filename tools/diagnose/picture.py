@@ -1,5 +1,6 @@
-"""Picture with a row per layer (and iteration) and a column per quantity, each column shaded from
-its minimum to its maximum.
+"""Picture with a row per layer (and iteration) and a column per quantity.
+
+Each column is shaded from its minimum to its maximum.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ LEAST, GREATEST, ABSENT = "#ffffff", "#56a3d9", "#efefef"
 
 
 def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
-    """Return row labels, column labels and numbers [rows, columns], NaN if a layer does not have
-    the quantity.
+    """Return row labels, column labels and numbers [rows, columns].
+
+    A number is NaN if the layer does not have the quantity.
 
     ``layer_03/mixer/step_norm`` is in row "layer 3", column "mixer: step norm". The columns of
     mixers precede those of MLPs.

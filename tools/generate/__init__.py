@@ -1,5 +1,6 @@
-"""Text generation with any model: the text is streamed to stdout, speed and memory are printed on
-stderr.
+"""Text generation with any model.
+
+The text is streamed to stdout; speed and memory are printed on stderr.
 
 Models are opened by tools.hf.
 """

@@ -1,5 +1,6 @@
-"""``python -m tools.generate MODEL PROMPT ...``: parse the arguments and report errors in one line
-(exit code 2).
+"""``python -m tools.generate MODEL PROMPT ...``: continue prompts.
+
+This module parses the arguments and reports errors in one line (exit code 2).
 
 ``generation`` generates the text.
 """
@@ -21,8 +22,9 @@ DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
 
 def check(given: argparse.Namespace) -> None:
-    """Set the values that depend on other arguments: ``draws`` (sample the next token or not), the
-    sampling settings and the seed.
+    """Set ``draws`` (sample the next token or not), the sampling settings and the seed.
+
+    These depend on other arguments.
 
     Raises:
         ConfigError: a number is out of its range, or two arguments contradict each other.
@@ -152,8 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    """Return the prompts of the arguments, then those of the file. Raises ConfigError if no prompt
-    is given, or one is empty.
+    """Return the prompts of the arguments, then those of the file.
+
+    Raises ConfigError if no prompt is given, or one is empty.
     """
     prompts = [
         sys.stdin.read().removesuffix("\n") if argument == "-" else argument

@@ -29,8 +29,7 @@ COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
 
 
 class Clock(StoppingCriteria):
-    """Stopping criterion that never stops, but records the time and all tokens so far after each
-    token.
+    """Stopping criterion that never stops, but records the time and all tokens after each token.
 
     The time is taken after the device has finished its work.
     """
@@ -124,8 +123,9 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
 
 
 def asked(settings: Namespace) -> dict[str, Any]:
-    """Return the arguments of ``generate``. Of the model folder's own generation settings only the
-    special tokens are used.
+    """Return the arguments of ``generate``.
+
+    Of the model folder's own generation settings only the special tokens are used.
     """
     how = {
         "do_sample": settings.draws,
@@ -253,8 +253,9 @@ def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, A
 
 
 def layer_places(layer: Any) -> int:
-    """Return the capacity of a static cache's layer in tokens. The method's name depends on the
-    version of transformers.
+    """Return the capacity of a static cache's layer in tokens.
+
+    The method's name depends on the version of transformers.
     """
     name = "get_max_length" if hasattr(layer, "get_max_length") else "get_max_cache_shape"
     places: int = getattr(layer, name)()

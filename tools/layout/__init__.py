@@ -1,5 +1,6 @@
-"""Search for the fastest parallel layout of a run on a given number of GPUs, by an analytic model
-of a step.
+"""Search for the fastest parallel layout of a run on a given number of GPUs.
+
+The time of a step is computed by an analytic model.
 
 The times are modelled, not measured. The package does not import torch.
 """

@@ -1,5 +1,6 @@
-"""``python -m tools.layout CONFIG --gpus 64 --device h100``: list all layouts that the run could
-have, the fastest first, with their limits.
+"""``python -m tools.layout CONFIG --gpus 64 --device h100``: rank the layouts of a run.
+
+The fastest is first; the table includes what limits each of them.
 
 Layouts that fail the run's own checks or that exceed the planned memory are left out. The others
 are ranked by the model in ``step``. The times are modelled, not measured.

@@ -143,9 +143,7 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """Category that takes most of the step, without products and attention, and its share of
-        the step.
-        """
+        """Category with the largest share of the step besides products and attention."""
         rest = {
             name: each for name, each in self.spent.items() if name not in ("products", "attention")
         }
@@ -171,8 +169,9 @@ def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
 def _with(
     config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]
 ) -> RunConfig | None:
-    """Return the run with the section's axes at these values and the settings that follow from
-    them.
+    """Return the run with the section's axes at these values.
+
+    Settings that follow from them are set as well.
 
     None if the number of GPUs is not a multiple of the model-parallel size.
     """
@@ -206,8 +205,7 @@ def _passes(config: RunConfig, gpus: int, unsettled: set[str]) -> bool:
 
 
 def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candidate], int]:
-    """Return (the layouts that fit, the fastest first; the number of layouts that need too much
-    memory).
+    """Return (layouts that fit, the fastest first; number of layouts that need too much memory).
 
     Raises:
         ConfigErrors: the run's own checks refuse every layout; the errors are those of the simplest

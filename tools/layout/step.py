@@ -1,5 +1,6 @@
-"""Analytic model of a training step: the seconds of one layout by category. Every constant is in
-machines.yaml.
+"""Analytic model of a training step: the seconds of one layout by category.
+
+Every constant is in machines.yaml.
 
 The slowest pipeline stage is the last, which contains the output layer. A step consists of its
 micro-batches, the pipeline bubble, the part of the data-parallel collectives that no pass hides,
@@ -116,8 +117,9 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
 
 
 def replicas(plan: Plan) -> int:
-    """Return the number of ranks with the same weights: gradients are summed over them, and the
-    optimizer state is split over them.
+    """Return the number of ranks with the same weights.
+
+    Gradients are summed over them, and the optimizer state is split over them.
     """
     return plan.data_parallel * plan.config.parallel.context_parallel_size
 
@@ -135,8 +137,9 @@ def mfu(plan: Plan, step: float, device: str) -> float:
 
 
 def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Return the seconds per token on a rank of the last stage by category: forward, backward and
-    recomputation.
+    """Return the seconds per token on a rank of the last stage by category.
+
+    They include forward, backward and recomputation.
     """
     config, device = plan.config, machine.device
     layout = config.parallel
@@ -232,8 +235,7 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
 
 
 def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
-    """Return the seconds of a micro-batch's exchanges between context-parallel ranks that attention
-    does not hide.
+    """Return the seconds of a micro-batch's context-parallel exchanges that are not hidden.
 
     attention: seconds of a micro-batch's attention.
     """

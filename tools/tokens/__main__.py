@@ -1,5 +1,6 @@
-"""``python -m tools.tokens RUN_DIR --step N``: print the documents that a training step read, or
-the steps that read a document.
+"""``python -m tools.tokens RUN_DIR --step N``: print the documents that a training step read.
+
+Other options print the steps that read a document.
 
 Errors are reported in one line.
 """
@@ -154,8 +155,9 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
 
 
 def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Return the selected documents: source number -> document numbers. Raises ConfigError if no
-    document matches.
+    """Return the selected documents: source number -> document numbers.
+
+    Raises ConfigError if no document matches.
     """
     if given.document is not None:
         most = max(int(source.documents.max()) for source in order.sources)

@@ -35,8 +35,9 @@ _SPLIT = "train"
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document in a sample; ``stop`` is None if the document's length is
-    no longer available.
+    """Tokens [start, stop) of a document in a sample.
+
+    ``stop`` is None if the document's length is no longer available.
     """
 
     sample: int
@@ -73,8 +74,9 @@ class Source:
         )
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (document, start, stop) for the sample at a position of this source's order,
-        without the label of its last token.
+        """Yield (document, start, stop) for the sample at a position of this source's order.
+
+        The label of the sample's last token is not included.
         """
         row = int(self.shuffle[position])
         (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
@@ -87,16 +89,15 @@ class Source:
             start = 0
 
     def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the positions of the samples that may contain tokens of these documents,
-        ascending.
-        """
+        """Return the positions of samples that may contain tokens of these documents, ascending."""
         places = np.flatnonzero(np.isin(self.documents, documents)).tolist()
         rows = sorted({row for place in places for row in self._rows(place)})
         return np.flatnonzero(np.isin(self.shuffle, rows))
 
     def _rows(self, place: int) -> range:
-        """Return the rows of the samples that contain a position of document_index, and the row of
-        the sample that ends where it begins.
+        """Return the rows of the samples that may contain a position of document_index.
+
+        The first is the sample that ends where the position begins.
         """
         first, after = (
             search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right)
@@ -153,8 +154,9 @@ class Order:
         return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
 
     def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
-        """Return the parts of the wanted documents (source number -> document numbers), in the
-        order of samples.
+        """Return the parts of the wanted documents, in the order of samples.
+
+        wanted: source number -> document numbers.
         """
         samples = set[int]()
         for number, documents in wanted.items():

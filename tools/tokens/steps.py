@@ -1,5 +1,6 @@
-"""Samples that the steps of a run read and will read, from the run's own records. The batch size
-may have changed between attempts.
+"""Samples that the steps of a run read and will read, from the run's own records.
+
+The batch size may have changed between attempts.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Steps:
         return range(self.points[0][0] + 1, self.points[-1][0] + 1)
 
     def samples(self, step: int) -> range:
-        """Return the samples of a step. Raises ConfigError if the run's records do not determine
-        them.
+        """Return the samples of a step.
+
+        Raises ConfigError if the run's records do not determine them.
         """
         at = bisect_left(self.points, (step, 0))
         (before, first), (after, end) = self.points[at - 1 : at + 1]
@@ -83,8 +85,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Records of a run directory about one order of samples: that of a stage, or the only one of a
-    run without stages.
+    """Records of a run directory about one order of samples.
+
+    The order is that of a stage, or the only one of a run without stages.
 
     parts: the stages up to and including this one, or the run. order_samples: number of samples for
     which the order was drawn. contents_key: identifier of the data; None without a checkpoint.

@@ -1,9 +1,7 @@
-"""Benchmarks of data_prep: tokenization compared with the usual ways, workers, GPTDataset's index,
-reading.
+"""Benchmarks of data_prep: tokenization against other ways, workers, GPTDataset's index, reading.
 
-    python -m tools.bench.data_prep --quick            # under 4 minutes on two cores python -m
-    tools.bench.data_prep --write-table      # 15 minutes; the tables of
-    docs/benchmarks/data_prep.md
+    python -m tools.bench.data_prep --quick            # under 4 minutes on two cores
+    python -m tools.bench.data_prep --write-table      # 15 minutes; writes the tables of the docs
 
 Speed is megabytes of text per CPU second of all processes of a command, without start-up. Exit code
 1: a target is missed, or a pipeline wrote different bytes; 2: a requirement is missing.
@@ -64,8 +62,9 @@ FULL = Effort(
 
 
 class Bench:
-    """State of one benchmark run. Corpora, tokenizers and results are made when they are first
-    needed.
+    """State of one benchmark run.
+
+    Corpora, tokenizers and results are made when they are first needed.
 
     cache: folder that later runs use again. scratch: temporary folder.
     """
@@ -241,8 +240,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(
     arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER
 ) -> int:
-    """Measure and print the report. Return 0; 1 if a target is missed or bytes differ; 2 if a
-    requirement is missing.
+    """Measure and print the report.
+
+    Return 0; 1 if a target is missed or bytes differ; 2 if a requirement is missing.
     """
     options = parse(arguments)
     try:

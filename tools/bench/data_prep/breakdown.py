@@ -1,5 +1,6 @@
-"""CPU seconds of a worker by step: the steps of data_prep's unit, repeated in one process with a
-clock between them.
+"""CPU seconds of a worker by step.
+
+The steps of data_prep's unit are repeated in one process with a clock between them.
 """
 
 from __future__ import annotations

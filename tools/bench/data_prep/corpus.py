@@ -1,5 +1,7 @@
-"""Text for the benchmark: from this machine's Python, in FineWeb-Edu's schema and lengths, always
-the same; or the user's own parquet.
+"""Text for the benchmark.
+
+It is made from this machine's Python, in FineWeb-Edu's schema and lengths and always the same, or
+read from the user's own parquet.
 
 FineWeb-Edu itself is not needed. Two corpora are made, both of the standard library and the
 installed packages: ``prose`` (docstrings and comments) and ``code`` (complete Python sources). The
@@ -52,8 +54,9 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus: parquet files below ``folder``, and its first documents in two files below
-    ``tiny``. Sizes are in UTF-8 bytes of text.
+    """Parquet files below ``folder``, and a corpus's first documents in two files below ``tiny``.
+
+    Sizes are in UTF-8 bytes of text.
     """
 
     name: str
@@ -165,9 +168,7 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
 
 
 def python_files() -> list[Path]:
-    """Return the sources of the running Python's standard library and packages, ordered by a hash
-    of their paths.
-    """
+    """Return the sources of Python's standard library and packages, ordered by hashes of paths."""
     found: dict[str, Path] = {}
     for root in dict.fromkeys(
         sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")
@@ -202,9 +203,7 @@ def sources(files: list[Path]) -> Iterator[Piece]:
 
 
 def prose(files: list[Path]) -> Iterator[Piece]:
-    """Yield docstrings, and comments of three lines or more, without indentation, comment signs and
-    duplicates.
-    """
+    """Yield docstrings and comments of at least three lines, without indentation and duplicates."""
     seen: set[bytes] = set()
     for place, text in sources(files):
         found = [
@@ -235,8 +234,9 @@ KINDS = {
 
 
 def from_parquet(path: Path) -> Iterator[Piece]:
-    """Yield (id, text) of the rows that have both. Raises UserError if the files or the columns do
-    not exist.
+    """Yield (id, text) of the rows that have both.
+
+    Raises UserError if the files or the columns do not exist.
     """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
@@ -255,9 +255,7 @@ def from_parquet(path: Path) -> Iterator[Piece]:
 
 
 def lengths() -> Iterator[int]:
-    """Yield lengths of documents in characters: lognormal with MEDIAN and MEAN, at least 200,
-    always the same numbers.
-    """
+    """Yield document lengths in characters: lognormal, at least 200, always the same numbers."""
     rng = random.Random(5)
     sigma = math.sqrt(2 * math.log(MEAN / MEDIAN))
     while True:

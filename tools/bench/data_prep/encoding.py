@@ -1,5 +1,4 @@
-"""Encoding of text to .bin/.idx by every pipeline: CPU seconds in rounds, without start-up, and a
-comparison of the written bytes.
+"""Comparison of the pipelines that encode text to .bin/.idx: CPU seconds, and the written bytes.
 
 Start-up is the cost of the same command on the corpus's first documents; a rate is the rest of the
 text divided by the rest of the CPU seconds. Within a round the pipelines take turns, so that other
@@ -44,8 +43,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of all pipelines on one corpus with one tokenizer. bytes_per_token: bytes of text per
-    token, without EOD.
+    """Results of all pipelines on one corpus with one tokenizer.
+
+    bytes_per_token: bytes of text per token, without EOD.
     """
 
     corpus: str
@@ -65,9 +65,7 @@ class Comparison:
 
     @property
     def differing(self) -> list[str]:
-        """Pipelines whose files differ from the per-document baseline's in any round, or between
-        rounds.
-        """
+        """Pipelines whose files differ from the per-document baseline's, or between rounds."""
         truth = set(self.side(BASELINE).sha256)
         return [side.name for side in self.sides if set(side.sha256) != truth or len(truth) != 1]
 
@@ -120,17 +118,16 @@ def compare(
 
 
 def _rate(megabytes: float, seconds: float) -> float:
-    """Return megabytes per second; NaN if start-up took all the seconds, since the corpus is then
-    too small to measure.
-    """
+    """Return megabytes per second; NaN if a corpus is so small that start-up took all the time."""
     return megabytes / seconds if seconds > 0 else math.nan
 
 
 def once(
     pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path
 ) -> tuple[Usage, str, int]:
-    """Run a pipeline into an empty folder. Return its cost, the hash of its pair, and the number of
-    tokens.
+    """Run a pipeline into an empty folder.
+
+    Return its cost, the hash of its pair, and the number of tokens.
     """
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)

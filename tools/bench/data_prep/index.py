@@ -1,5 +1,6 @@
-"""Cost of GPTDataset's index for a corpus of FineWeb-Edu's size, by ``python -m pretrain CONFIG
---index``.
+"""Cost of GPTDataset's index for a corpus of FineWeb-Edu's size.
+
+The measured command is ``python -m pretrain CONFIG --index``.
 
 Megatron's index depends only on the documents' lengths. The benchmark therefore writes an .idx with
 as many documents and tokens, and a sparse .bin of the right size.
@@ -31,8 +32,9 @@ SMALLEST = 20_000  # documents of the pair whose index measures start-up
 
 @dataclass(frozen=True)
 class Indexing:
-    """Cost of indexing ``documents`` documents with ``tokens`` tokens, and the cost of start-up:
-    indexing very few documents.
+    """Cost of indexing ``documents`` documents with ``tokens`` tokens.
+
+    startup: cost of indexing very few documents.
     """
 
     documents: int
@@ -43,8 +45,9 @@ class Indexing:
 
 
 def lengths(documents: int) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield chunks of document lengths in tokens: lognormal with FineWeb-Edu's mean, always the
-    same numbers.
+    """Yield chunks of document lengths in tokens: lognormal with FineWeb-Edu's mean.
+
+    The numbers are always the same.
     """
     rng = np.random.default_rng(97)
     middle = np.log(TOKENS / DOCUMENTS) - SIGMA**2 / 2
@@ -54,8 +57,9 @@ def lengths(documents: int) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def write_pair(prefix: Path, documents: int) -> int:
-    """Write an .idx of ``documents`` documents and a sparse .bin of their size. Return the number
-    of tokens.
+    """Write an .idx of ``documents`` documents and a sparse .bin of their size.
+
+    Return the number of tokens.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokens, done = 0, 0
@@ -80,6 +84,7 @@ def write_pair(prefix: Path, documents: int) -> int:
 
 def measure(documents: int, rounds: int, folder: Path) -> list[Indexing]:
     """Index the pair, and a small one for start-up, ``rounds`` times, each into an empty cache.
+
     Raises BenchError.
     """
     shutil.rmtree(folder, ignore_errors=True)

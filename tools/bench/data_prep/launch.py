@@ -1,5 +1,4 @@
-"""Run one command and report the cost of it and its children: ``python -I -S launch.py RESULT.json
-COMMAND...``.
+"""``python -I -S launch.py RESULT.json COMMAND...``: run a command and report its cost.
 
 On Linux a process inherits the peak memory of the process that started it. This small process
 between the benchmark and the measured command keeps that peak low. It imports only the standard

@@ -1,5 +1,6 @@
-"""Pipelines that data_prep is compared with, and their environment, installed once from the package
-index with pinned versions.
+"""Pipelines that data_prep is compared with, and their Python environment.
+
+The environment is installed once from the package index with pinned versions.
 
 Every pipeline is a command that turns a folder of parquet files into one .bin/.idx pair with the
 same tokenizer: datatrove's MegatronDocumentTokenizer, the per-document baseline, and data_prep with
@@ -45,8 +46,9 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kit:
-    """A tokenizer in the formats of all pipelines: a folder for data_prep, and one file that
-    appends EOD to each text for the others.
+    """A tokenizer in the formats of all pipelines.
+
+    folder: for data_prep. plain: one file for the others, which appends EOD to each text.
 
     The file has no special tokens, so that all pipelines, like data_prep, encode their literal
     strings as text.
@@ -69,9 +71,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A compared pipeline: its command for a job, and the path of the resulting pair without
-    ending.
-    """
+    """A compared pipeline: its command for a job, and the path of the resulting pair."""
 
     name: str
     command: Callable[[Job], list[str]]
@@ -143,8 +143,9 @@ PIPELINES = (OURS, FALLBACK, BASELINE, PEER)
 
 
 def make_kit(style: str, folder: Path) -> Kit:
-    """Convert the tokenizer in ``folder`` for all pipelines. Raises data_prep's UserError if the
-    folder contains none.
+    """Convert the tokenizer in ``folder`` for all pipelines.
+
+    Raises data_prep's UserError if the folder contains none.
     """
     known = load_folder(folder)
     spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_bytes())
@@ -172,8 +173,7 @@ def pins() -> list[str]:
 
 
 def environment(given: Path | None, cache: Path) -> Path:
-    """Return the Python of the peers' environment: that of ``given``, or of one that is created
-    once below ``cache``.
+    """Return the Python of ``given``, or of an environment that is created once below ``cache``.
 
     Raises UserError, BenchError.
     """
@@ -199,8 +199,9 @@ def environment(given: Path | None, cache: Path) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Return the versions of a peer's packages in its environment. Raises UserError if they are not
-    the required ones.
+    """Return the versions of a peer's packages in its environment.
+
+    Raises UserError if they are not the required ones.
     """
     code = (
         "import json, sys; from importlib.metadata import version; "

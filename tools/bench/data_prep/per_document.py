@@ -1,5 +1,6 @@
-"""Baseline: Megatron's algorithm with one tokenizer call per document, as in
-``tools/preprocess_data.py`` of Megatron-LM.
+"""Baseline: Megatron's algorithm with one tokenizer call per document.
+
+Megatron-LM has it in ``tools/preprocess_data.py``.
 
 ``python -m tools.bench.data_prep.per_document PARQUET_FOLDER TOKENIZER.json EOD_ID OUT_PREFIX``:
 for each row ``tokenizer.encode`` of its text, EOD, numpy, .bin; the index at the end. It runs in
@@ -40,8 +41,9 @@ def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
 
 
 def write_index(path: Path, lengths: np.ndarray, code: int, width: int) -> None:
-    """Write Megatron's .idx for documents of one sequence each: lengths in ids, offsets in bytes,
-    and document numbers.
+    """Write Megatron's .idx for documents of one sequence each.
+
+    It contains lengths in ids, offsets in bytes, and document numbers.
     """
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     with path.open("wb") as stream:

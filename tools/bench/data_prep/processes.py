@@ -1,5 +1,6 @@
-"""Measurement of commands: CPU seconds of a process and all its children, wall seconds, peak memory
-of the largest process.
+"""Measurement of commands: CPU seconds, wall seconds and peak memory.
+
+CPU seconds include all child processes; peak memory is that of the largest process.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ SLURM = "SLURM_"
 
 
 class BenchError(Fault):
-    """Failure of a command, or a missing requirement. The first line is for the user; the command's
-    output follows.
+    """Failure of a command, or a missing requirement.
+
+    The first line is for the user; the command's output follows.
     """
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Cost of a command: wall and CPU seconds (user and system, children included), peak resident
-    bytes of its largest process.
+    """Cost of a command.
+
+    wall: seconds. cpu: user and system seconds, children included. peak_bytes: resident bytes of
+    its largest process.
     """
 
     wall: float

@@ -1,5 +1,6 @@
-"""Speed of reading random samples from a .bin/.idx pair: ``python -m tools.bench.data_prep.reading
-PREFIX EOD_ID VOCAB_SIZE RESULT.json``.
+"""Speed of reading random samples from a .bin/.idx pair.
+
+Usage: ``python -m tools.bench.data_prep.reading PREFIX EOD_ID VOCAB_SIZE RESULT.json``.
 
 A sample is SAMPLE tokens at a random position. It is read with Megatron's IndexedDataset.get from
 the mapped .bin, like in GPTDataset, and converted to int64, so that every byte is read. The rate of
@@ -33,9 +34,7 @@ class Tokens:
 
 
 def rates(read: Callable[[int], object], count: int) -> list[float]:
-    """Return calls per CPU second in each of PASSES passes of ``count`` calls, after a warm-up
-    pass.
-    """
+    """Return calls per CPU second in each of PASSES passes of ``count`` calls, after a warm-up."""
     found = []
     for number in range(PASSES + 1):
         began = time.process_time()

@@ -21,8 +21,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 class Verdict(StrEnum):
-    """Result of comparing a figure with its target; NOTE: the measurement on this machine is not
-    conclusive.
+    """Result of comparing a figure with its target.
+
+    NOTE: the measurement on this machine is not conclusive.
     """
 
     PASS = "pass"
@@ -32,8 +33,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and its target: at least ``least``, or at most ``most``. ``remark`` is shown next to
-    the verdict.
+    """A figure and its target: at least ``least``, or at most ``most``.
+
+    ``remark`` is shown next to the verdict.
     """
 
     what: str
@@ -135,8 +137,9 @@ def _scaling(scaling: Scaling) -> Figure:
 
 
 def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
-    """Return the figures of CPU time, with a target scaled by the documents, and of memory, with a
-    scaled target above start-up's.
+    """Return the figures of CPU time and memory of the index.
+
+    The target of CPU time is scaled by the documents, and that of memory above start-up's as well.
     """
     share = rounds[0].documents / DOCUMENTS
     base = max(indexing.startup.peak_bytes for indexing in rounds)

@@ -82,8 +82,9 @@ class Bench:
         )
 
     def once(self, name: str, later: Sequence[str]) -> None:
-        """Start a variant's ranks and store their answers. later: the variants of the launches
-        after this one.
+        """Start a variant's ranks and store their answers.
+
+        later: the variants of the launches after this one.
         """
         before = self.answers.get(name, [])
 
@@ -280,8 +281,9 @@ def conclude(bench: Bench, others: float | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print the table. Return 0; 1 if the Megatron engine cannot run; 2 for a mistake
-    in the command.
+    """Measure and print the table.
+
+    Return 0; 1 if the Megatron engine cannot run; 2 for a mistake in the command.
     """
     options = parse(arguments)
     cuda = platform.has_cuda()

@@ -56,9 +56,7 @@ class Figures:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s as a share of the devices' peak, with the definition of
-        `pretrain.report.metrics.Meter`.
-        """
+        """Model FLOP/s as a share of the devices' peak (see `pretrain.report.metrics.Meter`)."""
         return (
             self.tokens / self.step * self.flops_per_token / self.peak_flops
             if self.peak_flops

@@ -1,5 +1,6 @@
-"""One rank of a job, started by torchrun: it builds the engine, trains, and writes its answer into
-the job's folder after each step.
+"""One rank of a job, started by torchrun.
+
+It builds the engine, trains, and writes its answer into the job's folder after each step.
 
 On a CPU, memory and time are measured one after the other, with different settings of glibc's
 allocator. First it returns freed blocks to the system, so that the peak is the memory in use and
@@ -95,8 +96,9 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
 def take_steps(
     engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds and loss of each step; all ranks begin a step together. Raises RuntimeError if
-    a step was skipped.
+    """Yield seconds and loss of each step; all ranks begin a step together.
+
+    Raises RuntimeError if a step was skipped.
     """
     for _ in range(steps):
         torch.distributed.barrier()
@@ -113,8 +115,9 @@ def take_steps(
 
 
 def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Return an endless iterator of random micro-batches, different on each data-parallel rank. All
-    are drawn before the first is returned.
+    """Return an endless iterator of random micro-batches, different on each data-parallel rank.
+
+    All are drawn before the first is returned.
     """
     from megatron.core import parallel_state
 
@@ -148,8 +151,10 @@ def resident_bytes() -> int:
 
 
 def _allocate(*, mapped_from: int, kept: int) -> None:
-    """Set glibc's malloc: return freed blocks of ``mapped_from`` bytes or more to the system, and
-    more than ``kept`` free bytes at the top of the heap.
+    """Set the thresholds of glibc's malloc.
+
+    It returns freed blocks of ``mapped_from`` bytes or more to the system, and more than ``kept``
+    free bytes at the top of the heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -158,9 +163,7 @@ def _allocate(*, mapped_from: int, kept: int) -> None:
 
 
 def _import_engine(config: RunConfig) -> None:
-    """Import the engine's libraries before the measurement, so that their own memory is not counted
-    as the engine's.
-    """
+    """Import the engine's libraries, so that their memory is not counted as the engine's."""
     if config.engine.name == "deepspeed":
         from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
 

@@ -1,5 +1,6 @@
-"""Compared engines, the run that each of them trains, and the launch of its ranks. This module
-imports no engine.
+"""Compared engines, the run that each of them trains, and the launch of its ranks.
+
+This module imports no engine.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ SETTLING = 1  # steps between the warm-up and the timed ones, in which the alloc
 
 @dataclass(frozen=True)
 class Job:
-    """Training of one variant on ``ranks`` processes: ``warmup`` steps, whose memory is measured,
-    then ``steps`` timed steps.
+    """Training of one variant on ``ranks`` processes.
+
+    warmup: steps whose memory is measured. steps: timed steps after them.
 
     size: key of SIZES. model: replaces the model of the size; a name in configs/model or the path
     of a YAML file. overrides: section.key=value for either. limit: seconds after which the ranks
@@ -149,8 +151,9 @@ def configuration(job: Job) -> RunConfig:
 
 @cache
 def _size_of(model: Path, device: str) -> dict[str, Any]:
-    """Return a model's file as an entry of SIZES, with the sequence length and micro-batch of the
-    first run in configs/run that trains it.
+    """Return a model's file as an entry of SIZES.
+
+    Sequence length and micro-batch are those of the first run in configs/run that trains the model.
 
     If no run trains it, those of SIZES are used. On a CPU they are limited to CPU_TOKENS and
     CPU_BATCH.
@@ -239,10 +242,10 @@ def launch(
 ) -> list[Answer]:
     """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
-    The first callback gets a line when the engine is built and after every step, and the end of the
-    ranks' log after a failure. partial: gets the answers so far after every timed step. logs:
-    folder for the log, MODEL-VARIANT.log, which is written unless all steps were completed. At the
-    job's limit the ranks are ended, and the answers so far are returned if they contain a timed
+    The progress callback gets a line when the engine is built and after every step, and the end of
+    the ranks' log after a failure. ``partial`` gets the answers so far after every timed step. The
+    log is written to MODEL-VARIANT.log in the folder ``logs`` unless all steps were completed. At
+    the job's limit the ranks are ended, and the answers so far are returned if they contain a timed
     step (`is_partial`).
 
     Raises:
@@ -304,8 +307,9 @@ def is_partial(job: Job, answers: Sequence[Answer]) -> bool:
 def _watch(
     process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial
 ) -> bool:
-    """Report the progress of rank 0 until the process ends. Return False if the limit is reached
-    first.
+    """Report the progress of rank 0 until the process ends.
+
+    Return False if the limit is reached first.
     """
     until, reported, ended, late = time.monotonic() + job.limit, 0, False, False
     while not (ended or late):
@@ -342,9 +346,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun with SIGTERM, on which it ends its ranks, and only after a timeout with SIGKILL,
-    on which it does not.
-    """
+    """End torchrun with SIGTERM, so that it ends its ranks; only after a timeout with SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -355,9 +357,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
-    """Report the last lines of the log, copy it to ``logs``, and return the end of a message with
-    its path.
-    """
+    """Report the last lines of the log and copy it to ``logs``; return the end of a message."""
     text = log.read_text(encoding="utf-8", errors="replace")
     own = [line for line in TORCHRUN.split(text)[0].splitlines() if not WARNING.match(line)]
     for line in own[-TAIL:]:
@@ -383,8 +383,9 @@ def _found(folder: Path) -> dict[int, Answer]:
 
 
 def so_far(job: Job, folder: Path) -> list[Answer]:
-    """Return the ranks' answers, cut to the timed steps that all ranks have completed; empty if
-    that is none.
+    """Return the ranks' answers, cut to the timed steps that all ranks have completed.
+
+    The result is empty if they have no step in common.
     """
     found = _found(folder)
     taken = min((len(answer.get("seconds", ())) for answer in found.values()), default=0)

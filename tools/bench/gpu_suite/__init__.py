@@ -1,5 +1,6 @@
-"""``python -m tools.bench.gpu_suite``: correctness and speed of every operation, the trainer and
-complete models, on one GPU, in minutes.
+"""``python -m tools.bench.gpu_suite``: test one GPU in minutes.
+
+The suite measures correctness and speed of every operation, the trainer and complete models.
 
 `plan` lists the tasks in their order. `pool` distributes them to processes, each of which is a
 `worker`. `trainer` runs the trainer, `results` records the outcomes, and `report` makes pages of

@@ -1,5 +1,7 @@
-"""Command of the GPU suite: plan the tasks, perform them, record each outcome immediately, write
-the page and the picture, print a table.
+"""Command of the GPU suite.
+
+It plans the tasks, performs them, records each outcome immediately, writes the page and the
+picture, and prints a table.
 """
 
 from __future__ import annotations
@@ -35,9 +37,7 @@ KEPT = "all outcomes so far are recorded; --resume continues"
 
 @dataclass
 class Progress:
-    """Callback that records outcomes, prints every gap, and prints the progress every EVERY
-    seconds.
-    """
+    """Callback that records outcomes, prints every gap, and prints the progress at intervals."""
 
     clock: Clock
     record: Record
@@ -127,8 +127,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def perform(options: argparse.Namespace) -> int:
-    """Perform the selected tasks and report them. Return 0, or 1 if a check failed or is out of
-    bounds. Raises UserError.
+    """Perform the selected tasks and report them.
+
+    Return 0, or 1 if a check failed or is out of bounds. Raises UserError.
     """
     folder: Path = options.resume or options.out
     clock = Clock(options.minutes)
@@ -169,8 +170,9 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _record(folder: Path, *, resumed: bool) -> Record:
-    """Return the folder's record. A new run renames an older record. Raises UserError if a resumed
-    folder has none.
+    """Return the folder's record.
+
+    A new run renames an older record. Raises UserError if a resumed folder has none.
     """
     record = Record.read(folder)
     if resumed:
@@ -192,9 +194,7 @@ def _record(folder: Path, *, resumed: bool) -> Record:
 
 
 def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
-    """Raise UserError if the record belongs to another device, or if only one of the two runs is a
-    dry run.
-    """
+    """Raise UserError if the record is another device's, or only one of the runs is a dry run."""
     for session in record.sessions:
         if session["machine"]["device"] != device:
             raise UserError(
@@ -231,7 +231,9 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
 
 
 def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -> list[Worker]:
-    """Return one worker for timed tasks; else up to ``count``, and one for each tool of
+    """Return one worker for timed tasks, else several.
+
+    For tasks that are not timed these are up to ``count``, and one for each tool of
     compute-sanitizer.
 
     A task that runs out of GPU memory next to other processes is performed again alone.
@@ -247,8 +249,9 @@ def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -
 
 
 def publish(record: Record, options: argparse.Namespace) -> int:
-    """Write the page, the picture and the engine table, and print the short table. Return 1 if a
-    check failed or is out of bounds.
+    """Write the page, the picture and the engine table, and print the short table.
+
+    Return 1 if a check failed or is out of bounds.
     """
     folder, session = record.folder, record.sessions[-1]
     device = session["machine"]["device"]
@@ -285,8 +288,10 @@ def summary(record: Record, results: Results) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite. Return 0; 1 if a check failed or is out of bounds; 2 without a CUDA device or
-    for a mistake in the command.
+    """Run the suite and return the exit code.
+
+    0: success; 1: a check failed or is out of bounds; 2: no CUDA device, or a mistake in the
+    command.
     """
     options = parse(arguments)
     if options.report is None:

@@ -97,8 +97,9 @@ class Phase:
 
 
 def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
-    """Return the tasks by phase, with each phase's time; the share of a phase without tasks is
-    distributed to the other phases.
+    """Return the tasks by phase, with each phase's time.
+
+    The share of a phase without tasks is distributed to the other phases.
     """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
@@ -197,9 +198,7 @@ def _op_of(task: Task) -> str:
 
 
 def _what(task: Task) -> str:
-    """Return the side of a task, without its size or case, since a missing requirement affects all
-    of them.
-    """
+    """Return a task's name without size or case, since it cannot run at any of them."""
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
     if task.kind in ("engine", "train"):
@@ -243,8 +242,9 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield every case of every operation and implementation in both dtypes: this project's kernels
-    first, and the first cases of each.
+    """Yield every case of every operation and implementation in both dtypes.
+
+    This project's kernels are first, and so are the first cases of each operation.
 
     The tasks of a case are a unit, whose float64 results are computed once. Implementations that
     run only on request (fla's approximations) are less precise than the cases require, and are only
@@ -362,9 +362,7 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
-    """Yield the trainer's engine on random tokens: tokens/s, MFU, and peak memory compared with the
-    plan's.
-    """
+    """Yield the trainer's engine on random tokens: tokens/s, MFU, and peak memory."""
     for number, name in enumerate(THROUGHPUT):
         job = engines.Job(
             "megatron",
@@ -390,8 +388,9 @@ def _tiny(job: engines.Job) -> engines.Job:
 
 
 def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield every operation and its baselines at every length. The kernels are compiled before,
-    many at a time.
+    """Yield every operation and its baselines at every length.
+
+    The kernels are compiled before, many at a time.
     """
     baselines: dict[str, Task] = {}
     for name, workload in WORKLOADS.items():
@@ -424,9 +423,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def sides(op: str) -> tuple[str, ...]:
-    """Return the timed implementations of an operation: "auto", the reference, and each faster one
-    if it has several.
-    """
+    """Return the timed implementations: "auto", "reference", and each faster one if several exist."""
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")
 
@@ -439,8 +436,10 @@ def _baseline(name: str, size: Size, rank: float) -> Task:
 
 
 def _rank(workload: str, implementation: str, tokens: int) -> float:
-    """Return the rank: targets first, then every operation at 4096, then the other lengths; the
-    references, which are slow, last.
+    """Return the rank of a task of an operation.
+
+    Targets are first, then every operation at 4096, then the other lengths; the references, which
+    are slow, are last.
     """
     if implementation == "reference":
         return 7 if tokens <= 4096 else 8 + tokens / 1e5

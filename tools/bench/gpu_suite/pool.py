@@ -1,5 +1,6 @@
-"""Processes that perform the tasks: several at a time for tasks that are not timed, else one. A
-process that exceeds its limit is ended.
+"""Processes that perform the tasks: several at a time for tasks that are not timed, else one.
+
+A process that exceeds its limit is ended.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ class Worker:
         self.kind = ""  # kind of the current task
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
-        """Return the worker's answer, or a gap if the process ends or takes more than ``limit``
-        seconds.
-        """
+        """Return the worker's answer, or a gap if it ends or takes over ``limit`` seconds."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         self.kind = task.kind
@@ -125,8 +124,9 @@ class Worker:
         return self.process
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        """Kill the process. If it has started other processes, send SIGTERM first, since their
-        ranks would outlive it.
+        """Kill the process.
+
+        If it has started other processes, send SIGTERM first, since their ranks would outlive it.
         """
         if self.kind in WITH_PROCESSES:
             self._signal(process, signal.SIGTERM)
@@ -140,8 +140,9 @@ class Worker:
             os.killpg(process.pid, number)  # the process leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer with the sanitizer's new messages: {"checked": the worker's result,
-        "reported": [first lines]}.
+        """Return the answer with the sanitizer's new messages.
+
+        Its result is {"checked": the worker's result, "reported": [first lines]}.
         """
         text = ""
         if self.messages.exists():
@@ -185,8 +186,9 @@ class Clock:
         return self.now() - self.began
 
     def expected(self, task: Task) -> float:
-        """Return the seconds that a task is expected to take: the maximum of its kind so far,
-        between a third and three times its guess.
+        """Return the seconds that a task is expected to take.
+
+        This is the maximum of its kind so far, but between a third and three times its estimate.
         """
         return min(
             MARGIN * task.seconds,
@@ -194,9 +196,7 @@ class Clock:
         )
 
     def fits(self, task: Task, until: float) -> bool:
-        """Return True if the task fits into its phase, which ends ``until`` seconds after the
-        start.
-        """
+        """Return True if the task fits into its phase, which ends ``until`` seconds after start."""
         return self.elapsed + self.expected(task) <= until
 
     def limit(self, task: Task, until: float) -> float:

@@ -1,4 +1,5 @@
 """Presentation of the record: a Markdown page, a picture, and the short table that is printed last.
+
 Every ratio names its baseline.
 """
 
@@ -61,8 +62,10 @@ def report(record: Record, results: Results) -> str:
 
 
 def short(results: Results, *, dry: bool = False) -> str:
-    """Return the text that is printed last: the targets (not for a dry run), each operation at 4096
-    tokens, and the large models.
+    """Return the text that is printed last.
+
+    It contains the targets (not for a dry run), each operation at 4096 tokens, and the large
+    models.
     """
     lines = []
     for name in WORKLOADS:
@@ -101,8 +104,9 @@ def targets(results: Results) -> str:
 
 
 def correctness(results: Results) -> str:
-    """Return a table of the worst result of each operation, implementation and dtype: its error
-    against float64 and its bound.
+    """Return a table of the worst result of each operation, implementation and dtype.
+
+    Its columns include the error against float64 and the bound.
     """
     rows = []
     for (op, implementation, dtype), findings in _by_side(results).items():
@@ -150,9 +154,7 @@ def _share(finding: dict[str, Any]) -> float:
 
 
 def trainer(results: Results) -> str:
-    """Return a table of the trainer's runs: whether each completed and agrees with the run that it
-    is compared with.
-    """
+    """Return a table of the trainer's runs and of their agreement with the compared runs."""
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
@@ -242,8 +244,9 @@ def operations(results: Results) -> str:
 
 
 def engines(results: Results) -> str:
-    """Return a table of FEM's attention by each engine, relative to standard attention of (d_k, 2
-    d_v) by the same engine.
+    """Return a table of FEM's attention relative to standard attention by the same engine.
+
+    Standard attention has the widths (d_k, 2 d_v).
     """
     rows = []
     for name, workload in WORKLOADS.items():

@@ -1,6 +1,4 @@
-"""Results so far: the record of outcomes on disk, and the ratios, targets and tables computed from
-them.
-"""
+"""Results so far: the record on disk, and the ratios, targets and tables computed from it."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """True if a check ended in an error that is not due to the machine's memory or an
-        unsupported case.
-        """
+        """True if a check ended in an error, except for lack of memory and unsupported cases."""
         wanted = self.task.kind in CHECKS or self.task.part == "throughput"
         return wanted and self.gap is not None and not self.refused and self.gap != OUT_OF_MEMORY
 
@@ -64,8 +60,9 @@ class Outcome:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Errors that a check of an operation found, with their identification. A null in the JSON
-        (not finite) becomes infinity.
+        """Errors that a check of an operation found, with their identification.
+
+        A null in the JSON (not finite) becomes infinity.
         """
         if self.gap is not None or self.task.kind not in ("correctness", "sanitize"):
             return []
@@ -88,8 +85,10 @@ class Outcome:
 
 @dataclass
 class Record:
-    """Contents of the folder's outcomes.jsonl: a line for each start of the suite, and a line for
-    each outcome, written immediately.
+    """Contents of the folder's outcomes.jsonl.
+
+    The file has a line for each start of the suite, and a line for each outcome, written
+    immediately.
 
     sessions: {"machine", "minutes", "dry", "planned": names, "cannot": name -> reason}, in their
     order. outcomes: task name -> outcome; the last one of a task counts. damaged: number of
@@ -163,7 +162,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Side:
-    """Measurement of one side: seconds of forward and of forward + backward, and matrix FLOPs and
+    """Seconds, FLOPs and bytes of one measured implementation.
+
+    forward, both: seconds of forward and of forward + backward. flops, bytes: matrix FLOPs and
     bytes of both passes.
 
     spread: the larger spread of the two timings.
@@ -190,8 +191,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Target:
-    """Performance target of the project: at most ``bound``, or at least ``bound``. A value of None
-    is not measured.
+    """Performance target of the project: at most ``bound``, or at least ``bound``.
+
+    A value of None is not measured.
     """
 
     what: str
@@ -280,8 +282,9 @@ class Results:
         )
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
-        """Yield (engine, ratio of forward + backward to standard attention, side of the workload)
-        for each engine that both have.
+        """Yield (engine, ratio to standard attention, own side) for each engine that both have.
+
+        The ratio is that of forward + backward.
         """
         for name, side in self.against(workload, tokens).items():
             engine = BASELINES[name].engine
@@ -301,9 +304,7 @@ class Results:
         return self._per_token((scale, variant, recompute), (scale, base, recompute))
 
     def packed_ratio(self, scale: str, variant: str) -> float | None:
-        """Return a training step on separate documents relative to one on joined documents, both
-        per token.
-        """
+        """Return the ratio of a training step on separate documents to joined ones, per token."""
         return (
             self._per_token((scale, variant, False), (PACKED[scale], variant, False))
             if scale in PACKED
@@ -320,8 +321,9 @@ class Results:
         return ratio
 
     def utilisation(self, scale: str, variant: str, *, recompute: bool = False) -> float | None:
-        """Return the MFU, relative to the data sheet's peak if the device is known, else to the
-        measured peak.
+        """Return the MFU.
+
+        The peak is the data sheet's if the device is known, else the measured one.
         """
         found, listed = self.models.get((scale, variant, recompute)), peak_tflops(self.device_name)
         peak = listed * 1e12 if listed else (self.roofs or {}).get("matmul_flops")
@@ -397,8 +399,9 @@ class Results:
         return [tokens for tokens in LENGTHS if (workload, implementation, tokens) in self.ops]
 
     def engine_table(self) -> list[Entry]:
-        """Return microseconds of forward + backward of FEM's attention by engine, the table by
-        which ``kernels.fem_attention`` selects.
+        """Return the table by which ``kernels.fem_attention`` selects an engine.
+
+        It contains microseconds of forward + backward of FEM's attention by each engine.
         """
         entries = []
         for name, workload in WORKLOADS.items():

@@ -1,5 +1,6 @@
-"""Runs of the trainer on generated tokens, each in a process of ``python -m pretrain``, and their
-comparison with each other.
+"""Runs of the trainer on generated tokens, and their comparison with each other.
+
+Each run is a process of ``python -m pretrain``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class TrainerError(Exception):
 
 
 def write_data(folder: Path) -> None:
-    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer that names the end of
-    a document.
+    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer.
+
+    The tokenizer names only the end of a document.
 
     A token is 7 times the previous one plus noise, modulo the vocabulary. The training split has
     0.4 M tokens.
@@ -79,8 +81,9 @@ def write_data(folder: Path) -> None:
 
 
 def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Perform one task of the kind "train" (`tools.bench.gpu_suite.plan`) in the suite's working
-    folder.
+    """Perform one task of the kind "train" in the suite's working folder.
+
+    `tools.bench.gpu_suite.plan` defines the tasks.
 
     Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and for a run that is compared
     with another one also {"worst": largest relative difference of a loss, "bound", "equal": True if
@@ -141,8 +144,9 @@ def _compare(
 
 
 def _copy_run(source: Path, folder: Path, step: int) -> None:
-    """Copy a run in its state when the checkpoint of ``step`` was its last. Raises TrainerError if
-    that checkpoint is missing.
+    """Copy a run in its state when the checkpoint of ``step`` was its last.
+
+    Raises TrainerError if that checkpoint is missing.
     """
     kept = f"step_{step:08d}"
     if not (source / "checkpoints" / kept).is_dir():

@@ -1,5 +1,7 @@
-"""Process that performs tasks. It reads a JSON line per task and answers with a JSON line:
-``{"result": ...}`` or ``{"gap": reason}``.
+"""Process that performs tasks.
+
+It reads a JSON line per task and answers with a JSON line: ``{"result": ...}`` or ``{"gap":
+reason}``.
 
 It ends after a fault of the GPU, after which its results could not be trusted; the suite starts
 another one.
@@ -40,8 +42,9 @@ _expected: dict[tuple[Any, ...], Expected] = {}  # results of the last case only
 
 
 def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
-    """Return the result of one task of `tools.bench.gpu_suite.plan`, as JSON values. It should take
-    at most ``limit`` seconds.
+    """Return the result of one task of `tools.bench.gpu_suite.plan`, as JSON values.
+
+    It should take at most ``limit`` seconds.
     """
     if kind == "train":
         return train(arguments, limit)
@@ -51,8 +54,9 @@ def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check one implementation. The case's float64 results are cached for the next task of the same
-    case.
+    """Check one implementation.
+
+    The case's float64 results are cached for the next task of the same case.
     """
     suite, real = suites()[arguments["op"]], not arguments.get("small", False)
     key = arguments["op"], arguments["case"], arguments["dtype"], real
@@ -66,9 +70,7 @@ def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compile(arguments: dict[str, Any]) -> None:
-    """Run an operation at every timed size, forward and backward, so that Triton's cache contains
-    its kernels.
-    """
+    """Run an operation at every timed size, forward and backward, to fill Triton's cache."""
     workload = WORKLOADS[arguments["workload"]]
     for tokens in arguments.get("lengths", LENGTHS):
         size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
@@ -81,8 +83,9 @@ def _compile(arguments: dict[str, Any]) -> None:
 
 
 def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the FLOP/s of a bf16 matrix product of random numbers, and the bytes per second, read
-    and written, of a copy.
+    """Return the FLOP/s of a bf16 matrix product of random numbers, and a copy's bytes/s.
+
+    The copy's bytes are read and written.
     """
     width = arguments.get("matmul", MATMUL)
     count = arguments.get("copy", COPY)
@@ -119,8 +122,9 @@ def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Time a complete model's training step. If the batch does not fit, try half of it, then
-    recomputation.
+    """Time a complete model's training step.
+
+    If the batch does not fit, try half of it, then recomputation.
     """
     scale = replace(SCALES[arguments["scale"]], batch=arguments["batch"])
     recompute = arguments["recompute"]
@@ -157,8 +161,9 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Run an engine's training in separate processes. If the time limit ends it, the completed
-    steps count.
+    """Run an engine's training in separate processes.
+
+    If the time limit ends it, the completed steps count.
     """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
@@ -214,8 +219,9 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process's group when the suite no longer exists. Its child processes get SIGTERM and
-    time to stop first.
+    """End this process's group when the suite no longer exists.
+
+    Its child processes get SIGTERM and time to stop first.
     """
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -225,8 +231,9 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> int:
-    """Answer until the input ends. The output of libraries is redirected to stderr, so that it is
-    not read as an answer.
+    """Answer until the input ends.
+
+    The output of libraries is redirected to stderr, so that it is not read as an answer.
     """
     # Ignore the group's SIGTERM; the child processes have the default handler.
     signal.signal(signal.SIGTERM, lambda *_: None)

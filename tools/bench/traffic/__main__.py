@@ -1,5 +1,6 @@
-"""``python -m tools.bench.traffic``: bytes per token and layer that move through a GPU's memory,
-and the modelled step. Needs no GPU.
+"""``python -m tools.bench.traffic``: memory traffic per token and layer, and the modelled step.
+
+The traffic is in bytes through a GPU's memory; no GPU is needed.
 
 Modelled, not measured. ``--write`` writes the tables to docs/benchmarks/paper.md.
 """
@@ -63,8 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print or write the tables. Return 0. Raises UserError if triton is missing or an argument is
-    wrong.
+    """Print or write the tables.
+
+    Return 0. Raises UserError if triton is missing or an argument is wrong.
     """
     if triton_version() is None:
         raise UserError(
@@ -120,8 +122,9 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Return the steps of GLA and of all mixers that need no package, with the widths of the 1.3B
-    Transformer, which is the first.
+    """Return the steps of GLA and of all mixers that need no package, the Transformer first.
+
+    All have the widths of the 1.3B Transformer.
 
     Sequences have ``tokens`` tokens, or the mixer's maximum if that is less.
     """
@@ -168,8 +171,9 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def mixers_table(steps: list[Step]) -> str:
-    """Return a row per mixer: KiB per token and layer by pass, and the step's time per token
-    relative to the Transformer's.
+    """Return a row per mixer: KiB per token and layer by pass, and the ratio to the Transformer.
+
+    The ratio is that of the step's time per token.
     """
     base, rows = steps[0], []
     for step in steps:

@@ -1,5 +1,6 @@
-"""Modelled training step: times from the counts of `fem_megatron.trace`, by a roofline model of a
-GPU. Modelled, not measured.
+"""Modelled training step: times from the counts of `fem_megatron.trace` and a roofline model.
+
+The times are modelled, not measured.
 
 A kernel takes its bytes divided by the bandwidth, or its matrix products divided by their rate,
 whichever is longer, and the gap to the next kernel. A step consists of the layers, the operations
@@ -29,8 +30,10 @@ from tools.bench.whole_model import LanguageModel
 
 @dataclass(frozen=True)
 class Roof:
-    """Achievable rates of a GPU: bytes/s, and FLOP/s of products, and of attention and tiles
-    (forward, backward).
+    """Rates that a GPU reaches.
+
+    bandwidth: bytes/s. products, wide: FLOP/s of bfloat16 and float32 products. attention, tiles:
+    FLOP/s forward, backward.
 
     gap: seconds between kernels.
     """

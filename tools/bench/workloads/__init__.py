@@ -1,5 +1,6 @@
-"""Timed operations, as their layers call them, and their baselines. Both have names, so that other
-processes can select them.
+"""Timed operations, as their layers call them, and their baselines.
+
+Both have names, so that other processes can select them.
 """
 
 from tools.bench.workloads.base import (

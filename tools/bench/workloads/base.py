@@ -1,6 +1,4 @@
-"""Definition of a workload: an operation's inputs at production shapes, the call, and its minimum
-FLOPs. Also the baselines.
-"""
+"""Definition of workloads and baselines: inputs at production shapes, calls and minimum FLOPs."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a call: sequences, tokens per sequence, heads, and the width of a head's queries and
-    keys and of its values.
+    """Shape of a call.
+
+    batch: sequences. tokens: of each. key: width of a head's queries and keys. value: width of its
+    values.
     """
 
     batch: int
@@ -49,8 +49,9 @@ class Size:
 
 
 class Draw:
-    """Generator of random tensors of one dtype on one device, which require gradients. Equal seeds
-    give equal numbers.
+    """Generator of random tensors of one dtype on one device, which require gradients.
+
+    Equal seeds give equal numbers.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
@@ -72,8 +73,9 @@ class Draw:
         *,
         wide: bool = False,
     ) -> Tensor:
-        """Return a [batch, heads, tokens, width] view of memory in the layers' layout, [tokens,
-        batch, heads, width].
+        """Return a [batch, heads, tokens, width] view of a [tokens, batch, heads, width] tensor.
+
+        The latter is the layers' memory layout.
         """
         drawn = torch.randn(
             size.tokens, size.batch, size.heads, width, generator=self.rng, device=self.device
@@ -86,9 +88,7 @@ class Draw:
         )
 
     def packed(self, *shape: int, parts: int) -> tuple[Tensor, ...]:
-        """Return ``parts`` tensors of this shape that are interleaved in memory, like the slices of
-        a projection.
-        """
+        """Return ``parts`` tensors that are interleaved in memory, like a projection's slices."""
         drawn = torch.randn(*shape, parts, generator=self.rng, device=self.device).to(self.dtype)
         return tuple(part.requires_grad_() for part in drawn.unbind(-1))
 
@@ -138,9 +138,7 @@ class Workload:
     baselines: Mapping[str, Callable[[Size], Size]] = field(default_factory=dict)
 
     def size(self, tokens: int, total: int) -> Size:
-        """Return the production shape: sequences of ``tokens`` tokens that make ``total`` tokens,
-        at least one sequence.
-        """
+        """Return the production shape: ``total`` tokens in at least one sequence of ``tokens``."""
         return Size(max(1, total // tokens), tokens, self.heads, self.key, self.value)
 
     def small_size(self, tokens: int) -> Size:
@@ -154,8 +152,7 @@ def no_products(size: Size) -> tuple[float, float]:
 
 
 def per_pair(widths: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
-    """Return the FLOPs function of attention: forward 2 FLOPs for each of ``widths`` numbers per
-    query-key pair.
+    """Return the FLOPs function of attention, with ``widths`` multiply-adds per query-key pair.
 
     The backward pass recomputes the scores and needs 2.5 times the forward FLOPs.
     """
@@ -163,8 +160,9 @@ def per_pair(widths: Callable[[Size], float]) -> Callable[[Size], tuple[float, f
 
 
 def per_token(products: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
-    """Return the FLOPs function of a recurrence: forward 2 FLOPs for each of ``products`` products
-    per token, backward twice that.
+    """Return the FLOPs function of a recurrence, with ``products`` multiply-adds per token.
+
+    The backward pass needs twice the forward FLOPs.
     """
     return lambda size: (2 * size.rows * products(size), 4 * size.rows * products(size))
 
@@ -186,8 +184,9 @@ def attention_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
-    """Return a call that passes the inputs to an operation as keyword arguments; of several results
-    it returns the first.
+    """Return a call that passes the inputs to an operation as keyword arguments.
+
+    Of several results it returns the first.
     """
 
     def call(inputs: Inputs, implementation: str) -> Outputs:
@@ -210,8 +209,9 @@ def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
 
 
 def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
-    """Return standard attention by an engine of ``kernels.fem_attention``, for engines that
-    scaled_dot_product_attention does not offer.
+    """Return standard attention by an engine of ``kernels.fem_attention``.
+
+    It is used for engines that scaled_dot_product_attention does not offer.
     """
 
     def call(inputs: Inputs) -> Outputs:
@@ -289,8 +289,9 @@ def _fla_simple_gla(inputs: Inputs) -> Outputs:
 
 
 def scan_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return log-decays a <= 0 and x, both float32 [batch, tokens, heads * value]: the
-    conditioner's channels in fla's layout.
+    """Return log-decays a <= 0 and x, both float32 [batch, tokens, heads * value].
+
+    These are the conditioner's channels in fla's layout.
     """
     shape = (size.batch, size.tokens, size.heads * size.value)
     return {

@@ -1,5 +1,6 @@
-"""Operations with a cost quadratic in the tokens, as their layers call them, each with standard
-attention of the same data size as baseline.
+"""Operations with a cost quadratic in the tokens, as their layers call them.
+
+Their baseline is standard attention of the same data size.
 """
 
 from __future__ import annotations

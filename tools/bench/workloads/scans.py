@@ -1,5 +1,6 @@
-"""Operations with a cost linear in the tokens, as their layers call them, with
-flash-linear-attention's counterparts as baselines.
+"""Operations with a cost linear in the tokens, as their layers call them.
+
+Their baselines are flash-linear-attention's counterparts.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ from tools.bench.workloads.reads import gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return the projection's slices in the layer's layout, tokens first, and the inputs of the
-    gated read.
-    """
+    """Return the projection's slices, tokens first as in the layer, and the gated read's inputs."""
     shape = (size.tokens, size.batch, size.heads)
     return {
         "q": draw.normal(*shape, size.key),
@@ -155,8 +154,9 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return the inputs for FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of
-    every head, and the conditioner's features.
+    """Return the inputs for FEM over a softmax prior.
+
+    z is [q | k | v | lambda's logit | g's logit] of every head; the features are the conditioner's.
     """
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
     z = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values()))
@@ -184,9 +184,7 @@ def _projection(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return the Transformer's projection, [q | k | v] of every head, of which queries and keys are
-    slices.
-    """
+    """Return the Transformer's projection [q | k | v] of every head, with cos and sin."""
     z = draw.normal(size.tokens, size.batch, size.heads, 3 * size.key)
     cos, sin = (t.to(z.dtype) for t in rotations(z, size.key, Context(), Rope(10000.0)))
     return {"z": z, "cos": cos, "sin": sin}
