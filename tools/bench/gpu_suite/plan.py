@@ -423,7 +423,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def sides(op: str) -> tuple[str, ...]:
-    """Return the timed implementations: "auto", "reference", and each faster one if several exist."""
+    """Return the timed implementations: "auto", "reference", and faster ones if several exist."""
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")
 
