@@ -41,8 +41,9 @@ Ratios = dict[str, float]
 class Effort:
     """Size of the measurement.
 
-    tokens: of the operations. layers, hidden, model_tokens: of the models. budget: seconds of one
-    timing.
+    tokens: lengths of the operations.
+    layers, hidden, model_tokens: size of the models.
+    budget: seconds of one timing.
     """
 
     tokens: tuple[int, ...]

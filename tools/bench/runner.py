@@ -140,8 +140,9 @@ SLOW = 1.0  # seconds; a call that takes longer is repeated less often
 class Timing:
     """Timing of a call.
 
-    seconds: median of one call. spread: difference between the medians of the two passes, as a
-    share of ``seconds``. calls: number of timed calls.
+    seconds: median of one call.
+    spread: difference between the medians of the two passes, as a share of ``seconds``.
+    calls: number of timed calls.
     """
 
     seconds: float

@@ -140,8 +140,8 @@ OUTER = {
 class LanguageModel(nn.Module):
     """Embedding, blocks, final norm and output layer, initialised like the training model.
 
-    device: default is this process's device. parallel: the `Parallel` interface that the layers
-    use; None: the fused kernels of this machine.
+    device: default is this process's device.
+    parallel: the `Parallel` interface that the layers use; None: the fused kernels of this machine.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class LanguageModel(nn.Module):
 class StepCost:
     """Cost of one training step of one model.
 
-    flops: FLOPs of the model, forward + backward, without recomputation. peak_bytes: peak memory of
-    the device.
+    flops: FLOPs of the model, forward + backward, without recomputation.
+    peak_bytes: peak memory of the device.
     """
 
     step: Timing

@@ -24,8 +24,8 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 class Found:
     """Quantities of a model, and a title.
 
-    values: name (``layer_03/mixer/step_norm``) -> number. title: describes the model, step and
-    data.
+    values: name (``layer_03/mixer/step_norm``) -> number.
+    title: describes the model, step and data.
     """
 
     values: dict[str, float]

@@ -50,8 +50,9 @@ class Clock(StoppingCriteria):
 class Answer:
     """Texts of the prompts, with the data for their costs.
 
-    rows: each prompt's new tokens. sizes: prompt lengths in tokens. cache: the cache that
-    ``generate`` returned, or None.
+    rows: each prompt's new tokens.
+    sizes: prompt lengths in tokens.
+    cache: the cache that ``generate`` returned, or None.
     """
 
     prompts: list[str]

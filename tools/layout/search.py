@@ -24,8 +24,8 @@ from tools.layout.step import Machine, mfu, seconds
 class Axis:
     """One configuration key of the search.
 
-    values: the values to try. word: text for the key's value in a layout's name; empty if the value
-    needs no mention.
+    values: the values to try.
+    word: text for the key's value in a layout's name; empty if the value needs no mention.
     """
 
     key: str

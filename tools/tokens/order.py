@@ -51,8 +51,9 @@ class Piece(NamedTuple):
 class Beside:
     """Files next to a source's .bin file.
 
-    lengths: tokens of each document, int32 [n]. ids: file of the document ids. fault: reason why
-    both are missing.
+    lengths: tokens of each document, int32 [n].
+    ids: file of the document ids.
+    fault: reason why both are missing.
     """
 
     lengths: npt.NDArray[np.int32] | None = None
@@ -63,8 +64,8 @@ class Beside:
 class Source:
     """Order of the samples of one .bin/.idx pair.
 
-    prefix: the path from which the run read the pair. base: common prefix of its files in the
-    cache.
+    prefix: the path from which the run read the pair.
+    base: common prefix of its files in the cache.
     """
 
     def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:

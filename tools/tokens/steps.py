@@ -26,9 +26,10 @@ class Steps:
     """Assignment of an order's samples to steps.
 
     points: (step, samples of the order that were consumed at its end), ascending, from the order's
-    beginning to its end. If training returned to an earlier checkpoint after a loss spike, a step
-    occurs twice; the second entry includes the samples that were skipped. batches: the batch sizes
-    that the run has had. done: the last completed step.
+        beginning to its end. If training returned to an earlier checkpoint after a loss spike, a
+        step occurs twice; the second entry includes the samples that were skipped.
+    batches: the batch sizes that the run has had.
+    done: the last completed step.
     """
 
     points: list[tuple[int, int]]
@@ -89,8 +90,9 @@ class RunRecord:
 
     The order is that of a stage, or the only one of a run without stages.
 
-    parts: the stages up to and including this one, or the run. order_samples: number of samples for
-    which the order was drawn. contents_key: identifier of the data; None without a checkpoint.
+    parts: the stages up to and including this one, or the run.
+    order_samples: number of samples for which the order was drawn.
+    contents_key: identifier of the data; None without a checkpoint.
     """
 
     parts: list[Part]

@@ -37,8 +37,11 @@ WORKER_ROUNDS = 3  # minimum: wall time has outliers that CPU time does not have
 class Effort:
     """Size of the measurement.
 
-    megabytes: of text by corpus. pairs: (corpus, tokenizer style). copies: of the first corpus, for
-    two workers. documents: of the index. again: runs of data_prep in each round.
+    megabytes: of text by corpus.
+    pairs: (corpus, tokenizer style).
+    copies: of the first corpus, for two workers.
+    documents: of the index.
+    again: runs of data_prep in each round.
     """
 
     megabytes: dict[str, float]
@@ -66,7 +69,8 @@ class Bench:
 
     Corpora, tokenizers and results are made when they are first needed.
 
-    cache: folder that later runs use again. scratch: temporary folder.
+    cache: folder that later runs use again.
+    scratch: temporary folder.
     """
 
     def __init__(

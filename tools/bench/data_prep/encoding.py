@@ -29,7 +29,8 @@ Tell = Callable[[str], None]
 class Side:
     """Results of one pipeline on one corpus.
 
-    rates: megabytes of text per CPU second in each round. cpu, startup: CPU seconds in each round.
+    rates: megabytes of text per CPU second in each round.
+    cpu, startup: CPU seconds in each round.
     sha256: hashes of its outputs.
     """
 
@@ -156,8 +157,8 @@ def once(
 class Scaling:
     """Speed of two workers relative to one in each round (wall time, without start-up).
 
-    others: cores that other programs used meanwhile; None if the system does not report it. load:
-    load average at the start.
+    others: cores that other programs used meanwhile; None if the system does not report it.
+    load: load average at the start.
     """
 
     speedups: tuple[float, ...]

@@ -48,7 +48,8 @@ if __name__ == "__main__":
 class Kit:
     """A tokenizer in the formats of all pipelines.
 
-    folder: for data_prep. plain: one file for the others, which appends EOD to each text.
+    folder: for data_prep.
+    plain: one file for the others, which appends EOD to each text.
 
     The file has no special tokens, so that all pipelines, like data_prep, encode their literal
     strings as text.

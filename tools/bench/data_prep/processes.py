@@ -47,8 +47,9 @@ class BenchError(Fault):
 class Usage:
     """Cost of a command.
 
-    wall: seconds. cpu: user and system seconds, children included. peak_bytes: resident bytes of
-    its largest process.
+    wall: seconds.
+    cpu: user and system seconds, children included.
+    peak_bytes: resident bytes of its largest process.
     """
 
     wall: float

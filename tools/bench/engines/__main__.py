@@ -46,8 +46,9 @@ LOGS = Path("runs/bench_engines")
 class Bench:
     """State of one benchmark: its settings, and the ranks' answers so far.
 
-    out: JSON file, written after every round of a variant and after every timed step. logs: see
-    `launch`. cannot: variant -> reason why it is not measured, or no longer.
+    out: JSON file, written after every round of a variant and after every timed step.
+    logs: see `launch`.
+    cannot: variant -> reason why it is not measured, or no longer.
     """
 
     job: Job

@@ -24,13 +24,15 @@ COLUMNS = (
 class Figures:
     """Figures of one variant.
 
-    steps: median seconds of a step in each round; a step ends when its last rank does. peaks: bytes
-    of each rank's device, median over the rounds. hosts: bytes of host memory in runs on a GPU;
-    None on a CPU. planned, planned_host: bytes of one rank in the plan. tokens: per step, over all
-    ranks. loss: of the last step, to check that the engines train alike. flops_per_token: of
-    training, in the plan. peak_flops: FLOP/s of all ranks' devices by the data sheet; None if
-    unknown (a CPU). partial: the limit ended a round before its last step; the completed steps
-    count.
+    steps: median seconds of a step in each round; a step ends when its last rank does.
+    peaks: bytes of each rank's device, median over the rounds.
+    hosts: bytes of host memory in runs on a GPU; None on a CPU.
+    planned, planned_host: bytes of one rank in the plan.
+    tokens: per step, over all ranks.
+    loss: of the last step, to check that the engines train alike.
+    flops_per_token: of training, in the plan.
+    peak_flops: FLOP/s of all ranks' devices by the data sheet; None if unknown (a CPU).
+    partial: the limit ended a round before its last step; the completed steps count.
     """
 
     steps: tuple[float, ...]

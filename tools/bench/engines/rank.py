@@ -47,9 +47,10 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
     """Fill ``answer``; call ``write()`` after the engine is built and after every step.
 
     building, untimed, seconds: seconds for building the engine, of each step before the timed ones,
-    and of each timed step. peak_bytes: after the warm-up, memory of the device (CUDA's allocator,
-    or the growth of the resident set on a CPU). host_bytes: growth of the host's memory, on CUDA
-    only.
+        and of each timed step.
+    peak_bytes: after the warm-up, memory of the device (CUDA's allocator, or the growth of the
+        resident set on a CPU).
+    host_bytes: growth of the host's memory, on CUDA only.
 
     Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded, or DeepSpeed refuses its
     settings) or RuntimeError (a step was skipped).

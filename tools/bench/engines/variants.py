@@ -74,11 +74,12 @@ SETTLING = 1  # steps between the warm-up and the timed ones, in which the alloc
 class Job:
     """Training of one variant on ``ranks`` processes.
 
-    warmup: steps whose memory is measured. steps: timed steps after them.
-
-    size: key of SIZES. model: replaces the model of the size; a name in configs/model or the path
-    of a YAML file. overrides: section.key=value for either. limit: seconds after which the ranks
-    are ended.
+    warmup: steps whose memory is measured.
+    steps: timed steps after them.
+    size: key of SIZES.
+    model: replaces the model of the size; a name in configs/model or the path of a YAML file.
+    overrides: section.key=value for either.
+    limit: seconds after which the ranks are ended.
     """
 
     variant: str

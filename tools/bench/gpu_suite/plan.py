@@ -70,10 +70,11 @@ DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 class Task:
     """One measurement or check, in the form that is sent to a worker; ``arguments`` is plain JSON.
 
-    rank: tasks with lower ranks run first. seconds: estimate, used until a task of the same kind
-    was measured. unit: tasks of one unit run in their order on one worker. together: not timed, so
-    that other tasks may run at the same time. tool: tool of compute-sanitizer under which the
-    worker runs.
+    rank: tasks with lower ranks run first.
+    seconds: estimate, used until a task of the same kind was measured.
+    unit: tasks of one unit run in their order on one worker.
+    together: not timed, so that other tasks may run at the same time.
+    tool: tool of compute-sanitizer under which the worker runs.
     """
 
     kind: str
@@ -120,7 +121,8 @@ def tasks(
 ) -> tuple[list[Task], dict[str, str]]:
     """Return all tasks in their order, and the sides that ``device`` cannot run: name -> reason.
 
-    device: None assumes a machine that can run all. dry: few tasks of each kind, at small sizes.
+    device: None assumes a machine that can run all.
+    dry: few tasks of each kind, at small sizes.
     """
     made: list[Task] = []
     makers = {

@@ -91,8 +91,9 @@ class Record:
     immediately.
 
     sessions: {"machine", "minutes", "dry", "planned": names, "cannot": name -> reason}, in their
-    order. outcomes: task name -> outcome; the last one of a task counts. damaged: number of
-    unreadable lines, for example the last line of a killed process.
+        order.
+    outcomes: task name -> outcome; the last one of a task counts.
+    damaged: number of unreadable lines, for example the last line of a killed process.
     """
 
     folder: Path
@@ -164,9 +165,8 @@ class Record:
 class Side:
     """Seconds, FLOPs and bytes of one measured implementation.
 
-    forward, both: seconds of forward and of forward + backward. flops, bytes: matrix FLOPs and
-    bytes of both passes.
-
+    forward, both: seconds of forward and of forward + backward.
+    flops, bytes: matrix FLOPs and bytes of both passes.
     spread: the larger spread of the two timings.
     """
 

@@ -32,9 +32,9 @@ from tools.bench.whole_model import LanguageModel
 class Roof:
     """Rates that a GPU reaches.
 
-    bandwidth: bytes/s. products, wide: FLOP/s of bfloat16 and float32 products. attention, tiles:
-    FLOP/s forward, backward.
-
+    bandwidth: bytes/s.
+    products, wide: FLOP/s of bfloat16 and float32 products.
+    attention, tiles: FLOP/s forward, backward.
     gap: seconds between kernels.
     """
 
@@ -87,8 +87,8 @@ BACKWARD = 2.5
 class Part:
     """Layers of one kind, or the operations before and after the layers.
 
-    count: number of these layers in the model. tiles: FLOPs of the Triton kernels with products,
-    forward.
+    count: number of these layers in the model.
+    tiles: FLOPs of the Triton kernels with products, forward.
     """
 
     count: int

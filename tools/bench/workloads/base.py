@@ -23,8 +23,10 @@ Outputs = tuple[Tensor, ...]
 class Size:
     """Shape of a call.
 
-    batch: sequences. tokens: of each. key: width of a head's queries and keys. value: width of its
-    values.
+    batch: sequences.
+    tokens: of each.
+    key: width of a head's queries and keys.
+    value: width of its values.
     """
 
     batch: int
@@ -119,11 +121,15 @@ class Baseline:
 class Workload:
     """An operation as a layer of this project calls it.
 
-    name: of the workload. op: name of the operation (``kernels.implementations``). call(inputs,
-    implementation): its outputs. flops(size): minimum matrix FLOPs of a forward and of a backward
-    pass (a multiply-add is two); 0: no matrix products. heads, key, value: shape in the 1.3B model.
-    small: shape for a CPU. baselines: name in ``BASELINES`` -> function from the workload's size to
-    the baseline's size with the same amount of data.
+    name: of the workload.
+    op: name of the operation (``kernels.implementations``).
+    call(inputs, implementation): its outputs.
+    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add is two);
+        0: no matrix products.
+    heads, key, value: shape in the 1.3B model.
+    small: shape for a CPU.
+    baselines: name in ``BASELINES`` -> function from the workload's size to the baseline's size
+        with the same amount of data.
     """
 
     name: str
