@@ -1,1 +1,1 @@
-"""Tools over finished runs, one room each."""
+"""Tools for finished runs and for the code itself; each package is one tool."""

@@ -106,8 +106,7 @@ def test_rounds_take_turns_and_go_on_without_what_fails(
     fails.add("megatron")
     assert bench.main(["--variants", "stage1"]) == 1
     assert (
-        "megatron, which the others are held against, cannot run: out of memory"
-        in capsys.readouterr().err
+        "megatron, the baseline of all ratios, cannot run: out of memory" in capsys.readouterr().err
     )
 
 
@@ -259,7 +258,7 @@ def test_steps_before_the_limit_count_and_the_log_is_kept(launched: Callable[...
     LOG.unlink()
     error, said = launched("hang", ends="engine built")
     assert (
-        error == f"no timed step within 900 s, and 3 of the 3 before them; log: {LOG}"
+        error == f"no timed step within 900 s, and 3 of the 3 steps before them; log: {LOG}"
         and "  | a rank's last words" in said
     )
 

@@ -353,10 +353,10 @@ def test_the_report_names_what_was_found_and_what_is_missing(
             "- aft_read, auto, 1024: out of memory",
         ),
         *(
-            "without an outcome, for want of time or because the suite was ended (1): ssm_read",
+            "without an outcome, for lack of time or because the suite was ended (1): ssm_read",
             "| 1.3B FEM-SM, C L T G ",
         ),
-        "| WRONG | 2.0e-02 apart, bound 1e-04 |",
+        "| WRONG | difference 2.0e-02, bound 1e-04 |",
     ):
         assert text in page
     (packed,) = (

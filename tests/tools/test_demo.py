@@ -199,7 +199,7 @@ def test_the_documents_have_the_demos_figures(
     """Between the markers, which the project's own pages have; what is around them stays; again, it changes nothing."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     pages.check(ROOT, ())
-    with pytest.raises(ConfigError, match=r"README.md has no <!-- demo:begin -->"):
+    with pytest.raises(ConfigError, match=r"README.md does not contain <!-- demo:begin -->"):
         pages.check(tmp_path, ())
     out, places = tmp_path / "demo", {name: tmp_path / page for name, page in pages.PAGES.items()}
     (tmp_path / "docs").mkdir()
@@ -267,7 +267,7 @@ def test_a_command_is_printed_as_typed_and_its_output_shown(
 @pytest.mark.parametrize(
     ("command", "limit", "told"),
     [
-        (["sh", "-c", "exit 3"], 120.0, "^encoding: the command above left with exit code 3$"),
+        (["sh", "-c", "exit 3"], 120.0, "^encoding: the command above failed: exit code 3$"),
         (["./nowhere"], 120.0, "nowhere cannot be started: No such file"),
         (["sh", "-c", "kill -TERM $$"], 120.0, "exit code -15"),
         (["sleep", "1000"], 1.0, "took more than 1 s"),

@@ -1,1 +1,4 @@
-"""Benchmarks: ratios measured side by side in one run, each beside its named baseline. No test may time anything; this room does."""
+"""Benchmarks: ratios to a named baseline that is measured in the same run.
+
+Tests never measure time; only this package does.
+"""

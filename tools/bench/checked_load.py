@@ -1,8 +1,11 @@
-"""``python -m tools.bench.checked_load``: what comparing checksums costs, beside the load of a checkpoint that it is part of.
+"""``python -m tools.bench.checked_load``: measure the cost of checksums when loading a checkpoint.
 
-A configuration's weights, zeros in fp32, are written as a run's first checkpoint and read by its reader in one process, with and without
-the comparison in turn; of each kind the fastest load counts. A thread compares while the next part is read, so the cost is small where a
-core is free for it; how long that thread computes stands beside it.
+The cost is the time that comparing them adds to the load.
+
+The benchmark writes the weights of a configuration (zeros, fp32) as a run's first checkpoint. One
+process then loads it with the run's reader, alternately with and without the comparison, and the
+fastest load of each kind counts. A thread compares each part while the next part is read, so the
+cost is small if a core is free for it. The table also shows the CPU time of that thread.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ RUN = "configs/run/fem_sm_1.3b_100bt.yaml"
 
 
 def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
-    """Of reading every tensor of a checkpoint, and of a core's within comparing; ``cached``: its files are in memory, else on the disk.
+    """Return (seconds to read all tensors of a checkpoint, CPU seconds of the comparison in them).
 
-    Tensors of one shape share a target, so that memory holds one of each.
+    cached: read the files from the page cache; otherwise from the disk. Tensors of the same shape
+    share one target tensor, so that only one tensor of each shape is in memory.
     """
     from pretrain.checkpoint.reader import CheckedReader
 
@@ -68,21 +72,23 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
             storage_reader=reader,
             no_dist=True,
         )
-    except CheckpointException as error:  # torch's, of whatever it met, a signal too
+    except CheckpointException as error:  # torch wraps every exception in it, even of a signal
         raise next(failure for failure, _ in error.failures.values()) from None
     return time.perf_counter() - began, computed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a Markdown table; returns the exit code."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "What comparing checksums costs beside the load of a checkpoint."
+        PROGRAM, "Measure how much comparing checksums adds to the time of loading a checkpoint."
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help=f"overrides of {RUN}"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where the checkpoint is written for the while (default: the one for temporary files)",
+        help="folder for the temporary checkpoint (default: the system's temporary folder)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="loads of each kind (default: 5)")
     options = parser.parse_args(arguments)
@@ -90,7 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Write the checkpoint, time its loads and print a row for each place that it is read from: 0. Raises ConfigError, StorageError."""
+    """Write the checkpoint, time its loads and print one row per place that it is read from.
+
+    Return 0.
+
+    Raises ConfigError or StorageError.
+    """
     config, rows = load_run(RUN, options.overrides), []
     platform.import_megatron()  # before anything imports Megatron-core
     platform.prepare()
@@ -105,7 +116,8 @@ def measure(options: argparse.Namespace) -> int:
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
         print(
-            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|"
+            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n"
+            "|---|---|---|---|---|"
         )
         for place, cached in (("disk", False), ("memory", True)):
             pairs = [

@@ -1,7 +1,11 @@
-"""``python -m tools.bench.cpu_suite``: every operation and small whole models on a CPU, as ratios, to see what a change made slower.
+"""``python -m tools.bench.cpu_suite``: measure all operations and small models on a CPU, as ratios.
 
-The sides of a ratio are timed in turn, three times, and the fastest time of each counts, since other programs may run beside. A ratio to
-standard attention of as many tokens says nothing about a GPU; its change from one commit to the next says something about the commit.
+Comparing two runs of the suite shows what a change made slower.
+
+The sides of a ratio are timed alternately, three times, and the fastest time of each counts, since
+other programs may run at the same time. A ratio to standard attention over the same number of
+tokens does not predict the ratio on a GPU, but its change between two commits shows the effect of
+the commits.
 """
 
 from __future__ import annotations
@@ -35,7 +39,12 @@ Ratios = dict[str, float]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: lengths of the operations, the models' layers, width and tokens, seconds for one timing."""
+    """Size of the measurement.
+
+    tokens: lengths of the operations.
+    layers, hidden, model_tokens: size of the models.
+    budget: seconds of one timing.
+    """
 
     tokens: tuple[int, ...]
     layers: int
@@ -49,7 +58,7 @@ FULL = Effort((128, 512, 1024), 4, 256, 512, 0.5)
 
 
 def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, float]]:
-    """Seconds of forward and of forward + backward: one side after the other, and again, the smallest of each."""
+    """Time all sides alternately; return the minimum seconds of (forward, forward + backward)."""
     found: dict[str, tuple[float, float]] = {}
     for _ in range(ROUNDS):
         for name, time_it in sides.items():
@@ -61,7 +70,10 @@ def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, flo
 
 
 def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
-    """One operation at one length: "auto" over standard attention of the same (d_k, 2 d_v), and over the reference."""
+    """Time "auto" relative to standard attention and to the reference, at one length.
+
+    Standard attention has the widths (d_k, 2 d_v).
+    """
     workload = WORKLOADS[name]
     size = workload.small_size(tokens)
     reading = Size(size.batch, size.tokens, size.heads, size.key, 2 * size.value)
@@ -81,7 +93,10 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
 
 
 def models(effort: Effort) -> Iterator[dict[str, Any]]:
-    """A training step of each whole model, and its ratio to the Transformer's, which is measured before each."""
+    """Yield the time of each model's training step, and its ratio to the Transformer's.
+
+    The Transformer is measured before each model.
+    """
     scale = small_scale(effort)
 
     def seconds(variant: str) -> float:
@@ -100,7 +115,7 @@ def models(effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def small_scale(effort: Effort) -> Scale:
-    """A model for a CPU."""
+    """Return model sizes that fit a CPU."""
     model = replace(
         SCALES["table 5"].model,
         num_layers=effort.layers,
@@ -112,7 +127,7 @@ def small_scale(effort: Effort) -> Scale:
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """The ratios as Markdown: operations, then models."""
+    """Return the ratios as Markdown tables: operations, then models."""
     operations, steps = [], []
     for row in rows:
         what, tokens = row["what"].removeprefix("model: "), str(row["tokens"])
@@ -140,7 +155,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
-    """What takes over 20% more of the yardstick's time than in ``earlier``, a line each."""
+    """Return a line for each ratio to a baseline that is over 20% larger than in ``earlier``."""
     found = []
     before = {(row["what"], row["tokens"]): row for row in earlier}
     for row in rows:
@@ -150,7 +165,8 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
                 then = old.get(ratio, {}).get(which)
                 if then and now > SLOWER * then:
                     found.append(
-                        f"{row['what']}, {row['tokens']} tokens, {which}: {now / then:.2f} times slower ({then:.2f} -> {now:.2f})"
+                        f"{row['what']}, {row['tokens']} tokens, {which}: "
+                        f"{now / then:.2f} times slower ({then:.2f} -> {now:.2f})"
                     )
     return found
 
@@ -158,7 +174,7 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
 def measure_all(
     effort: Effort, only: list[str] | None, tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every row, and a line for each operation that could not be timed."""
+    """Return all rows, and one line for each operation that could not be timed."""
     rows, gaps = [], []
     wanted = [name for name in WORKLOADS if not only or name in only]
     for name in wanted:
@@ -176,7 +192,7 @@ def measure_all(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run's JSON. Raises UserError, StorageError."""
+    """Return the rows of an earlier run's JSON file. Raises UserError, StorageError."""
     with files_told():
         text = path.read_text(encoding="utf-8")
     try:
@@ -187,10 +203,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
+    """Run the command. Return 0, or 2 if the file of ``--compare`` cannot be read."""
     parser = runner.command_line(
         PROGRAM,
-        "Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
+        "Measure all operations and small models on a CPU, as ratios to standard attention and "
+        "the Transformer.",
     )
     parser.add_argument(
         "--quick",
@@ -202,20 +219,23 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         metavar="NAME",
         choices=[*WORKLOADS, "models"],
-        help="these operations alone, or models",
+        help="only these operations, or models",
     )
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="PATH",
-        help="an earlier --json: say what became over 20%% slower",
+        help="JSON file of an earlier run: list the ratios that are now over 20%% larger",
     )
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time what was asked for and print the table: 0. Raises UserError where ``--compare``'s file cannot be read."""
+    """Time the selected operations and models and print the table. Return 0.
+
+    Raises UserError if the file of ``--compare`` cannot be read.
+    """
     earlier = read_rows(options.compare) if options.compare else []
     began = time.monotonic()
 

@@ -1,7 +1,10 @@
-"""``python -m tools.bench.diagnostics_cost``: what a look at every layer costs, beside the training step that it is part of.
+"""``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics.
 
-Steps with and without a look alternate in one process, on random tokens. The cost of an interval is the look's share divided by it. What
-is looked at is the run's: with ``log.diagnostics=[tensors]`` the norms of all tensors.
+The cost is relative to the training step that they are part of.
+
+Steps with and without diagnostics alternate in one process, on random tokens. The cost at an
+interval is the share of one observation divided by the interval. The configuration selects the
+diagnostics: ``log.diagnostics=[tensors]`` measures the norms of all tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ VOCABULARY = 4096
 
 
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
-    """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
+    """Return the median seconds of a plain step, and the median seconds that diagnostics add.
+
+    pairs: number of steps of each kind.
+    """
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.report.loggers import Watch
     from pretrain.report.observer import Observer, together
@@ -41,17 +47,15 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
         "layers": Observer(engine.models, 1),
         "tensors": TensorNorms(engine, 1),
     }
-    look, stream = (
-        together(*(named[name] for name in config.log.diagnostics)),
-        random_batches(config),
-    )
+    look = together(*(named[name] for name in config.log.diagnostics))
+    stream = random_batches(config)
     plain, longer = [], []
     for number in range(pairs + 1):
         took = []
         for watching in (False, True):
             began = time.perf_counter()
             with look(1) if watching else nullcontext():
-                # The loss that comes back has waited for the device.
+                # train_step waits for the device, since it returns the loss.
                 engine.train_step(stream, config.train.global_batch_size)
             took.append(time.perf_counter() - began)
         if number:  # the first pair warms up
@@ -61,11 +65,13 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a Markdown table; returns the exit code."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "What a look at every layer costs beside a training step."
+        PROGRAM, "Measure the cost of the per-layer diagnostics relative to a training step."
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help=f"overrides of {RUN}"
+    )
     parser.add_argument(
         "--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*"
     )
@@ -75,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time the mixers one after the other and print a row of each: 0. Raises ConfigError."""
+    """Time the mixers one after the other and print a row for each. Raises ConfigError."""
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()
@@ -92,7 +98,9 @@ def measure(options: argparse.Namespace) -> int:
             if not rows:
                 initialize_model_parallel(config)
                 print(
-                    f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|"
+                    "| mixer | step, s | diagnostics, s | diagnostics / step | "
+                    f"every {interval} steps |\n"
+                    "|---|---|---|---|---|"
                 )
             step, look = seconds(config, options.pairs)
             share = look / step

@@ -1,6 +1,9 @@
-"""``python -m tools.bench.mixers``: train every mixer on the demo's data, same width, depth, tokens and seed: docs/mixers.md's table.
+"""``python -m tools.bench.mixers``: train every mixer on the demo's data.
 
-One process each, one after another, through ``python -m pretrain``; the Transformer is the baseline of every ratio.
+It writes the table of docs/mixers.md.
+
+All models have the same width, depth, tokens and seed. Each trains in a process of ``python -m
+pretrain``, one after another. The Transformer is the baseline of every ratio.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from tools.demo.report import History
 PROGRAM = "tools.bench.mixers"
 RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"
-# CEM at the demo's rate of 3e-3 did not get under the text's unigram entropy in 200 steps (6.97 nats against 6.60).
+# With the demo's learning rate of 3e-3, CEM does not get below the text's unigram entropy in 200
+# steps (6.97 nats against 6.60).
 GENTLER = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4")
-# What differs from the demo's model, besides the name. Hyper-SET is one block, iterated; a loop Transformer is that for any block.
+# Differences from the demo's model, besides the mixer's name. Hyper-SET iterates one block; a
+# looped Transformer iterates any block.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "cem": GENTLER,
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
@@ -41,13 +46,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def names() -> list[str]:
-    """Every mixer that runs without a GPU, the baseline first, then the combinations."""
+    """Return all mixers that run without a GPU, the baseline first, then the combinations."""
     own = [name for name in MIXERS if not name.startswith("fla.") and name != BASELINE]
     return [BASELINE, *own, *(name for name in SETTINGS if name not in MIXERS)]
 
 
 def overrides(name: str, steps: int, folder: Path) -> list[str]:
-    """The run's settings."""
+    """Return the overrides of the run's configuration."""
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
     run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     fixed = [
@@ -61,7 +66,10 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
 
 
 def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
-    """One run; its numbers. Raises Fault with the end of its output where it fails."""
+    """Train one model and return its figures.
+
+    Raises Fault with the end of the run's output if the run fails.
+    """
     settings = overrides(name, steps, folder)
     command = [sys.executable, "-m", "pretrain", RUN, *settings]
     done = subprocess.run(
@@ -92,7 +100,7 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
 
 
 def table(rows: list[dict[str, float | str]], steps: int) -> str:
-    """Markdown."""
+    """Return the results as a Markdown table."""
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
     lines = []
     for row in rows:
@@ -109,14 +117,20 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
             f"{speed / base:.2f}",
         ]
         lines.append([*cells, f"{state / 1024:,.0f} KiB"])
-    columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
-    return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
+    columns = (
+        "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|"
+        "state of 4,096 tokens"
+    )
+    return (
+        f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n"
+        f"{runner.table(columns.split('|'), lines)}\n"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, print progress, write the table and the numbers as JSON."""
+    """Parse the arguments, run the benchmark and return the exit code."""
     parser = runner.command_line(
-        PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data."
+        PROGRAM, "Train every mixer on the data that `make demo` writes, and compare them."
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
@@ -125,13 +139,16 @@ def main(arguments: list[str] | None = None) -> int:
         default=Path("runs/mixers"),
         help="folder of the runs, table.md and table.json",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these and the baseline")
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Train them one after the other: 0. Raises Fault where a run fails."""
+    """Train the selected mixers one after the other and write the table and the JSON. Return 0.
+
+    Raises Fault if a run fails.
+    """
     chosen = [name for name in names() if not options.only or name in {*options.only, BASELINE}]
     rows: list[dict[str, float | str]] = []
     began = time.monotonic()

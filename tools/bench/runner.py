@@ -1,4 +1,4 @@
-"""What every benchmark shares: how a call is timed, the machine that its numbers belong to, tables and JSON."""
+"""Code that all benchmarks share: timing of a call, description of the machine, tables and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fem_common.text import did_you_mean
 from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
 
-# What a benchmark may find installed beside torch, and uses then.
+# Packages besides torch that benchmarks use if they are installed.
 PACKAGES = (
     "triton",
     "flash-attn",
@@ -35,23 +35,29 @@ PACKAGES = (
 )
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
-VOCABULARY = 32000  # of a model that takes its data's
+VOCABULARY = 32000  # of a model whose configuration leaves it to the data
 
 
 def model_file(name: str) -> Path:
-    """The YAML of a part of configs/model, or of a path: with a slash, or ending in .yaml. Raises ConfigError where there is none."""
+    """Return the YAML file of a model.
+
+    name: in configs/model, or a path (with a slash, or ending in .yaml or .yml).
+
+    Raises ConfigError if the file does not exist.
+    """
     by_path = "/" in name or name.endswith((".yaml", ".yml"))
     file = Path(name).resolve() if by_path else MODELS / f"{name}.yaml"
     if not file.is_file():
         known = sorted(path.stem for path in MODELS.glob("*.yaml"))
         raise ConfigError(
-            f"{'there is no file' if by_path else 'configs/model has no'} {name}; {did_you_mean(file.stem, known)}"
+            f"{'there is no file' if by_path else 'configs/model has no'} {name}; "
+            f"{did_you_mean(file.stem, known)}"
         )
     return file
 
 
 def facts() -> dict[str, Any]:
-    """Date, device and its memory, versions of Python, torch, CUDA and of the packages that are there."""
+    """Return the date, the device and its memory, and the versions of the installed software."""
     found = {}
     for name in PACKAGES:
         try:
@@ -73,7 +79,7 @@ def facts() -> dict[str, Any]:
 
 
 def sentence(machine: dict[str, Any]) -> str:
-    """The facts as one line of text."""
+    """Return the facts as one line of text."""
     parts = [
         machine["date"],
         machine["device"],
@@ -81,20 +87,14 @@ def sentence(machine: dict[str, Any]) -> str:
         f"torch {machine['torch']}",
     ]
     parts.append(machine["toolkit"] or f"{machine['threads']} threads")
-    return ", ".join(
-        [
-            *parts,
-            *(
-                f"{name} {number}"
-                for name, number in machine["packages"].items()
-                if name != "matplotlib"
-            ),
-        ]
-    )
+    parts += [
+        f"{name} {number}" for name, number in machine["packages"].items() if name != "matplotlib"
+    ]
+    return ", ".join(parts)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, its columns aligned so that it reads in a console, too."""
+    """Return a Markdown table with aligned columns, so that it is also readable in a console."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = [
@@ -109,34 +109,41 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command_line(program: str, description: str) -> Parser:
-    """A benchmark's parser, with --json PATH, which every one takes."""
+    """Return a parser with the option --json PATH, which all benchmarks have."""
     parser = Parser(prog=f"python -m {program}", description=description)
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write all numbers to this file, too"
+        "--json", type=Path, metavar="PATH", help="also write all numbers to this file"
     )
     return parser
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write ``content``, making the folders above; None: nothing is asked for. The file is valid JSON at any moment."""
+    """Write ``content`` as JSON and create the parent folders; do not write if ``path`` is None.
+
+    The file is valid JSON at any moment.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
-    if path.is_symlink() or (
-        path.exists() and not path.is_file()
-    ):  # /dev/stdout, which no file must replace
+    # For example /dev/stdout, which must not be replaced by a file.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:
         write_whole(path, text, synced=False)
 
 
-SLOW = 1.0  # seconds; of such a call fewer are made
+SLOW = 1.0  # seconds; a call that takes longer is repeated less often
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call; spread: how far the medians of the two passes lie apart, as a share of it; calls that were timed."""
+    """Timing of a call.
+
+    seconds: median of one call.
+    spread: difference between the medians of the two passes, as a share of ``seconds``.
+    calls: number of timed calls.
+    """
 
     seconds: float
     spread: float
@@ -144,10 +151,13 @@ class Timing:
 
 
 def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
-    """Time ``call(0)``, ``call(1)``, ...: the number lets it rotate its inputs, so that no cache holds them.
+    """Time ``call(0)``, ``call(1)``, ...
 
-    Each call has its own two moments on the device, and none is waited for before all are on their way. About ``budget`` seconds are
-    spent on the timed calls, not counting the warm-up, in which kernels may be compiled; at least two calls (of slow ones) or six.
+    The number lets the call rotate its inputs, so that no cache contains them.
+
+    Each call is timed by two events on the device, and all calls of a pass are enqueued before any
+    is waited for. The timed calls take about ``budget`` seconds, without the warm-up, in which
+    kernels may be compiled. At least six calls are timed, or two if one takes longer than SLOW.
     """
     call(0)
     synchronize()

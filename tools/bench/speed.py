@@ -1,4 +1,7 @@
-"""Forward, and forward + backward, of one operation or of what it is held against, at one size. Which ones, and in what order, is asked."""
+"""Timing of forward, and of forward + backward, of one operation or of its baseline, at one size.
+
+The caller chooses the operations and their order.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from kernels.implementations import operations
 from tools.bench.runner import Timing, measure
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size
 
-MOST_SETS = 8  # of inputs that are taken in turn
+MOST_SETS = 8  # maximum sets of inputs, used in turn
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One side at one size. Bytes: every input read and every result written once; backward: all of it again, and the gradients.
+    """Timings, FLOPs and bytes of one implementation at one size.
 
-    flops, bytes: of the forward pass, and of forward + backward.
+    flops, bytes: of the forward pass, and of forward + backward. Bytes of the forward pass: each
+    input is read once and each result is written once. Bytes of the backward pass: all of these
+    again, and the gradients.
     """
 
     forward: Timing
@@ -31,9 +36,11 @@ class Speed:
 
 
 def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
-    """The operation's implementations, the fastest first; the definition alone where it has no choice to make yet.
+    """Return the operation's implementations, the fastest first.
 
-    automatic: without those that run only where they are asked for.
+    An operation without a choice has only "reference".
+
+    automatic: leave out implementations that run only if they are selected explicitly.
     """
     found = operations().get(op)
     return (
@@ -44,7 +51,7 @@ def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
 
 
 def lacks(op: str, implementation: str, device: torch.device) -> str | None:
-    """Why the implementation cannot run on ``device``, or None."""
+    """Return the reason why the implementation cannot run on ``device``, or None if it can."""
     found = operations().get(op)
     if found is None:
         return None
@@ -56,7 +63,10 @@ def lacks(op: str, implementation: str, device: torch.device) -> str | None:
 def time_workload(
     name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float
 ) -> Speed:
-    """An operation by one of its implementations, or "auto". Raises ValueError where that cannot run such a call."""
+    """Time an operation with one of its implementations, or "auto".
+
+    Raises ValueError if that cannot run the call.
+    """
     workload = WORKLOADS[name]
     return _time(
         workload.inputs,
@@ -69,7 +79,7 @@ def time_workload(
 
 
 def time_baseline(name: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
-    """What an operation is held against. Raises ValueError where it cannot run on this machine."""
+    """Time the baseline of an operation. Raises ValueError if it cannot run on this machine."""
     baseline = BASELINES[name]
     reason = baseline.lacks(platform.device())
     if reason is not None:
@@ -85,7 +95,10 @@ def _time(
     dtype: torch.dtype,
     budget: float,
 ) -> Speed:
-    """Forward without gradients, then with; inputs rotate over sets that are together larger than the device's cache."""
+    """Time forward without gradients, then forward + backward.
+
+    Inputs rotate over sets that are together larger than the device's cache.
+    """
     device = platform.device()
     sets = [draw_inputs(Draw(device, dtype, 0), size)]
     bytes_of_one = _bytes(sets[0].values())

@@ -1,6 +1,9 @@
-"""Whole models in one process, torch alone: the layers that train and export share, between an embedding and an output layer.
+"""Complete models in one process with plain torch.
 
-A training step here is forward, backward and AdamW on weights of one type; Megatron's main weights, process groups and data are left out.
+They consist of an embedding, the layers that training and export share, and an output layer.
+
+A training step is forward, backward and AdamW on weights of one dtype, without Megatron's main
+weights, process groups and data loading.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gat
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that the compared models share, and the batch of one step. documents: of so many tokens on average, read apart; 0: joined."""
+    """Sizes that the compared models share, and the batch of one step.
+
+    documents: average tokens per document, with documents that do not attend to each other; 0: one
+    document per sequence.
+    """
 
     about: str
     model: ModelConfig
@@ -43,7 +50,10 @@ class Scale:
     documents: int = 0
 
     def begins(self) -> Tensor:
-        """[batch, tokens] bool, True where a document begins, by chance, but the same each time."""
+        """Return a [batch, tokens] bool tensor that is True where a document begins.
+
+        Random, with a fixed seed.
+        """
         begins = (
             torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0))
             * self.documents
@@ -53,7 +63,7 @@ class Scale:
         return begins
 
     def flops(self, model: ModelConfig) -> float:
-        """Of a training step: forward + backward, of each document by its own length."""
+        """Return the FLOPs of a training step: forward + backward, per document by its length."""
         if not self.documents:
             return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens).values())
         first = self.begins().flatten().nonzero()[:, 0]
@@ -89,7 +99,7 @@ SCALES: dict[str, Scale] = {
 }
 PACKED = {f"{name}, documents": name for name in ("1.3B", "340M")}
 SCALES |= {
-    packed: replace(SCALES[name], about=f"{SCALES[name].about}, documents apart", documents=512)
+    packed: replace(SCALES[name], about=f"{SCALES[name].about}, separate documents", documents=512)
     for packed, name in PACKED.items()
 }
 
@@ -112,10 +122,10 @@ VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 class Fused(OneProcess):
-    """One process with the fused kernels that a training run has, where they can run."""
+    """One process with the fused kernels of a training run, if they can run."""
 
     def swiglu(self, packed: Tensor) -> Tensor:
-        """As `fem_megatron.parallel.Parallel`."""
+        """Implement `fem_megatron.parallel.Parallel.swiglu` with the fused kernel."""
         return fusions.swiglu(packed)
 
 
@@ -128,9 +138,10 @@ OUTER = {
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, final norm, output layer, initialised as the training code initialises.
+    """Embedding, blocks, final norm and output layer, initialised like the training model.
 
-    On ``device``, or else this process's. parallel: what the layers ask of their surroundings; None: the fused kernels of this machine.
+    device: default is this process's device.
+    parallel: the `Parallel` interface that the layers use; None: the fused kernels of this machine.
     """
 
     def __init__(
@@ -166,7 +177,7 @@ class LanguageModel(nn.Module):
                     weight.normal_(0.0, start.std)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: Context = ALL_TOKENS) -> Tensor:
-        """tokens and labels [b, t] -> the mean loss, float32 or wider."""
+        """Return the mean loss (float32 or wider) for tokens and labels [b, t]."""
         x = self.embedding[tokens]
         if self.velocities is not None:
             x = torch.cat((x, self.velocities[tokens]), dim=-1)
@@ -184,7 +195,11 @@ class LanguageModel(nn.Module):
 
 @dataclass(frozen=True)
 class StepCost:
-    """A training step of one model. flops: the model's, forward + backward, recomputation not counted; peak_bytes: at the worst moment."""
+    """Cost of one training step of one model.
+
+    flops: FLOPs of the model, forward + backward, without recomputation.
+    peak_bytes: peak memory of the device.
+    """
 
     step: Timing
     tokens: int
@@ -195,18 +210,21 @@ class StepCost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of training."""
+        """Training tokens per second."""
         return self.tokens / self.step.seconds
 
     def utilisation(self, peak_flops: float) -> float:
-        """MFU: the share of a peak in FLOP/s that the model's FLOPs take up."""
+        """Return the MFU: the model's FLOP/s as a share of the device's peak FLOP/s."""
         return self.flops / self.step.seconds / peak_flops
 
 
 def train_step(
     variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False
 ) -> StepCost:
-    """Time a model's training step, on random tokens. Raises torch.OutOfMemoryError where it does not fit."""
+    """Time a model's training step on random tokens.
+
+    Raises torch.OutOfMemoryError if it does not fit.
+    """
     config = VARIANTS[variant](scale.model)
     platform.reset_peak_memory()
     model = LanguageModel(config, dtype, recompute=recompute)
@@ -222,7 +240,7 @@ def train_step(
 
     def step(number: int) -> Tensor:
         batch, context = batches[number % len(batches)], Context()
-        if begins is not None:  # made for every micro-batch in training, too
+        if begins is not None:  # made for every micro-batch, as in training
             documents = Documents.of(begins).to(device)
             context = Context(documents.positions, documents=documents)
         loss: Tensor = model(batch[:, :-1], batch[:, 1:], context)

@@ -1,2 +1,5 @@
-"""The demo: the whole product in one command, from text to a Hugging Face model and a report. It starts the other rooms' commands and reads
-what they write; nothing of theirs is done here a second time."""
+"""Demo: one command that runs the complete pipeline, from text to a Hugging Face model.
+
+It starts the commands of the other packages and reads their output files; it reimplements none of
+their work.
+"""

@@ -1,6 +1,9 @@
-"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
+"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: run the full pipeline.
 
-Exit codes: those of every command (``fem_common/README.md``). 1: a step failed, or the model learned too little.
+This takes a few minutes on a CPU.
+
+Exit codes: those of all commands (``fem_common/README.md``). 1: a step failed, or the model learned
+too little.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, say
 
 ROOT = Path(__file__).resolve().parents[2]
-# One thread a rank: the ranks are what fills the cores. Nothing here needs a network.
+# One thread per rank, since the ranks already use all cores. The demo needs no network.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -27,20 +30,20 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     parser = Parser(
-        prog="tools.demo", description="The whole product at work in a few minutes on a CPU."
+        prog="tools.demo", description="Run the complete pipeline in a few minutes on a CPU."
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=ROOT / "runs" / "demo",
-        help="folder of everything it writes; default: runs/demo",
+        help="output folder; default: runs/demo",
     )
     parser.add_argument(
         "--readme",
         action="store_true",
-        help="put what it measured into README.md and docs/ of this checkout",
+        help="also write the results into README.md and docs/ of this checkout",
     )
     parser.add_argument(
         "settings",
@@ -52,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run(
         "tools.demo",
         lambda: _demo(given.out.absolute(), given.settings, given.readme),
-        kept="what it started is ended",
+        kept="its commands have been ended",
     )
 
 
@@ -72,7 +75,10 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
 
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
-    """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
+    """Print the table and write report.json and report.png.
+
+    Raises DemoError if the model learned too little, after all three are written.
+    """
     pages.draw(
         History.read(demo.out / "fem"),
         History.read(demo.out / "transformer"),
@@ -89,7 +95,8 @@ def _publish(found: dict[str, object], demo: steps.Demo) -> None:
         "\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items())
     )
     say(
-        f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}"
+        f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, "
+        f"the model in {demo.path('hf', 'fem')}"
     )
     short = report.shortfall(found)
     if short:

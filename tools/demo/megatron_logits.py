@@ -1,7 +1,9 @@
-"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: the logits that the training code computes, in one process.
+"""``python -m tools.demo.megatron_logits OUT TOKENS.bin CHECKPOINT ...``: write Megatron's logits.
 
-Each checkpoint's whole weights go into ``fem_megatron.megatron.model`` and see the first sequences of a data split.
-Knows nothing of the export.
+They are computed by the training code in one process.
+
+The complete weights of each checkpoint are loaded into ``fem_megatron.megatron.model``, which reads
+the first sequences of a data split. This module does not use the export code.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from tools.diagnose.from_checkpoint import megatron_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the logits of every model by Megatron at TP 1, PP 1; returns the exit code."""
+    """Write the logits of every model, computed by Megatron at TP 1, PP 1. Return the exit code."""
     parser = argparse.ArgumentParser(prog="tools.demo.megatron_logits", description=__doc__)
     parser.add_argument(
         "out",
         type=Path,
-        help="folder of NAME.npy, float32 [sequences, length, vocabulary], NAME being the checkpoint's",
+        help="output folder of NAME.npy, float32 [sequences, length, vocabulary]; NAME is the "
+        "checkpoint's",
     )
     parser.add_argument("tokens", type=Path, help="a split's .bin file (uint16)")
     parser.add_argument(
@@ -46,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             ].float()
         np.save(given.out / f"{checkpoint.name}.npy", result.numpy())
         print(
-            f"Megatron-core, one process: logits of {ids.size} held-out tokens over {result.shape[-1]} entries of {checkpoint}",
+            f"Megatron-core, one process: logits of {ids.size} held-out tokens over "
+            f"{result.shape[-1]} entries of {checkpoint}",
             flush=True,
         )
     torch.distributed.destroy_process_group()

@@ -1,6 +1,10 @@
-"""What the demo shows: the picture of both losses, and, with ``--readme``, figures and pictures in README.md and docs/evaluation.md.
+"""Pages of the demo: the picture of both losses and, with ``--readme``, two documents.
 
-Between their markers, in a checkout, on an idle machine, of the demo as it stands: they promise what anybody's ``make demo`` finds.
+The documents are README.md and docs/evaluation.md, which get figures and pictures.
+
+The pages are rewritten between markers, in a checkout of the project. Since their figures are meant
+to be reproducible with ``make demo``, ``--readme`` requires an idle machine and the default
+settings.
 """
 
 from __future__ import annotations
@@ -24,7 +28,12 @@ FEM, TRANSFORMER = COLOURS[:2]
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """At each step the value of a line fitted to its neighbours, which count by a Gaussian of ``width`` steps: no lag, no bent ends."""
+    """Return the values smoothed by local linear regression with Gaussian weights.
+
+    width: standard deviation of the weights, in steps.
+
+    Unlike a moving average, this adds no lag and does not bend the ends of the curve.
+    """
     steps = np.arange(len(values))
     result = np.empty(len(values))
     for step in steps:
@@ -39,7 +48,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
-    """Writes ``file`` as PNG."""
+    """Write ``file`` as PNG: the losses of both models and their difference."""
     figure = new_figure((9, 6.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     width = max(1.0, fem.last_step / 40)
@@ -66,11 +75,9 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
             above.plot(
                 where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look
             )
-        # A little to the right of the last step, clear of the sample's markers.
-        whole, open_marker = (
-            found["models"][key]["heldout_nats_per_token"],
-            {"color": "white", "markeredgecolor": colour},
-        )
+        # Slightly to the right of the last step, so that it does not cover the sample's markers.
+        whole = found["models"][key]["heldout_nats_per_token"]
+        open_marker = {"color": "white", "markeredgecolor": colour}
         above.plot(
             [1.02 * steps[-1]],
             [whole],
@@ -82,7 +89,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         )
     _mark(above, below, found)
     _difference(below, fem, transformer, width)
-    plain_axes(above, "", "loss, nats a token", grid="y")
+    plain_axes(above, "", "loss, nats per token", grid="y")
     plain_axes(
         below,
         f"step ({found['run']['batch_tokens']:,} tokens each)",
@@ -92,10 +99,12 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     above.legend(frameon=False, loc="upper right", fontsize=9)
     models, run = found["models"], found["run"]
     above.set_title(
-        f"Pretraining on Python's standard library: {models['fem']['parameters'] / 1e6:.1f}M parameters, "
+        "Pretraining on Python's standard library: "
+        f"{models['fem']['parameters'] / 1e6:.1f}M parameters, "
         f"{models['fem']['tokens_trained'] / 1e3:.0f}k tokens, {run['steps']} steps\n"
-        f"Loss on the whole held-out split at the end: FEM-softmax {models['fem']['heldout_nats_per_token']:.3f}, "
-        f"Transformer {models['transformer']['heldout_nats_per_token']:.3f} nats a token",
+        "Loss on the whole held-out split at the end: "
+        f"FEM-softmax {models['fem']['heldout_nats_per_token']:.3f}, "
+        f"Transformer {models['transformer']['heldout_nats_per_token']:.3f} nats per token",
         loc="left",
         fontsize=10.5,
     )
@@ -103,7 +112,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
 
 
 def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
-    """The unigram entropy, what is asked for, and the stop."""
+    """Mark the held-out text's unigram entropy and the step at which FEM was stopped."""
     run, entropy = found["run"], found["unigram"]["heldout_entropy"]
     look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
     above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
@@ -115,7 +124,10 @@ def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
     )
     for axes in (above, below):
         axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2)
-    stop = f"FEM stopped by SIGTERM at step {run['stopped_at']}\n(TP 2 × PP 2, 4 ranks), resumed at DP 2"
+    stop = (
+        f"FEM stopped by SIGTERM at step {run['stopped_at']}\n"
+        "(TP 2 × PP 2, 4 ranks), resumed at DP 2"
+    )
     above.annotate(
         stop,
         (run["stopped_at"], 0.03),
@@ -127,7 +139,7 @@ def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
 
 
 def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
-    """FEM's training loss minus the Transformer's on the same batch."""
+    """Draw FEM's training loss minus the Transformer's on the same batch."""
     ours, theirs = fem.losses(), transformer.losses()
     steps = sorted(ours.keys() & theirs.keys())
     gaps = np.array([ours[step] - theirs[step] for step in steps])
@@ -147,28 +159,35 @@ def _difference(axes: Any, fem: History, transformer: History, width: float) -> 
 COMMAND = "python -m tools.demo --readme"
 PAGES = {"demo": "README.md", "evaluation": "docs/evaluation.md"}
 NAMES = {"fem": "FEM-softmax", "transformer": "Transformer"}
-IDLE = 0.5  # of the cores: the load above which others' work would be in the demo's tokens/s
+IDLE = 0.5  # load per core above which other programs would change the demo's tokens/s
 
 
 def check(root: Path, settings: Sequence[str]) -> None:
-    """What must be so before anything starts. Raises ConfigError where it is not."""
+    """Check the conditions of ``--readme`` before the demo starts.
+
+    Raises ConfigError if one is not met.
+    """
     if settings:
         raise ConfigError(
-            f"--readme shows the demo as it stands, so it takes no setting ({settings[0]})"
+            f"--readme publishes the demo with its default settings: leave out {settings[0]}"
         )
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > IDLE * cores:
         raise ConfigError(
-            f"--readme: the machine is busy (load {load:.1f} on {cores} cores), and would time that, too: wait until it is idle"
+            f"--readme: the machine is busy (load {load:.1f} on {cores} cores), which would change "
+            "the measured speed: wait until it is idle"
         )
     for name, page in PAGES.items():
         _split(root, name)
         if not os.access(root / page, os.W_OK):
-            raise ConfigError(f"--readme: {root / page} may not be written")
+            raise ConfigError(f"--readme: {root / page} is not writable")
 
 
 def write(root: Path, out: Path, found: dict[str, Any]) -> None:
-    """Both pages and their pictures, of the demo in ``out``, whose models were evaluated into ``out/evaluation``."""
+    """Write both pages and their pictures.
+
+    out: folder of the demo. Its models must have been evaluated into ``out/evaluation``.
+    """
     texts = {
         "demo": demo_text(found),
         "evaluation": evaluation_text(
@@ -183,12 +202,13 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 
 def demo_text(found: dict[str, Any]) -> str:
-    """README.md's picture, table and what they were measured on."""
+    """Return README.md's picture and table, with the conditions of the measurement."""
     run, models, parity, alone, machine = (
         found[key] for key in ("run", "models", "parity", "unigram", "machine")
     )
     rows = [
-        f"| {name} | {models[key]['heldout_nats_per_token']:.3f} | {models[key]['heldout_bits_per_byte']:.3f} | "
+        f"| {name} | {models[key]['heldout_nats_per_token']:.3f} | "
+        f"{models[key]['heldout_bits_per_byte']:.3f} | "
         f"{models[key]['parameters'] / 1e6:.2f}M | {models[key]['tokens_per_second']:,.0f} |"
         for key, name in NAMES.items()
     ]
@@ -198,18 +218,24 @@ def demo_text(found: dict[str, Any]) -> str:
         [
             "![Training and held-out loss of the demo's two models](docs/demo.png)",
             "",
-            f"| {run['steps']} steps of {run['batch_tokens']:,} tokens, {heldout:,} tokens held out | nats a token | bits per byte | "
+            f"| {run['steps']} steps of {run['batch_tokens']:,} tokens, "
+            f"{heldout:,} tokens held out | nats per token | bits per byte | "
             "parameters | tokens/s |",
             "|---|---|---|---|---|",
             *rows,
-            f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | {alone['bits_per_byte']:.3f} | | |",
+            f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | "
+            f"{alone['bits_per_byte']:.3f} | | |",
             "",
             fill(
-                f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, {machine['cores']} CPU cores ({platform.machine()}), "
-                f"Python {machine['python']}, torch {machine['torch']}. tokens/s: the median step of both models at DP 2 of one thread "
-                f"each, with nothing beside them. One seed and {tokens / 1e6:.2f}M tokens: it shows that both train, not which is better "
-                f"at scale. Losses of the {parity['resume_steps']} steps after the change of layout agree with the old layout's to "
-                f"{parity['resume_relative_loss_difference']:.1e}; exported logits are Megatron's "
+                f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, "
+                f"{machine['cores']} CPU cores ({platform.machine()}), Python {machine['python']}, "
+                f"torch {machine['torch']}. tokens/s: the median step of both models at DP 2 with "
+                "one thread per rank, on an idle machine. One seed and "
+                f"{tokens / 1e6:.2f}M tokens: this shows that both train, not which is better at "
+                f"scale. Losses of the {parity['resume_steps']} steps after the change of layout "
+                "agree with the old layout's to "
+                f"{parity['resume_relative_loss_difference']:.1e}; "
+                "exported logits equal Megatron's "
                 + (f"to {difference:.1e}." if difference else "to the last bit."),
                 100,
             ),
@@ -218,7 +244,7 @@ def demo_text(found: dict[str, Any]) -> str:
 
 
 def evaluation_text(report: str) -> str:
-    """docs/evaluation.md's picture and table, the first of the report that ``tools.evaluate`` wrote."""
+    """Return docs/evaluation.md's picture and the first table of ``tools.evaluate``'s report."""
     lines = report.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     last = next(
@@ -232,8 +258,9 @@ def evaluation_text(report: str) -> str:
             *lines[first:last],
             "",
             fill(
-                f"*Six small questions to the demo's two models: `{COMMAND}`, {date.today().isoformat()}. ± and whiskers are one standard "
-                "error; vermilion: better by more than the standard error of the difference.*",
+                f"*Six small tasks for the demo's two models: `{COMMAND}`, "
+                f"{date.today().isoformat()}. ± and whiskers are one standard error; vermilion: "
+                "better by more than the standard error of the difference.*",
                 100,
             ),
         ]
@@ -241,13 +268,17 @@ def evaluation_text(report: str) -> str:
 
 
 def _split(root: Path, name: str) -> tuple[str, str]:
-    """A page up to its marker's end, and from the closing marker on. Raises ConfigError where it has not one of each, in this order."""
+    """Return a page's text up to and including its opening marker, and from its closing marker on.
+
+    Raises ConfigError if the page does not contain both in this order.
+    """
     path, begin, end = root / PAGES[name], f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
         raise ConfigError(
-            f"--readme: {path} has no {begin} with {end} after it: run it in a checkout of the project"
+            f"--readme: {path} does not contain {begin} followed by {end}: "
+            "run it in a checkout of the project"
         )
     return before + begin, end + after

@@ -1,4 +1,9 @@
-"""What the demo measured: a run's history (metrics.jsonl, checkpoints), unigram, bits per byte, the table, the verdict. Starts nothing."""
+"""Results of the demo: a run's history, unigram entropies, the table and the verdict.
+
+The history is read from metrics.jsonl and the checkpoints.
+
+This module starts no process.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +22,17 @@ from tools.demo.shell import DemoError
 
 @dataclass(frozen=True)
 class History:
-    """The steps and validations of one run, each step once (the last line of a step counts), in order."""
+    """Steps and validations of one run, in order.
+
+    If a step was logged several times, its last line counts.
+    """
 
     steps: tuple[dict[str, Any], ...]
     validations: tuple[tuple[int, float], ...]
 
     @classmethod
     def read(cls, run: Path) -> History:
-        """From a run directory; a line that is being written is left out."""
+        """Read the history of a run directory; an incomplete line is left out."""
         steps: dict[int, dict[str, Any]] = {}
         validations: dict[int, float] = {}
         file = run / "metrics.jsonl"
@@ -41,48 +49,48 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """0 before the first."""
+        """Number of the last step; 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
 
     def losses(self) -> dict[int, float]:
-        """Step -> training loss, nats a token."""
+        """Return step -> training loss, in nats per token."""
         return {entry["step"]: entry["loss"] for entry in self.steps}
 
     def part(self, after: int = 0, up_to: int | None = None) -> History:
-        """Its steps ``after`` < step <= ``up_to``, with all validations."""
+        """Return the steps ``after`` < step <= ``up_to``, with all validations."""
         end = self.last_step if up_to is None else up_to
         return History(
             tuple(entry for entry in self.steps if after < entry["step"] <= end), self.validations
         )
 
     def tokens_per_second(self) -> float:
-        """Median over the steps."""
+        """Return the median over the steps."""
         return statistics.median(entry["tokens_per_second"] for entry in self.steps)
 
     def peak_memory_bytes(self) -> int:
-        """Largest over steps and ranks."""
+        """Return the maximum over steps and ranks."""
         return max(entry["peak_memory_bytes"] for entry in self.steps)
 
 
 def _number(value: float | None) -> float:
-    """A loss of metrics.jsonl, which has null for one that is not finite."""
+    """Return a loss of metrics.jsonl as a float; null, which means not finite, becomes NaN."""
     return math.nan if value is None else value
 
 
 def checkpoint_step(run: Path) -> int:
-    """The step of a run's newest checkpoint.
+    """Return the step of a run's newest checkpoint.
 
     Raises:
         DemoError: the run has none.
     """
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
-        raise DemoError(f"{run}: no checkpoint there, the file checkpoints/latest is missing")
+        raise DemoError(f"{run}: the run has no checkpoint (checkpoints/latest is missing)")
     return int(latest.read_text().strip().removeprefix("step_"))
 
 
 def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[int, float]:
-    """(number of steps in both, largest relative difference of their losses).
+    """Return (number of steps in both, largest relative difference of their losses).
 
     Raises:
         DemoError: they have no step in common.
@@ -93,14 +101,15 @@ def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tupl
     return len(shared), max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in shared)
 
 
-MARGIN = 1.1  # nats a token below the unigram entropy that the model must reach
+MARGIN = 1.1  # the model must be this far below the unigram entropy, in nats per token
 
 
 def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
-    """Nats a token of the two models without context, for .bin files of uint16.
+    """Return the nats per token of two models without context, for .bin files of uint16.
 
-    ``heldout_entropy``: the held-out split's own frequencies, which no model without context can beat; ``train_cross_entropy``: the
-    training split's frequencies (one added to each count) on the held-out split, which is what such a model would really reach.
+    ``heldout_entropy``: the held-out split's own frequencies, a lower bound for every model without
+    context. ``train_cross_entropy``: the training split's frequencies (one added to each count) on
+    the held-out split, which a trained model without context reaches.
     """
     counts = [
         np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
@@ -116,14 +125,18 @@ def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
 
 
 def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
-    """``split`` is the manifest's: its tokens (EOD included) carry its text's UTF-8 bytes."""
+    """Return the loss in bits per byte of text.
+
+    split: the split's entry of the data manifest, with its number of tokens (EOD included) and of
+    its text's UTF-8 bytes.
+    """
     return nats_per_token / math.log(2) * split["tokens"] / split["text_bytes"]
 
 
 def model_findings(
     found: dict[str, Any], history: History, heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """One model's row: what stock transformers found of it, and how it trained at the layout that both models share."""
+    """Return one model's results: stock transformers' findings, training speed and memory."""
     return {
         "heldout_nats_per_token": found["heldout_nats_per_token"],
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
@@ -137,10 +150,10 @@ def model_findings(
 
 
 def table(found: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
-        ("", "nats a token", "byte", "", "tokens/s", "a rank"),
+        ("", "nats per token", "byte", "", "tokens/s", "per rank"),
     ]
     for key, name in (("fem", "FEM-softmax"), ("transformer", "Transformer")):
         model = found["models"][key]
@@ -173,49 +186,57 @@ def table(found: dict[str, Any]) -> str:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """What the table's numbers mean, and the parity figures."""
+    """Return the explanations of the table, and the parity figures."""
     run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
     logits, cache = parity["logit_difference"], parity["cache_difference"]
     return [
-        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, in windows of {run['seq_length']}, "
-        "by the exported models in stock transformers.",
-        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; tokens/s (median) and memory at {run['resumed_layout']};",
-        f"  FEM before the stop, at {run['stopped_layout']}: {fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
+        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, "
+        f"in windows of {run['seq_length']}, by the exported models in stock transformers.",
+        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; "
+        f"tokens/s (median) and memory at {run['resumed_layout']};",
+        f"  FEM before the stop, at {run['stopped_layout']}: "
+        f"{fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
         f"{fem['peak_memory_bytes_stopped_layout'] / 2**30:.2f} GiB.",
-        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the resume at another layout against those "
-        f"without it {parity['resume_relative_loss_difference']:.1e} (relative);",
-        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), {logits['transformer']:.1e} (Transformer); "
+        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the "
+        "resume at another layout against those without it "
+        f"{parity['resume_relative_loss_difference']:.1e} (relative);",
+        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), "
+        f"{logits['transformer']:.1e} (Transformer); "
         f"generation with cache against without {cache['fem']:.1e}, {cache['transformer']:.1e}.",
     ]
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """Where FEM stands, whatever it is."""
+    """Return sentences that compare FEM with the unigram entropy and with the Transformer."""
     fem, plain = found["models"]["fem"], found["models"]["transformer"]
     gain = plain["heldout_nats_per_token"] - fem["heldout_nats_per_token"]
     relation = "lower" if gain > 0 else "higher"
     below = found["unigram"]["heldout_entropy"] - fem["heldout_nats_per_token"]
     cost = plain["tokens_per_second"] / fem["tokens_per_second"]
     return [
-        f"FEM-softmax is {below:.2f} nats a token below the unigram entropy ({MARGIN} are asked for).",
-        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats a token {relation} than the Transformer's after the same steps on the same "
-        f"batches ({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), and a step takes {cost:.2f} times as long here.",
-        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and how they compare here, "
-        "not which is better at scale.",
+        f"FEM-softmax is {below:.2f} nats per token below the unigram entropy "
+        f"(required: {MARGIN}).",
+        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats per token {relation} than the "
+        "Transformer's after the same steps on the same batches "
+        f"({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), "
+        f"and a step takes {cost:.2f} times as long on this machine.",
+        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and "
+        "how they compare in this run, not which is better at scale.",
     ]
 
 
 def shortfall(found: dict[str, Any]) -> str | None:
-    """What the FEM model failed to learn, or None."""
-    entropy, loss = (
-        found["unigram"]["heldout_entropy"],
-        found["models"]["fem"]["heldout_nats_per_token"],
-    )
+    """Return an error text if the FEM model's held-out loss is too high, or None."""
+    entropy = found["unigram"]["heldout_entropy"]
+    loss = found["models"]["fem"]["heldout_nats_per_token"]
     if loss <= entropy - MARGIN:
         return None
-    return f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy {entropy:.3f}: at most {entropy - MARGIN:.3f} will do"
+    return (
+        f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy "
+        f"{entropy:.3f}: it must be at most {entropy - MARGIN:.3f}"
+    )
 
 
 def minutes(seconds: float) -> str:
-    """Seconds as m:ss."""
+    """Return seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

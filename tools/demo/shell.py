@@ -1,4 +1,9 @@
-"""Starts commands as a user would type them, shows what they print, and ends those that it started. Knows nothing of what they do."""
+"""Execution of commands as a user would type them.
+
+It starts them, prints their output, and ends those that still run after an error.
+
+This module is independent of what the commands do.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +29,32 @@ GRACE_SECONDS = 45.0  # torchrun itself gives its workers 30 s
 
 
 class DemoError(Fault):
-    """A step of the demo failed; one line."""
+    """Failure of a step of the demo; the message is one line."""
 
 
 def say(text: str = "") -> None:
-    """Prints at once, so that the demo's lines and the commands' stay in order."""
+    """Print and flush, so that the lines of the demo and of its commands stay in order."""
     print(text, flush=True)
 
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs commands in ``root`` with ``environment`` added to the caller's."""
+    """Shell that runs commands in ``root``, with ``environment`` added to the caller's."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def python(self) -> str:
-        """This interpreter, as a user in ``root`` would type it. Not resolved: a virtual environment's is a link."""
+        """This interpreter, as a user in ``root`` would type it.
+
+        It is not resolved, since a virtual environment's interpreter is a symbolic link.
+        """
         return self.shown(Path(sys.executable))
 
     @property
     def torchrun(self) -> list[str]:
-        """torchrun of this interpreter's environment, on ports of its own and without asking for the host's name."""
+        """Command of this environment's torchrun, with a free port and no host name lookup."""
         beside = Path(sys.executable).with_name("torchrun")
         program = (
             [self.shown(beside)]
@@ -56,14 +64,16 @@ class Shell:
         return [*program, "--standalone", "--local-addr", "127.0.0.1"]
 
     def shown(self, path: Path) -> str:
-        """``path`` from ``root`` where it lies below it, else whole."""
+        """Return ``path`` relative to ``root`` if it is below it, else the full path."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def together(self, commands: Sequence[tuple[Sequence[str], str]], limit: float) -> None:
-        """Several (command, what) at once, each core its own; what they print comes a command at a time, in their order.
+        """Run several (command, what) at once, each on its own core.
+
+        Their output is printed one command after the other, in their order.
 
         Raises:
-            DemoError: as ``run``, of the first that failed; all have ended then.
+            DemoError: like ``run``, for the first command that failed, after all have ended.
         """
         told: list[list[str]] = [[] for _ in commands]
 
@@ -85,10 +95,14 @@ class Shell:
         watch: Callable[[int], None] | None = None,
         tell: Callable[[str], object] = say,
     ) -> None:
-        """Tells ``$ command``, runs it, tells its output indented. ``watch`` is called with its process id several times a second.
+        """Print ``$ command``, run it and print its output indented.
+
+        watch: called with the command's process id several times per second. The output callback
+        gets each line.
 
         Raises:
-            DemoError: it cannot be started, leaves with another code than 0, or takes more than ``limit`` seconds.
+            DemoError: the command cannot be started, exits with a code other than 0, or takes more
+            than ``limit`` seconds.
         """
         tell(f"  $ {printed(command)}")
         try:
@@ -105,16 +119,14 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader, end = (
-            threading.Thread(target=_show, args=(process, tell), daemon=True),
-            time.monotonic() + limit,
-        )
+        reader = threading.Thread(target=_show, args=(process, tell), daemon=True)
+        end = time.monotonic() + limit
         reader.start()
         try:
             while process.poll() is None:
                 if time.monotonic() > end:
                     raise DemoError(
-                        f"{what}: the command above was ended: it took more than {limit:.0f} s"
+                        f"{what}: the command above took more than {limit:.0f} s and was ended"
                     )
                 if watch is not None:
                     watch(process.pid)
@@ -123,18 +135,18 @@ class Shell:
             _end(process)
             reader.join(timeout=5.0)
         if process.returncode:
-            raise DemoError(f"{what}: the command above left with exit code {process.returncode}")
+            raise DemoError(f"{what}: the command above failed: exit code {process.returncode}")
 
 
 def printed(command: Sequence[str]) -> str:
-    """The command as it can be typed into a shell; a plain ``key=value`` needs no quotes."""
+    """Return the command as it can be typed into a shell; a plain ``key=value`` needs no quotes."""
     return " ".join(
         word if re.fullmatch(r"[\w./:=,@%+-]+", word) else shlex.quote(word) for word in command
     )
 
 
 def terminate_children(pid: int) -> None:
-    """SIGTERM to the direct children of a process we started, and to nothing else."""
+    """Send SIGTERM to the direct children of a process that the demo started, and to no other."""
     for child in _children(pid):
         with suppress(psutil.NoSuchProcess):
             child.terminate()
@@ -143,7 +155,7 @@ def terminate_children(pid: int) -> None:
 def _children(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:  # it ended meanwhile
+    except psutil.NoSuchProcess:  # the process has ended meanwhile
         return []
 
 
@@ -154,7 +166,11 @@ def _show(process: subprocess.Popen[str], tell: Callable[[str], object]) -> None
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command that still runs: asked first, so that torchrun ends its workers; then it and its children are killed."""
+    """End a command that still runs.
+
+    SIGTERM first, so that torchrun can end its workers; after GRACE_SECONDS the process and its
+    children are killed.
+    """
     if process.poll() is not None:
         return
     process.terminate()

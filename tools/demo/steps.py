@@ -1,4 +1,4 @@
-"""The five steps: which commands run, in which order, and what their results must be for the next step to be worth starting."""
+"""The five steps of the demo: their commands, their order, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SPLIT = [
     "parallel.pipeline_model_parallel_size=2",
     "parallel.sequence_parallel=true",
 ]
-STOP_AT = 0.25  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
+# Share of the run's steps. It is small because this layout is slower: four ranks share two cores.
+STOP_AT = 0.25
 COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
-RESUME_TOLERANCE = (
-    1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
-)
+# Relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual.
+RESUME_TOLERANCE = 1e-6
 TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
 PRODUCTS = (
     "fem",
@@ -50,33 +50,33 @@ PRODUCTS = (
 
 @dataclass
 class Demo:
-    """One demo: where it writes, and what it has found so far. ``config`` is the FEM run's, as ``pretrain`` will read it."""
+    """State of one demo: its output folder and its results so far.
+
+    ``config`` is the configuration of the FEM run.
+    """
 
     shell: Shell
     out: Path
     config: RunConfig
     settings: tuple[str, ...] = ()  # the user's section.key=value, for every run
     stopped_at: int = 0
-    resume: tuple[int, float] = (
-        0,
-        0.0,
-    )  # steps compared, largest relative difference of their losses
-    models: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # what stock_transformers found of each
+    # Compared steps, largest relative difference of their losses.
+    resume: tuple[int, float] = (0, 0.0)
+    # Name of the model -> results of stock_transformers.
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def path(self, *parts: str) -> str:
-        """A file of the demo as a command names it."""
+        """Return a path below the output folder, in the form for a command line."""
         return self.shell.shown(self.out.joinpath(*parts))
 
     def python(self, what: str, *arguments: str) -> None:
-        """Runs this interpreter."""
+        """Run this interpreter with these arguments."""
         self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
 
     def overrides(self, name: str) -> list[str]:
-        """The run directory and, outside the place that the configuration names, the data."""
+        """Return the overrides for the run directory and, unless --out is the default, the data."""
         run_dir = f"run_dir={_yaml(self.path(name))}"
         if self.out == self.shell.root / "runs" / "demo":
             return [run_dir]
@@ -94,7 +94,7 @@ class Demo:
         *arguments: str,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        """Runs ``pretrain`` under torchrun for the run directory ``name``."""
+        """Run ``pretrain`` under torchrun for the run directory ``name``."""
         recipe = (
             "configs/run/demo_transformer.yaml"
             if name == "transformer"
@@ -117,7 +117,10 @@ class Demo:
         )
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
-        """Trains at the split layout and sends the workers SIGTERM once ``after`` steps are done; the step of the checkpoint they wrote."""
+        """Train with the SPLIT layout and send the workers SIGTERM after step ``after``.
+
+        Return the step of the checkpoint that they write.
+        """
         signalled: list[int] = []
 
         def watch(torchrun: int) -> None:
@@ -131,12 +134,16 @@ class Demo:
         step = checkpoint_step(self.out / name)
         if not signalled or not after <= step < total:
             raise DemoError(
-                f"{what}: it was to stop after step {after} of {total}, but its last checkpoint is of step {step}"
+                f"{what}: the run should stop after step {after} of {total}, "
+                f"but its last checkpoint is of step {step}"
             )
         return step
 
     def prepare_data(self) -> None:
-        """Text of the standard library, a tokenizer, .bin/.idx, checked and counted; after what an earlier demo trained is gone."""
+        """Write the standard library's text, a tokenizer and .bin/.idx files, and verify them.
+
+        Before that, delete the products of an earlier demo in the output folder.
+        """
         known = {"corpus", "tokenizer", "data", *PRODUCTS}
         if (
             self.out.is_dir()
@@ -148,12 +155,10 @@ class Demo:
             )
         old = [self.path(name) for name in PRODUCTS if os.path.lexists(self.out / name)]
         if old:
-            self.shell.run(["rm", "-rf", *old], "starting anew", COMMAND_LIMIT)
-        corpus, tokenizer, data = (
-            self.path("corpus", "stdlib.parquet"),
-            self.path("tokenizer"),
-            self.path("data"),
-        )
+            self.shell.run(["rm", "-rf", *old], "deleting the earlier demo", COMMAND_LIMIT)
+        corpus = self.path("corpus", "stdlib.parquet")
+        tokenizer = self.path("tokenizer")
+        data = self.path("data")
         prepare = ("-m", "data_prep")
         self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
         vocabulary = ("--vocab-size", str(VOCABULARY))
@@ -185,9 +190,10 @@ class Demo:
         self._together({"checking the data": [*python, "verify", data], "counting": stats})
 
     def pretrain_until_sigterm(self) -> None:
-        """FEM over four ranks, stopped on the way."""
+        """Train FEM on four ranks and stop it before its end."""
         say(
-            f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}"
+            f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} "
+            f"of {self.config.train.steps}"
         )
         self.stopped_at = self.pretrain_and_stop("pretraining", "fem", self._stop_step)
         say(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
@@ -197,8 +203,11 @@ class Demo:
         return max(1, round(STOP_AT * (self.config.train.steps or 0)))
 
     def resume_elsewhere(self) -> None:
-        """The same run at another layout to its end; and a copy of it at the old layout for a few steps, to compare with."""
-        say(f"  first a copy that goes on at the old layout ({STOPPED_LAYOUT}), to compare with:")
+        """Resume the run with another layout to its end, and compare its first losses.
+
+        They are compared with those of a copy that continues with the old layout for a few steps.
+        """
+        say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
         self.shell.run(
             ["cp", "-r", self.path("fem"), self.path("fem_same_layout")],
             "copying the run",
@@ -219,22 +228,24 @@ class Demo:
         say(f"  the next {steps} losses at both layouts:")
         for step in sorted(after.losses().keys() & same.losses().keys()):
             say(
-                f"    step {step}: {same.losses()[step]:.7f} as it was, {after.losses()[step]:.7f} resumed elsewhere"
+                f"    step {step}: {same.losses()[step]:.7f} at the old layout, "
+                f"{after.losses()[step]:.7f} at the new one"
             )
         say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
         if difference > RESUME_TOLERANCE:
             raise DemoError(
-                f"resuming: the losses after the resume differ by {difference:.1e} from those without it"
+                f"resuming: the losses after the resume differ by {difference:.1e} "
+                "from those without it"
             )
         self.shell.run(
             ["ln", "-s", "fem/checkpoints", self.path("checkpoints")],
             "naming the model",
             COMMAND_LIMIT,
         )
-        say(f"  {self.shell.shown(self.out)} now names this model, for every tool")
+        say(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
 
     def twin(self) -> None:
-        """The Transformer of the same budget, by the same command as the resumed run."""
+        """Train the Transformer with the same budget, with the command of the resumed run."""
         self.pretrain(
             "pretraining the Transformer",
             "transformer",
@@ -243,12 +254,13 @@ class Demo:
         )
 
     def export(self) -> None:
-        """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; as many at once as there are cores."""
-        valid, length, names = (
-            self.path("data", "valid.bin"),
-            ("--length", str(self.config.data.seq_length)),
-            ("fem", "transformer"),
-        )
+        """Export both models to Hugging Face's format and compare their logits with Megatron's.
+
+        The exports and comparisons run in separate processes, several at once.
+        """
+        valid = self.path("data", "valid.bin")
+        length = ("--length", str(self.config.data.seq_length))
+        names = ("fem", "transformer")
         python, check = self.shell.python, self.path("check")
         exports = {
             f"exporting {name}": [
@@ -299,24 +311,23 @@ class Demo:
             ):
                 if not found[key] < LOGIT_TOLERANCE:
                     raise DemoError(
-                        f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}"
+                        f"{name}: the difference {what} is {found[key]:.1e}, "
+                        f"allowed is {LOGIT_TOLERANCE:.0e}"
                     )
 
     def _together(self, commands: dict[str, list[str]]) -> None:
-        """Commands by what they do, at once."""
+        """Run commands at once. commands: description -> command."""
         self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
 
     def evaluate(self) -> None:
-        """The quick suite's questions to both models."""
-        models, out = (
-            [self.path("fem"), self.path("transformer")],
-            ("--out", self.path("evaluation")),
-        )
+        """Evaluate both models with the quick suite."""
+        models = [self.path("fem"), self.path("transformer")]
+        out = ("--out", self.path("evaluation"))
         command = [self.shell.python, "-m", "tools.evaluate", *models, "--suite", "quick", *out]
         self.shell.run(command, "evaluating", TRAINING_LIMIT)
 
     def findings(self) -> dict[str, Any]:
-        """Everything measured, as ``report.json`` holds it."""
+        """Return all measurements, in the format of ``report.json``."""
         manifest = json.loads((self.out / "data" / "manifest.json").read_text())
         valid = manifest["splits"]["valid"]
         unigram = report.unigram(
@@ -366,12 +377,12 @@ class Demo:
 
 
 def _yaml(text: str) -> str:
-    """A path as a value of ``section.key=value``, quoted only where YAML could take it for something else."""
+    """Return a path as a value of ``section.key=value``, quoted if YAML could read it otherwise."""
     return text if re.fullmatch(r"/?[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 
 def machine(load_average: float) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return the facts of the machine and the versions of the packages."""
     return {
         "cores": os.cpu_count(),
         "load_average_at_start": load_average,
@@ -384,10 +395,10 @@ def machine(load_average: float) -> dict[str, Any]:
 
 
 def run(demo: Demo) -> dict[str, Any]:
-    """All steps, then the report's three forms. Returns what ``report.json`` holds.
+    """Run all steps and return the contents of ``report.json``.
 
     Raises:
-        DemoError: a step failed, or the model learned too little.
+        DemoError: a step failed.
     """
     started = time.monotonic()
     steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
@@ -404,7 +415,8 @@ def run(demo: Demo) -> dict[str, Any]:
         ("resume", "the same run at another layout, to its end", demo.resume_elsewhere),
         (
             "twin",
-            "the Transformer of the same budget: same data, same order, same batches, same schedule",
+            "the Transformer of the same budget: same data, same order, same batches, "
+            "same schedule",
             demo.twin,
         ),
         (
@@ -416,7 +428,8 @@ def run(demo: Demo) -> dict[str, Any]:
     for number, (name, purpose, step) in enumerate(steps, 1):
         begun = time.monotonic()
         say(
-            f"\n[{number}/{len(steps)}] {name}: {purpose}   ({report.minutes(begun - started)} since the start)"
+            f"\n[{number}/{len(steps)}] {name}: {purpose}   "
+            f"({report.minutes(begun - started)} since the start)"
         )
         try:
             step()

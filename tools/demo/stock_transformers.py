@@ -1,7 +1,10 @@
-"""``python tools/demo/stock_transformers.py MODEL ...``: an exported model as its user meets it: stock transformers and nothing of ours.
+"""``python tools/demo/stock_transformers.py MODEL ...``: check an exported model.
 
-Started as a file, and it makes sure that no package of the project is imported. It compares logits with Megatron's, measures the loss on a
-whole held-out split, and generates a text with the cache.
+The check uses stock transformers and no code of this project.
+
+The script is started as a file and makes sure that it imports no package of the project. It
+compares logits with Megatron's, measures the loss on a complete held-out split, and generates a
+text with the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Largest absolute difference between the model's logits for the first tokens and ``reference`` [sequences, length, vocabulary]."""
+    """Return the largest absolute difference of the first tokens' logits from ``reference``.
+
+    reference: [sequences, length, vocabulary].
+    """
     sequences, length, _ = reference.shape
     ids = torch.from_numpy(tokens[: sequences * length].astype(np.int64)).view(sequences, length)
     with torch.no_grad():
@@ -29,16 +35,15 @@ def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> f
 
 
 def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
-    """(mean loss in nats a token, tokens predicted): every token but the first, each once, in windows of ``length`` that do not overlap.
+    """Return (mean loss in nats per token, number of predicted tokens).
 
-    A token sees those before it in its window alone, as in training.
+    Every token except the first is predicted once, in windows of ``length`` tokens that do not
+    overlap. A token attends only to its predecessors in the same window, as in training.
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
     whole = (len(ids) - 1) // length
-    inputs, targets = (
-        ids[: whole * length].view(whole, length),
-        ids[1 : whole * length + 1].view(whole, length),
-    )
+    inputs = ids[: whole * length].view(whole, length)
+    targets = ids[1 : whole * length + 1].view(whole, length)
     pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, whole, batch)]
     if whole * length < len(ids) - 1:
         pieces.append((ids[None, whole * length : -1], ids[None, whole * length + 1 :]))
@@ -55,7 +60,10 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
-    """(text, seconds, largest difference between the logits met step by step with the cache and those of one pass without it)."""
+    """Generate a text and return (text, seconds, largest difference of its logits).
+
+    The difference is that between the logits with the cache and those of one pass without it.
+    """
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
     started = time.monotonic()
@@ -78,7 +86,10 @@ def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the findings to --out as JSON and prints them; judges nothing. Returns the exit code."""
+    """Write the results to --out as JSON, print them and return the exit code.
+
+    The caller judges them.
+    """
     parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")
     parser.add_argument(
@@ -95,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="def read(self")
     parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: not for --help
+    # Imported after parsing, since this takes seconds that --help need not wait for.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -107,27 +119,31 @@ def main(arguments: list[str] | None = None) -> int:
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in OURS)
     if imported:
         print(
-            f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone",
+            f"stock_transformers.py: error: {imported[0]} was imported, but the model must load "
+            "without the project's packages",
             file=sys.stderr,
         )
         return 1
     print(
-        f"loaded {given.model}: {type(model).__name__}, code from its own folder, none of the project's packages imported",
+        f"loaded {given.model}: {type(model).__name__}, code from its own folder, "
+        "none of the project's packages imported",
         flush=True,
     )
     difference = logit_difference(model, tokens, reference)
     print(
-        f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})",
+        f"logits: largest difference to Megatron's {difference:.1e} "
+        f"(of values up to {np.abs(reference).max():.1f})",
         flush=True,
     )
     loss, predicted = heldout_loss(model, tokens, given.length)
     print(
-        f"held-out loss {loss:.4f} nats a token over {predicted} tokens, the whole split",
+        f"held-out loss {loss:.4f} nats per token over {predicted} tokens, the whole split",
         flush=True,
     )
     text, seconds, cache_difference = sample(model, tokenizer, given.prompt, given.new_tokens)
     print(
-        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; logits as without it to {cache_difference:.1e}:"
+        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; "
+        f"largest difference to the logits without it {cache_difference:.1e}:"
     )
     print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
     findings = {

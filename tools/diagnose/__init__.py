@@ -1,1 +1,4 @@
-"""Draws what every layer of a checkpoint does to some tokens as one picture. What there is to see is in fem_megatron.diagnostics."""
+"""Picture of what every layer of a checkpoint does to some tokens.
+
+The quantities are defined in fem_megatron.diagnostics.
+"""

@@ -1,4 +1,7 @@
-"""``python -m tools.diagnose CHECKPOINT``: one picture of layers x quantities. Tells errors in one line."""
+"""``python -m tools.diagnose CHECKPOINT``: draw one picture of layers x quantities.
+
+Errors are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from fem_common.cli import Parser, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Computes, draws, says where; returns the exit code."""
+    """Compute the quantities, write the picture, print its path and return the exit code."""
     parser = Parser(
         prog="tools.diagnose",
-        description="Energies, entropies and step norms of every layer of a checkpoint, in one picture.",
+        description="Draw the energies, entropies and step norms of every layer of a checkpoint in "
+        "one picture.",
     )
     parser.add_argument(
         "checkpoint",
@@ -45,9 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {given.out}: the picture is a PNG, so its name must end in .png")
 
     def draw() -> None:
-        from tools.diagnose import (
-            picture,
-        )  # torch and matplotlib take seconds: not for --help or a wrong argument
+        # Importing torch and matplotlib takes seconds that --help or an error need not wait for.
+        from tools.diagnose import picture
         from tools.diagnose.from_checkpoint import diagnose
 
         found = diagnose(given.checkpoint, given.data, given.tokens)

@@ -1,4 +1,7 @@
-"""Checkpoint and data -> every layer's quantities, in one process, whatever layout the checkpoint was trained at. Draws nothing."""
+"""Computation of every layer's quantities from a checkpoint and data.
+
+It runs in one process, for checkpoints of any layout.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 
 @dataclass(frozen=True)
 class Found:
-    """Quantities by name (``layer_03/mixer/step_norm``), and what they are of."""
+    """Quantities of a model, and a title.
+
+    values: name (``layer_03/mixer/step_norm``) -> number.
+    title: describes the model, step and data.
+    """
 
     values: dict[str, float]
     title: str
@@ -29,7 +36,11 @@ class Found:
 def megatron_model(
     checkpoint: Path, length: int
 ) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
-    """The checkpoint's whole model, built for sequences of ``length`` tokens in one process, in eval mode; its configuration, its manifest.
+    """Load the complete model of a checkpoint in one process, in eval mode.
+
+    length: tokens of its sequences.
+
+    Yields (the model chunk, its configuration, the checkpoint's manifest).
 
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks weights of the model.
@@ -54,7 +65,8 @@ def megatron_model(
             {"output_layer.weight"} if model.tie_embeddings else set()
         ):
             raise ConfigError(
-                f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and holds besides {answer.unexpected_keys}"
+                f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and contains the "
+                f"unexpected weights {answer.unexpected_keys}"
             )
         chunk.eval()
         with torch.no_grad():
@@ -64,10 +76,12 @@ def megatron_model(
 
 
 def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
-    """The quantities of the model in fp32, of the first ``tokens`` tokens of ``data`` (None: the run's validation or training data).
+    """Return the quantities of the model in fp32 for the first ``tokens`` tokens of ``data``.
+
+    data: a .bin/.idx prefix; None: the run's validation or training data.
 
     Raises:
-        ConfigError: the checkpoint or the data cannot be read, or too few tokens are asked for.
+        ConfigError: the checkpoint or the data cannot be read, or ``tokens`` is less than 2.
     """
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
@@ -80,7 +94,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     ids = first_tokens(prefix, tokens)
     with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
         if len(wrong := ids[(ids < 0) | (ids >= (model.vocab_size or 0))]):
-            known = f"the token {wrong.max()}, but the model knows {model.vocab_size}"
+            known = f"the token {wrong.max()}, but the model's vocabulary is {model.vocab_size}"
             raise ConfigError(f"{prefix} has {known}: name other data with --data PREFIX")
         row = torch.from_numpy(ids)[None].to(device())
         with observing(blocks_of([chunk]), len(ids)) as values:
@@ -90,15 +104,21 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
 
 
 def data_of_run(section: dict[str, Any]) -> Path:
-    """The first validation source, else the first training source, of a run's resolved ``data`` section."""
+    """Return the prefix of the first validation source, else of the first training source.
+
+    section: a run's resolved ``data`` section.
+    """
     return Path([*section["valid"], *section["train"]][0]["prefix"])
 
 
 def first_tokens(prefix: Path, count: int) -> np.ndarray:
-    """The first ``count`` ids (int64) of a .bin/.idx pair, across documents, fewer where it has no more.
+    """Return the first ``count`` ids (int64) of a .bin/.idx pair, across documents.
+
+    The result is shorter if the pair is.
 
     Raises:
-        ConfigError: the pair is not there, or is not Megatron's.
+        ConfigError: the pair does not exist, is not in Megatron's format, or has fewer than 2
+        tokens.
     """
     try:
         kind = read_index(prefix.with_name(prefix.name + ".idx")).dtype

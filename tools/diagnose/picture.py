@@ -1,4 +1,7 @@
-"""The picture: a row a layer (and iteration), a column a quantity, each column shaded from its least to its greatest value. Draws alone."""
+"""Picture with a row per layer (and iteration) and a column per quantity.
+
+Each column is shaded from its minimum to its maximum.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ LEAST, GREATEST, ABSENT = "#ffffff", "#56a3d9", "#efefef"
 
 
 def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
-    """Rows, columns and numbers [rows, columns], NaN where a layer has no such quantity.
+    """Return row labels, column labels and numbers [rows, columns].
 
-    ``layer_03/mixer/step_norm`` is row "layer 3", column "mixer: step norm". Mixers' columns stand before MLPs'.
+    A number is NaN if the layer does not have the quantity.
+
+    ``layer_03/mixer/step_norm`` is in row "layer 3", column "mixer: step norm". The columns of
+    mixers precede those of MLPs.
     """
     cells: dict[tuple[str, tuple[str, str]], float] = {}
     for name, value in values.items():
@@ -38,7 +44,7 @@ def _in_words(quantity: str) -> str:
 
 
 def draw(values: dict[str, float], title: str, file: Path) -> None:
-    """Writes ``file`` as PNG."""
+    """Write ``file`` as PNG."""
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns, numbers = table(values)
@@ -63,7 +69,8 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(
-        f"{title}\nshade: from a column's least value to its greatest; grey: the layer has no such quantity",
+        f"{title}\nshade: from a column's minimum to its maximum; "
+        "grey: the layer does not have this quantity",
         loc="left",
         fontsize=9,
         color=QUIET,
@@ -72,7 +79,7 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
 
 
 def shade(numbers: np.ndarray) -> np.ndarray:
-    """Each column's finite numbers mapped to 0 .. 1; 0 where all are alike; NaN stays NaN."""
+    """Map each column's finite numbers to 0 .. 1, and to 0 if all are equal; NaN stays NaN."""
     finite = np.where(np.isfinite(numbers), numbers, np.nan)
     known = np.isfinite(finite).any(axis=0)
     low, high = (np.full(numbers.shape[1], np.nan) for _ in range(2))

@@ -1,1 +1,6 @@
-"""Text from any model: streamed to stdout as it comes, with what it cost on stderr. How a model is opened is in tools.hf."""
+"""Text generation with any model.
+
+The text is streamed to stdout; speed and memory are printed on stderr.
+
+Models are opened by tools.hf.
+"""

@@ -1,4 +1,9 @@
-"""``python -m tools.generate MODEL PROMPT ...``: arguments, and errors in one line (exit code 2); the work is in ``generation``."""
+"""``python -m tools.generate MODEL PROMPT ...``: continue prompts.
+
+This module parses the arguments and reports errors in one line (exit code 2).
+
+``generation`` generates the text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,9 @@ DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
 
 def check(given: argparse.Namespace) -> None:
-    """Fills in what depends on other arguments: ``draws``, whether the next token is drawn, and how; the seed.
+    """Set ``draws`` (sample the next token or not), the sampling settings and the seed.
+
+    These depend on other arguments.
 
     Raises:
         ConfigError: a number is out of its range, or two arguments contradict each other.
@@ -34,30 +41,35 @@ def check(given: argparse.Namespace) -> None:
     for name, fits, told in ranges:
         if values[name] is not None and not fits(values[name]):
             raise ConfigError(f"{name} {values[name]}: must be {told}")
-    fixed = "--greedy" if given.greedy else "--beams" if given.beams > 1 else None
+    fixed = None
+    if given.greedy:
+        fixed = "--greedy"
+    elif given.beams > 1:
+        fixed = "--beams"
     asked = [name for name in ("--temperature", "--top-k", "--top-p") if values[name] is not None]
     if fixed and asked:
         raise ConfigError(
-            f"{asked[0]} is for drawing tokens, and {fixed} draws none: leave one of them out"
+            f"{asked[0]} is for sampling tokens, and {fixed} samples none: leave one of them out"
         )
     if given.greedy and given.beams > 1:
-        raise ConfigError("--greedy is one continuation, --beams several: leave one of them out")
+        raise ConfigError("--greedy and --beams exclude each other: leave one of them out")
     if given.compile and given.no_cache:
-        raise ConfigError("--compile is for the step with a cache: leave --no-cache out")
+        raise ConfigError("--compile needs the cache: leave --no-cache out")
     given.draws = not fixed
-    for name, default in DRAWN.items() if given.draws else ():
-        if getattr(given, name) is None:
-            setattr(given, name, default)
+    if given.draws:
+        for name, default in DRAWN.items():
+            if getattr(given, name) is None:
+                setattr(given, name, default)
     if given.seed is None:
         given.seed = int.from_bytes(os.urandom(4), "little")
 
 
 def parser() -> cli.Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     found = cli.Parser(
         prog="python -m tools.generate",
-        description="Continues prompts, streaming the text to stdout; speed and the cache's size go to stderr. Without --greedy or --beams "
-        "the next token is drawn.",
+        description="Continue prompts and stream the text to stdout; speed and cache size are "
+        "printed on stderr. Without --greedy or --beams the next token is sampled.",
     )
     found.add_argument(
         "model",
@@ -69,10 +81,10 @@ def parser() -> cli.Parser:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="several are one left-padded batch; -: the whole of stdin",
+        help="prompts to continue; several form one left-padded batch; -: read stdin as one prompt",
     )
     found.add_argument(
-        "--file", type=Path, metavar="PROMPTS", help="more prompts, one a line (LF or CRLF)"
+        "--file", type=Path, metavar="PROMPTS", help="more prompts, one per line (LF or CRLF)"
     )
     found.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="default: 40")
     found.add_argument(
@@ -82,13 +94,13 @@ def parser() -> cli.Parser:
         "--top-k",
         type=int,
         metavar="K",
-        help="draw from the K likeliest tokens; 0: from all; default: 40",
+        help="sample from the K likeliest tokens; 0: from all; default: 40",
     )
     found.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="draw from the likeliest tokens that have together P; default: 1",
+        help="sample from the likeliest tokens whose probabilities sum to P; default: 1",
     )
     found.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
     found.add_argument(
@@ -98,19 +110,19 @@ def parser() -> cli.Parser:
         "--seed",
         type=int,
         metavar="N",
-        help="the same text each time; default: another one each time, told on stderr",
+        help="seed of the sampling; default: random, printed on stderr",
     )
     found.add_argument(
-        "--no-cache", action="store_true", help="compute the whole text anew for every token"
+        "--no-cache", action="store_true", help="recompute the whole text for every token"
     )
     found.add_argument(
         "--compile",
         action="store_true",
-        help="torch.compile the decoding step; takes a minute, and a C++ compiler on a CPU",
+        help="torch.compile the decoding step; takes a minute, and needs a C++ compiler on a CPU",
     )
     found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     found.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as stored"
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights; default: as stored"
     )
     found.add_argument(
         "--tokenizer",
@@ -127,15 +139,14 @@ def parser() -> cli.Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Generates; returns the exit code."""
+    """Generate the texts and return the exit code."""
     given = parser().parse_args(arguments)
 
     def generated() -> int:
         check(given)
         prompts = read_prompts(given.prompts, given.file)
-        from .generation import (
-            run,
-        )  # torch and transformers take seconds: not for --help or a wrong argument
+        # Importing torch and transformers takes seconds that --help or an error need not wait for.
+        from .generation import run
 
         return run(prompts, given)
 
@@ -143,7 +154,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    """The prompts of the arguments, then those of the file. Raises ConfigError where there is none, or one is empty."""
+    """Return the prompts of the arguments, then those of the file.
+
+    Raises ConfigError if no prompt is given, or one is empty.
+    """
     prompts = [
         sys.stdin.read().removesuffix("\n") if argument == "-" else argument
         for argument in arguments

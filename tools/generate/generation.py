@@ -1,4 +1,8 @@
-"""Prompts -> text and what it cost. A single prompt's text goes to stdout as it comes, several are one left-padded batch."""
+"""Text generation from prompts, with its time and memory.
+
+The text of a single prompt is streamed to stdout; several prompts are generated as one left-padded
+batch.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,14 @@ from tools.hf.open_model import OpenModel, open_model, quiet_transformers
 from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
-COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
+COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing; after every token notes the time, when the device has done its work, and all tokens so far."""
+    """Stopping criterion that never stops, but records the time and all tokens after each token.
+
+    The time is taken after the device has finished its work.
+    """
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -41,7 +48,12 @@ class Clock(StoppingCriteria):
 
 @dataclass
 class Answer:
-    """rows: each prompt's new tokens. sizes: of the prompts, in tokens. cache: what ``generate`` left, None without one."""
+    """Texts of the prompts, with the data for their costs.
+
+    rows: each prompt's new tokens.
+    sizes: prompt lengths in tokens.
+    cache: the cache that ``generate`` returned, or None.
+    """
 
     prompts: list[str]
     rows: list[list[int]]
@@ -54,17 +66,20 @@ class Answer:
 
 
 def run(prompts: list[str], settings: Namespace) -> int:
-    """Opens the model, writes text (or JSON) to stdout and costs to stderr; 0, or 130 where Ctrl-C ended it, the text so far kept.
+    """Open the model, write text (or JSON) to stdout and costs to stderr.
+
+    Returns 0, or 130 after Ctrl-C; the text up to that moment is kept.
 
     Raises:
-        ConfigError: the model cannot be opened, has no tokenizer, generates nothing, or the prompts do not fit it.
+        ConfigError: the model cannot be opened, has no tokenizer, cannot generate, or the prompts
+        do not fit it.
     """
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     try:
         opened = open_model(
             settings.model, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer
         )
-    except ValueError as error:  # ConfigError: a checkpoint whose parts do not fit together
+    except ValueError as error:  # for example a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
     ids = encode(opened, prompts, settings)
     answer = generate(opened, prompts, ids, settings)
@@ -81,12 +96,17 @@ def run(prompts: list[str], settings: Namespace) -> int:
 
 
 def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[list[int]]:
-    """Each prompt's tokens. Raises ConfigError: no tokenizer, a prompt without tokens or with too many, a model that sees what follows."""
+    """Return each prompt's tokens.
+
+    Raises ConfigError if the model has no tokenizer or is not causal, or if a prompt has no tokens
+    or too many.
+    """
     if opened.tokenizer is None:
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(
-            f"{opened.source} is an encoder (model.causal=false): it sees all tokens at once and continues nothing"
+            f"{opened.source} is an encoder (model.causal=false): it reads all tokens at once and "
+            "cannot continue a text"
         )
     rows = [opened.encode(prompt) for prompt in prompts]
     for index, row in enumerate(rows, 1):
@@ -97,13 +117,17 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
     longest, limit = max(map(len, rows)), opened.max_length
     if limit is not None and longest + settings.max_new_tokens - 1 > limit:
         raise ConfigError(
-            f"a prompt of {longest} tokens and --max-new-tokens {settings.max_new_tokens} are more than the {limit} that this model takes"
+            f"a prompt of {longest} tokens and --max-new-tokens {settings.max_new_tokens} "
+            f"exceed the {limit} tokens that this model takes"
         )
     return rows
 
 
 def asked(settings: Namespace) -> dict[str, Any]:
-    """As ``generate`` takes them; a folder's own generation settings count for nothing but its special tokens."""
+    """Return the arguments of ``generate``.
+
+    Of the model folder's own generation settings only the special tokens are used.
+    """
     how = {
         "do_sample": settings.draws,
         **{
@@ -118,10 +142,14 @@ def asked(settings: Namespace) -> dict[str, Any]:
 def generate(
     opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace
 ) -> Answer:
-    """The continuations. A single prompt's text is written as it comes, unless JSON is asked for, or beams, which may change it yet."""
+    """Generate the continuations.
+
+    The text of a single prompt is streamed, except for JSON output and for beam search, which may
+    still change earlier tokens.
+    """
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
-    theirs = model.generation_config  # a penalty there would bend the greedy choice, too
+    theirs = model.generation_config  # replaced: its penalties would even change greedy decoding
     model.generation_config = GenerationConfig(
         **{name: getattr(theirs, name) for name in SPECIAL_IDS}
     )
@@ -166,7 +194,7 @@ def generate(
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [b, t] of rows that end together; the mask is 0 at padding."""
+    """Return ids and mask [b, t] of rows that are aligned at their ends; mask is 0 at padding."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -175,27 +203,32 @@ def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def compiled_on(device: torch.device, settings: Namespace) -> Any:
-    """What ``generate`` takes besides, so that its decoding step is compiled on this device, too. Raises ConfigError where it cannot be."""
+    """Yield the additional arguments of ``generate`` for a compiled decoding step on this device.
+
+    Raises ConfigError if the step cannot be compiled.
+    """
     if not settings.compile:
         yield {}
         return
     how = CompileConfig(mode="default" if device.type == "cpu" else "reduce-overhead")
-    how._compile_all_devices = True  # type: ignore[assignment]  # else on accelerators alone; there is no other word for it
+    # Without this transformers compiles only on accelerators; it has no public setting for it.
+    how._compile_all_devices = True  # type: ignore[assignment]
     try:
         yield {"compile_config": how}
-    except Exception as error:  # torch's compilers raise what they like
+    except Exception as error:  # torch's compilers raise exceptions of many types
         if "torch._" not in type(error).__module__ and "compil" not in str(error).lower():
             raise
         raise ConfigError(
-            f"the decoding step cannot be compiled here ({first_line(error)}): leave --compile out"
+            f"the decoding step cannot be compiled on this machine ({first_line(error)}): "
+            "leave --compile out"
         ) from error
 
 
-# --- what it cost ----------------------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------
 
 
 def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
-    """Seconds, tokens and bytes; numbers that are not known are None."""
+    """Return seconds, tokens and bytes; unknown numbers are None."""
     times, new = answer.clock.times, sum(map(len, answer.rows))
     skipped = min(COMPILING_STEPS if settings.compile else 0, max(0, len(times) - 1))
     found: dict[str, Any] = {
@@ -221,14 +254,17 @@ def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, A
 
 
 def layer_places(layer: Any) -> int:
-    """Tokens that a layer of a static cache has room for; the method's name depends on the version of transformers."""
+    """Return the capacity of a static cache's layer in tokens.
+
+    The method's name depends on the version of transformers.
+    """
     name = "get_max_length" if hasattr(layer, "get_max_length") else "get_max_cache_shape"
     places: int = getattr(layer, name)()
     return places
 
 
 def layer_bytes(layer: Any) -> int:
-    """Bytes that one layer of a cache holds: our named tensors, or keys and values."""
+    """Return the bytes of a cache's layer: this project's named tensors, or keys and values."""
     state = getattr(layer, "state", None)
     held = (
         state.values()
@@ -239,32 +275,36 @@ def layer_bytes(layer: Any) -> int:
 
 
 def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
-    """The costs as lines for a reader."""
+    """Return the costs as lines of text."""
     cost = answer.costs
     size = sum(weight.numel() for weight in opened.model.parameters())
     lines = [
-        f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, {opened.model.device.type}"
+        f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, "
+        f"{opened.model.device.type}"
     ]
     if cost["prefill_seconds"] is not None:
         lines.append(
-            f"prefill: {cost['prompt_tokens']} tokens, {_rate(cost['prompt_tokens'], cost['prefill_seconds'])}"
+            f"prefill: {cost['prompt_tokens']} tokens, "
+            f"{_rate(cost['prompt_tokens'], cost['prefill_seconds'])}"
         )
     if cost["compiling_seconds"] is not None:
         lines.append(f"compiling: {cost['compiling_seconds']:.1f} s")
     if cost["decode_seconds"]:
         lines.append(
-            f"decode: {cost['decode_tokens']} tokens, {_rate(cost['decode_tokens'], cost['decode_seconds'])}"
+            f"decode: {cost['decode_tokens']} tokens, "
+            f"{_rate(cost['decode_tokens'], cost['decode_seconds'])}"
         )
     if cost["cache_bytes"] is not None:
         formula = (
             ""
             if cost["cache_formula_bytes"] is None
-            else f"; the formula says {cost['cache_formula_bytes']:,}"
+            else f"; by the formula {cost['cache_formula_bytes']:,}"
         )
         rows = len(answer.rows) * settings.beams
-        held = "room for " if settings.compile else ""
+        held = "capacity " if settings.compile else ""
         lines.append(
-            f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens of {rows} sequences{formula}"
+            f"cache: {cost['cache_bytes']:,} bytes, {held}{cost['cache_tokens']} tokens "
+            f"of {rows} sequences{formula}"
         )
     if settings.draws:
         lines.append(f"seed: {settings.seed}")
@@ -276,7 +316,7 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 def as_json(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
-    """All of it for machines."""
+    """Return texts and costs for the JSON output."""
     results = [
         {"prompt": prompt, "text": text, "new_tokens": row}
         for prompt, text, row in zip(answer.prompts, answer.texts, answer.rows, strict=True)

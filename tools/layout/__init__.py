@@ -1,1 +1,6 @@
-"""Which layout of a run on so many GPUs would be fastest, by a stated model of a step. Modelled, not measured; no torch."""
+"""Search for the fastest parallel layout of a run on a given number of GPUs.
+
+The time of a step is computed by an analytic model.
+
+The times are modelled, not measured. The package does not import torch.
+"""

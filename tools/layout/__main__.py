@@ -1,6 +1,9 @@
-"""``python -m tools.layout CONFIG --gpus 64 --device h100``: every layout that the run could have there, the fastest first, and why.
+"""``python -m tools.layout CONFIG --gpus 64 --device h100``: rank the layouts of a run.
 
-Refused by the run's own checks, then by the planned memory; the rest ranked by ``step``'s model. Modelled, not measured.
+The fastest is first; the table includes what limits each of them.
+
+Layouts that fail the run's own checks or that exceed the planned memory are left out. The others
+are ranked by the model in ``step``. The times are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ _SHOWN = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; write the best as a part, and the picture."""
+    """Print the table and, if requested, write the best layout as YAML and the picture."""
     known = machines()
     parser = Parser(
         prog=PROGRAM,
-        description="Rank the layouts of a run on so many GPUs by a stated model of a step.",
+        description="Rank the parallel layouts of a run on N GPUs by an analytic model of a step.",
     )
     parser.add_argument(
         "config", metavar="CONFIG.yaml", help="a run, such as configs/run/demo.yaml"
@@ -37,25 +40,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help=f"in nodes of {NODE}")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help=f"number of GPUs, in nodes of {NODE}"
+    )
     parser.add_argument("--device", choices=sorted(known["devices"]), default="h100")
     parser.add_argument(
         "--fabric",
         choices=sorted(known["fabrics"]),
         default="ib-400",
-        help="between nodes (ib-400)",
+        help="network between nodes (default: ib-400)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="PART.yaml",
-        help="write the best layout as a part, such as configs/parallel/best.yaml",
+        help="write the best layout as a configuration part, such as configs/parallel/best.yaml",
     )
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE.png",
-        help="draw what each of the best spends its step on",
+        help="draw the step time of the best layouts by category",
     )
     return run(PROGRAM, lambda: _report(parser.parse_intermixed_args(arguments)))
 
@@ -73,10 +78,12 @@ def _report(options: argparse.Namespace) -> int:
     found, over = ranked(config, options.gpus, machine)
     if not found:
         raise ConfigError(
-            f"no layout of {config.name} on {options.gpus} x {options.device} fits ({over} need more memory)"
+            f"no layout of {config.name} on {options.gpus} x {options.device} fits "
+            f"({over} need more memory)"
         )
     print(
-        f"{config.name} on {options.gpus} x {options.device}, {options.fabric}: {len(found)} layouts fit, {over} do not; modelled"
+        f"{config.name} on {options.gpus} x {options.device}, {options.fabric}: "
+        f"{len(found)} layouts fit, {over} do not; modelled"
     )
     for line in assumed(config):
         print(f"assumed: {line}")
@@ -98,7 +105,8 @@ def _report(options: argparse.Namespace) -> int:
     if options.out:
         beside = " ".join(best.beside)
         note = (
-            f"# {best.name} for {config.name} on {options.gpus} x {options.device}, by tools.layout's model: {100 * best.mfu:.0f}% MFU.\n"
+            f"# {best.name} for {config.name} on {options.gpus} x {options.device}, "
+            f"by tools.layout's model: {100 * best.mfu:.0f}% MFU.\n"
             f"# With {beside}.\n"
         )
         write_whole(options.out, (note + dump_yaml(_part(best.plan.config.parallel))).encode())
@@ -109,13 +117,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _part(layout: ParallelConfig) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """Return the settings of the layout that differ from the defaults."""
     usual = ParallelConfig()
     return {name: value for name, value in vars(layout).items() if value != getattr(usual, name)}
 
 
 def draw(found: list[Candidate], file: Path) -> None:
-    """Writes ``file`` as PNG: a bar a layout, by what the step is spent on."""
+    """Write ``file`` as PNG: one bar per layout, divided by what the step spends its time on."""
     figure = new_figure((9.0, 1.4 + 0.4 * len(found)))
     axes = figure.subplots()
     left, colours = [0.0] * len(found), [*COLOURS, "#888888", "#bbbbbb"]

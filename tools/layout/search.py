@@ -1,4 +1,8 @@
-"""The layouts that a run could have on so many GPUs: each axis is an entry of AXES, and what goes together the trainer's checks say."""
+"""Enumeration of the layouts that a run could have on a number of GPUs.
+
+Each axis of the search is an entry of AXES. The trainer's checks decide which values can be
+combined.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ from tools.layout.step import Machine, mfu, seconds
 
 @dataclass(frozen=True)
 class Axis:
-    """A key of the configuration. values: that are tried of it; word: in a layout's name, of the run that has it ("": nothing)."""
+    """One configuration key of the search.
+
+    values: the values to try.
+    word: text for the key's value in a layout's name; empty if the value needs no mention.
+    """
 
     key: str
     values: Callable[[RunConfig, int], Iterable[Any]]
@@ -26,11 +34,11 @@ class Axis:
 
     @property
     def section(self) -> str:
-        """The configuration's."""
+        """Section of the configuration."""
         return self.key.partition(".")[0]
 
     def of(self, config: RunConfig) -> Any:
-        """The run's value."""
+        """Return the key's value in a run's configuration."""
         return getattr(getattr(config, self.section), self.key.partition(".")[2])
 
 
@@ -40,41 +48,68 @@ def _tensor(config: RunConfig) -> str:
 
 
 def _pipeline(config: RunConfig) -> str:
-    stages, chunks = (
-        config.parallel.pipeline_model_parallel_size,
-        config.parallel.virtual_pipeline_model_parallel_size,
-    )
-    return (f"PP{stages}x{chunks}" if chunks else f"PP{stages}") if stages > 1 else ""
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    if stages == 1:
+        return ""
+    return f"PP{stages}x{chunks}" if chunks else f"PP{stages}"
 
 
 def _context(config: RunConfig) -> str:
     size, kind = config.parallel.context_parallel_size, config.parallel.context_parallel_kind
-    return (f"CP{size} {kind}" if kind else f"CP{size}") if size > 1 else ""
+    if size == 1:
+        return ""
+    return f"CP{size} {kind}" if kind else f"CP{size}"
 
 
 def _zero(config: RunConfig) -> str:
     return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
 
 
-# In the order in which they are set: after a section's last axis the checks that read no section of a later one refuse what they can.
+# In the order in which they are set. After the last axis of a section, the checks run that do not
+# read a section of a later axis.
 AXES = (
     Axis("parallel.tensor_model_parallel_size", lambda config, gpus: (1, 2, 4, 8), _tensor),
-    Axis("parallel.pipeline_model_parallel_size", lambda config, gpus: _divisors(config.model.num_layers), _pipeline),
-    Axis("parallel.virtual_pipeline_model_parallel_size", lambda config, gpus: (None, 2, 3, 4), lambda config: ""),
-    Axis("parallel.context_parallel_size", lambda config, gpus: (2**n for n in range(gpus.bit_length())), _context),
-    Axis("engine.zero_stage", lambda config, gpus: range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,), _zero),
-    Axis("train.micro_batch_size", lambda config, gpus: (1, 2, 4, 8, 16), lambda config: f"micro-batch {config.train.micro_batch_size}"),
+    Axis(
+        "parallel.pipeline_model_parallel_size",
+        lambda config, gpus: _divisors(config.model.num_layers),
+        _pipeline,
+    ),
+    Axis(
+        "parallel.virtual_pipeline_model_parallel_size",
+        lambda config, gpus: (None, 2, 3, 4),
+        lambda config: "",
+    ),
+    Axis(
+        "parallel.context_parallel_size",
+        lambda config, gpus: (2**n for n in range(gpus.bit_length())),
+        _context,
+    ),
+    Axis(
+        "engine.zero_stage",
+        lambda config, gpus: (
+            range(4) if config.engine.name == "deepspeed" else (config.engine.zero_stage,)
+        ),
+        _zero,
+    ),
+    Axis(
+        "train.micro_batch_size",
+        lambda config, gpus: (1, 2, 4, 8, 16),
+        lambda config: f"micro-batch {config.train.micro_batch_size}",
+    ),
     Axis(
         "train.recompute",
         lambda config, gpus: ("none", "selective", "full"),
-        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[config.train.recompute],
+        lambda config: {"none": "", "selective": "recompute selective", "full": "recompute"}[
+            config.train.recompute
+        ],
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, and its step's seconds by what they are spent on."""
+    """A layout that fits into memory, with the seconds of its step by category."""
 
     plan: Plan
     spent: dict[str, float]
@@ -82,12 +117,12 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds of a step."""
         return sum(self.spent.values())
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the layout in tables."""
         words = [axis.word(self.plan.config) for axis in AXES]
         words.insert(
             [axis.section for axis in AXES].index("engine"), f"DP{self.plan.data_parallel}"
@@ -96,7 +131,7 @@ class Candidate:
 
     @property
     def beside(self) -> list[str]:
-        """What the layout is beside its part of ``configs/parallel``, as overrides."""
+        """Overrides for the axes of the layout that are not in its part of ``configs/parallel``."""
         config = self.plan.config
         ours = [
             axis
@@ -108,7 +143,7 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What most of the step beyond products and attention is spent on, with its share."""
+        """Category with the largest share of the step besides products and attention."""
         rest = {
             name: each for name, each in self.spent.items() if name not in ("products", "attention")
         }
@@ -117,7 +152,7 @@ class Candidate:
 
 
 def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    """Every layout that the run's own checks let pass."""
+    """Yield all layouts that pass the run's own checks."""
     found, unsettled = [config], {axis.section for axis in AXES}
     for section, group in groupby(AXES, lambda axis: axis.section):
         axes = [*group]
@@ -134,14 +169,19 @@ def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
 def _with(
     config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]
 ) -> RunConfig | None:
-    """The run with the section's axes at these values, and what goes with them; None where its ranks do not share the GPUs out."""
+    """Return the run with the section's axes at these values.
+
+    Settings that follow from them are set as well.
+
+    None if the number of GPUs is not a multiple of the model-parallel size.
+    """
     part = replace(
         getattr(config, section),
         **{axis.key.partition(".")[2]: value for axis, value in zip(axes, values, strict=True)},
     )
     if section == "parallel":
         if gpus % part.model_parallel:
-            return None  # as the checks would say, which take longer
+            return None  # the checks would refuse it as well, but take longer
         part = replace(
             part,
             world_size=gpus,
@@ -165,16 +205,15 @@ def _passes(config: RunConfig, gpus: int, unsettled: set[str]) -> bool:
 
 
 def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candidate], int]:
-    """(the layouts that fit, the fastest first; how many do not fit).
+    """Return (layouts that fit, the fastest first; number of layouts that need too much memory).
 
     Raises:
-        ConfigErrors: the run's own checks refuse every layout; these are the simplest one's mistakes.
+        ConfigErrors: the run's own checks refuse every layout; the errors are those of the simplest
+        one.
     """
-    room, fit, over = (
-        (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"]),
-        list[Candidate](),
-        0,
-    )
+    room = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"])
+    fit = list[Candidate]()
+    over = 0
     for made in layouts(config, gpus):
         plan = make_plan(made, gpus)
         if plan.peak_memory > room:

@@ -1,8 +1,12 @@
-"""The model of a step: seconds by what they are spent on, of one layout. Every constant is machines.yaml's.
+"""Analytic model of a training step: the seconds of one layout by category.
 
-The pipeline's slowest stage is the last, with the output layer. A step is its micro-batches and the bubble, what of the collectives over
-data-parallel ranks no pass hides, and the update. Tensor parallelism's collectives hide nothing, and nothing hides them; so do context
-parallelism's (`pretrain.plan.cut`), but for a ring's keys and values, which attention hides.
+Every constant is in machines.yaml.
+
+The slowest pipeline stage is the last, which contains the output layer. A step consists of its
+micro-batches, the pipeline bubble, the part of the data-parallel collectives that no pass hides,
+and the optimizer update. Collectives of tensor parallelism overlap with no computation. Neither do
+those of context parallelism (`pretrain.plan.cut`), except the keys and values of a ring, which
+overlap with attention.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ NODE = 8  # GPUs
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the fabric between nodes, as machines.yaml has them."""
+    """A device and the fabric between nodes, with the constants of machines.yaml."""
 
     name: str
     device: dict[str, Any]
@@ -35,13 +39,13 @@ class Machine:
 
     @classmethod
     def of(cls, device: str, fabric: str) -> Machine:
-        """By their names there."""
+        """Return the machine with this device and fabric of machines.yaml."""
         found = machines()
         return cls(device, found["devices"][device], float(found["fabrics"][fabric]), found)
 
 
 def machines() -> dict[str, Any]:
-    """The file of constants."""
+    """Return the contents of machines.yaml."""
     read: dict[str, Any] = yaml.safe_load(
         Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
     )
@@ -49,16 +53,17 @@ def machines() -> dict[str, Any]:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError where nothing is known of what a layer moves."""
+    """Raise ConfigError if machines.yaml has no memory traffic for a mixer of the run."""
     known = machines()["traffic"]
     if unknown := next((name for name in mixer_names(config.model) if name not in known), None):
         raise ConfigError(
-            f"model.mixer = {unknown}: what its layers move is unknown here; known are {', '.join(known)}"
+            f"model.mixer = {unknown}: machines.yaml has no memory traffic of its layers; "
+            f"known are {', '.join(known)}"
         )
 
 
 def assumed(config: RunConfig) -> Iterator[str]:
-    """What the model of this run's steps takes for granted, besides machines.yaml."""
+    """Yield the assumptions about this run's steps that are not in machines.yaml."""
     own = {describe(name).mlp for name in mixer_names(config.model)}
     if config.model.mlp and own != {config.model.mlp}:
         yield f"model.mlp = {config.model.mlp} moves as much as the mixers' own MLPs"
@@ -67,7 +72,7 @@ def assumed(config: RunConfig) -> Iterator[str]:
     if config.optimizer.name == "muon":
         yield "optimizer.name = muon takes as long as AdamW: its own products are not counted"
     if config.train.offload_activations or config.engine.offload_optimizer:
-        yield "copies to the host and back, and updates there, take no time"
+        yield "copies to the host and back, and updates on the host, take no time"
     if config.data.documents == "separate":
         yield "data.documents = separate: each sequence is one document"
     if config.stages:
@@ -75,13 +80,11 @@ def assumed(config: RunConfig) -> Iterator[str]:
 
 
 def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Of one step, by what they are spent on; their sum is the step's."""
+    """Return the seconds of one step by category; their sum is the time of the step."""
     config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
-    tensor, stages, chunks = (
-        layout.tensor_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-    )
+    tensor = layout.tensor_model_parallel_size
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size
     tokens = config.train.micro_batch_size * config.data.seq_length // layout.context_parallel_size
     passes = {name: tokens * each for name, each in _per_token(plan, machine).items()}
     between = _tensor_parallel(plan, machine, tokens)
@@ -114,37 +117,39 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
 
 
 def replicas(plan: Plan) -> int:
-    """Ranks that hold the same weights, over which gradients are summed and the optimizer's state is split."""
+    """Return the number of ranks with the same weights.
+
+    Gradients are summed over them, and the optimizer state is split over them.
+    """
     return plan.data_parallel * plan.config.parallel.context_parallel_size
 
 
 def zero_stage(plan: Plan) -> int | None:
-    """DeepSpeed's; None: Megatron's own distributed optimizer."""
+    """Return DeepSpeed's ZeRO stage, or None for Megatron's distributed optimizer."""
     return plan.config.engine.zero_stage if plan.config.engine.name == "deepspeed" else None
 
 
 def mfu(plan: Plan, step: float, device: str) -> float:
-    """The model's FLOPs over what the devices could do in a step of so many seconds."""
+    """Return the MFU: the model's FLOPs divided by the devices' peak FLOPs in ``step`` seconds."""
     peak = peak_tflops(device)
     assert peak is not None
     return plan.train_flops * plan.schedule.step_tokens / (step * peak * 1e12 * plan.world_size)
 
 
 def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Seconds a token on a rank of the last stage, forward and backward, what is computed again too."""
+    """Return the seconds per token on a rank of the last stage by category.
+
+    They include forward, backward and recomputation.
+    """
     config, device = plan.config, machine.device
     layout = config.parallel
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    flops, twice, again = (
-        dict(plan.forward_flops),
-        computed_again(config, plan.forward_flops),
-        _again(plan, machine),
-    )
-    head, attention, attention_twice = (
-        flops.pop("output layer"),
-        flops.pop("attention", 0.0),
-        twice.pop("attention", 0.0),
-    )
+    flops = dict(plan.forward_flops)
+    twice = computed_again(config, plan.forward_flops)
+    again = _again(plan, machine)
+    head = flops.pop("output layer")
+    attention = flops.pop("attention", 0.0)
+    attention_twice = twice.pop("attention", 0.0)
     width = config.model.hidden_size / tensor
     rate = float(device["products"]) * width / (width + float(device["half_width"]))
     wide = (
@@ -158,7 +163,8 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     known: dict[str, Any] = machine.rest["traffic"]
     for name in mixer_names(config.model):
         kib = known[name][0] * config.model.recurrence
-        # Of a layer a third, norms and the residual stream, is split by sequence parallelism alone.
+        # A third of a layer's traffic, norms and residual stream, is split only by sequence
+        # parallelism.
         moved += (
             kib
             * 1024
@@ -178,7 +184,7 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
 
 
 def _launches(plan: Plan, machine: Machine) -> float:
-    """Kernels of a micro-batch on a rank."""
+    """Return the number of kernels that a rank launches for a micro-batch."""
     known: dict[str, Any] = machine.rest["traffic"]
     layers = (
         sum(known[name][1] for name in mixer_names(plan.config.model))
@@ -192,12 +198,15 @@ def _launches(plan: Plan, machine: Machine) -> float:
 
 
 def _again(plan: Plan, machine: Machine) -> float:
-    """What recomputation does again of a layer's forward pass, products aside."""
+    """Return the share of a layer's forward pass, without products, that is recomputed."""
     return float(machine.rest["again"][plan.config.train.recompute])
 
 
 def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
-    """Seconds of a micro-batch's sums over tensor-parallel ranks: two a layer and pass, each an all-reduce's way of the hidden states."""
+    """Return the seconds of a micro-batch's sums over tensor-parallel ranks.
+
+    Each layer has two sums per pass, and each takes an all-reduce of the hidden states.
+    """
     layout = plan.config.parallel
     tensor = layout.tensor_model_parallel_size
     if tensor == 1:
@@ -207,8 +216,8 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
         * plan.config.model.recurrence
         / layout.pipeline_model_parallel_size
     )
-    # Sequence parallelism gathers each product's input once more for its weight's gradient: half an all-reduce's way, twice a layer; and
-    # an MLP's input where that alone was kept.
+    # Sequence parallelism gathers each product's input again for its weight's gradient: half an
+    # all-reduce, twice per layer; with selective recomputation also an MLP's input.
     again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[
         plan.config.train.recompute
     ]
@@ -226,7 +235,10 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
 
 
 def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
-    """Seconds of a micro-batch's exchanges between ranks that share its sequences, which ``attention``'s seconds do not hide."""
+    """Return the seconds of a micro-batch's context-parallel exchanges that are not hidden.
+
+    attention: seconds of a micro-batch's attention.
+    """
     layout = plan.config.parallel
     tensor, size = layout.tensor_model_parallel_size, layout.context_parallel_size
     if size == 1:
@@ -235,16 +247,12 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
         cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches
         for only in (False, True)
     )
-    near, nvlink = (
-        max(1, NODE // tensor),
-        float(machine.device["nvlink"]),
-    )  # of the group, in a node
-    speed, latency, calls = (
-        nvlink,
-        float(machine.rest["latency"]["nvlink"]),
-        4 + 2 * (plan.config.train.recompute == "full"),
-    )
-    if size > near:  # each rank by its own link; a ring is as fast as its slowest
+    near = max(1, NODE // tensor)  # ranks of the group within a node
+    nvlink = float(machine.device["nvlink"])
+    speed = nvlink
+    latency = float(machine.rest["latency"]["nvlink"])
+    calls = 4 + 2 * (plan.config.train.recompute == "full")
+    if size > near:  # each rank uses its own link; a ring is as fast as its slowest link
         speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
         latency = float(machine.rest["latency"]["fabric"])
     layers = (
@@ -257,20 +265,20 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
 
 
 def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
-    """Seconds of the gradients' reduction and the weights' gathering that a micro-batch's passes, of ``one`` second, do not hide.
+    """Return the seconds of gradient reduction and weight gathering that the passes do not hide.
 
-    Megatron reduces and gathers once a step, and so does DeepSpeed's stage 1, whose ranks wait for the weights; stage 2 reduces in each
-    micro-batch, stage 3 too, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce (DeepSpeed's default).
+    one: seconds of a micro-batch's passes. Megatron and DeepSpeed's stage 1 reduce and gather once
+    per step; the ranks of stage 1 wait for the weights. Stage 2 reduces in each micro-batch. Stage
+    3 also reduces in each micro-batch, and gathers in each of its two passes. Stages 0 to 2 reduce
+    by all-reduce (DeepSpeed's default).
     """
-    size, zero, layout = (
-        replicas(plan),
-        zero_stage(plan),
-        plan.config.parallel.settled(plan.config.engine, cuda=True),
-    )
+    size = replicas(plan)
+    zero = zero_stage(plan)
+    layout = plan.config.parallel.settled(plan.config.engine, cuda=True)
     if size == 1:
         return 0.0
-    beside = max(1, NODE // layout.tensor_model_parallel_size)  # of the group, in a node
-    # NCCL's ring crosses a node's border once: all the node's links to the fabric serve it.
+    beside = max(1, NODE // layout.tensor_model_parallel_size)  # ranks of the group within a node
+    # NCCL's ring leaves a node once, so it can use all the node's links to the fabric.
     speed = (
         min(float(machine.device["nvlink"]), machine.fabric * beside)
         if size > beside

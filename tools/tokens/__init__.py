@@ -1,1 +1,6 @@
-"""Which documents a run's steps saw, and which steps saw a document, by the run's index cache. Builds nothing, reads no .bin."""
+"""Lookup of the documents that a run's steps read, and of the steps that read a document.
+
+It uses the run's index cache.
+
+The package builds no index and reads no .bin file.
+"""

@@ -1,4 +1,9 @@
-"""``python -m tools.tokens RUN_DIR --step N``: the documents that a training step saw, and the way back. Tells errors in one line."""
+"""``python -m tools.tokens RUN_DIR --step N``: print the documents that a training step read.
+
+Other options print the steps that read a document.
+
+Errors are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,26 @@ from tools.tokens.order import Order, Piece, open_order
 from tools.tokens.steps import RunRecord, read_run
 
 COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
-ABOUT = """Prints which documents a step of training saw, or which steps see a document: a line a piece with
+ABOUT = """Print the documents that a training step reads, or the steps that read a document.
 
-  step, sample (position in the training order, from 0; where there are stages, in the stage's, after its name), whether it was seen so
-  far, source, number of the document in it (from 0), the tokens [from, to) of the document, EOD included, and its id, where data_prep
-  recorded ids (PREFIX.ids; ? where it did not, or they are in a store).
+Each line is a part of a document, with the columns
 
-Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
-after a sample's last one, which is its label, is not counted, nor is padding. Validation data is not covered."""
+  step      the training step
+  sample    position in the training order, from 0; with stages STAGE:position
+  seen      True if the sample has already been trained on
+  source    the .bin/.idx pair
+  document  number of the document in its source, from 0
+  from, to  tokens [from, to) of the document, EOD included
+  id        the document's id from PREFIX.ids; ? if data_prep did not record ids, or if they are in
+            a store
+
+All data is read from RUN_DIR, the run's index cache, and the .idx and .ids files next to the data;
+no file is changed. The label of a sample's last token and padding are not counted. Validation data
+is not covered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Looks up and prints; returns the exit code."""
+    """Parse the arguments, print the rows and return the exit code."""
     parser = Parser(prog="python -m tools.tokens", description=ABOUT)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -38,21 +51,21 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument(
         "--sample",
         metavar="[STAGE:]I",
-        help="a position in the training order, from 0 on; each stage has its own",
+        help="a position in the training order, from 0 on; each stage has its own order",
     )
     what.add_argument(
         "--find",
         metavar="ID",
-        help="when the document with this id was seen, and will be until the run's end",
+        help="print all steps of the run, past and future, that read the document with this id",
     )
     what.add_argument(
         "--document",
         type=int,
         metavar="N",
-        help="as --find, of the document with this number (in each source)",
+        help="like --find, for the document with this number (in each source)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="a JSON object a line, null for what is not known"
+        "--json", action="store_true", help="print a JSON object per line; null: unknown"
     )
     given = parser.parse_args(arguments)
 
@@ -68,13 +81,13 @@ def main(arguments: list[str] | None = None) -> int:
             ]
             print(*aligned([COLUMNS, *shown], left=[3, 7]), sep="\n")
         else:
-            print(f"{given.run_dir}: no step of the run sees this document")
+            print(f"{given.run_dir}: no step of the run reads this document")
 
     return run("tools.tokens", tell)
 
 
 def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """The pieces asked for. Raises ConfigError."""
+    """Return the rows of the selected step, sample or document. Raises ConfigError."""
     records = read_run(given.run_dir)
     if given.find is None and given.document is None:
         record, samples = (
@@ -94,22 +107,23 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
     if len(faults) == len(records):
         raise faults[0]
     for fault in faults:
-        print(f"tools.tokens: of a stage nothing is printed: {fault}", file=sys.stderr)
+        print(f"tools.tokens: a stage is left out: {fault}", file=sys.stderr)
     return rows
 
 
 def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
-    """The order that a step reads, and its samples."""
+    """Return the record of the order that a step reads, and the step's samples."""
     for record in records:
         if step in record.steps.numbers:
             return record, record.steps.samples(step)
     raise ConfigError(
-        f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to {records[-1].steps.numbers[-1]}"
+        f"--step {step}: the run's steps are {records[0].steps.numbers[0]} to "
+        f"{records[-1].steps.numbers[-1]}"
     )
 
 
 def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
-    """The order that ``[STAGE:]I`` names, and the sample."""
+    """Return the record of the order that ``[STAGE:]I`` names, and the sample."""
     name, _, number = text.rpartition(":")
     record = next((record for record in records if record.name == name), None)
     if record is None:
@@ -122,7 +136,8 @@ def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
         raise ConfigError(f"--sample {text}: {wanted}")
     if not number.isdecimal() or int(number) >= record.steps.end:
         raise ConfigError(
-            f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to {record.steps.end - 1}"
+            f"--sample {text}: the {'stage' if name else 'run'}'s samples are 0 to "
+            f"{record.steps.end - 1}"
         )
     return record, [int(number)]
 
@@ -133,14 +148,17 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
         source.beside.fault for source in order.sources if source.beside.fault
     ):
         print(
-            f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample",
+            f"tools.tokens: {fault}: ids and the ends of documents within a sample are unknown",
             file=sys.stderr,
         )
     return order
 
 
 def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Number of a source -> the documents asked for. Raises ConfigError where there is none."""
+    """Return the selected documents: source number -> document numbers.
+
+    Raises ConfigError if no document matches.
+    """
     if given.document is not None:
         most = max(int(source.documents.max()) for source in order.sources)
         if not 0 <= given.document <= most:
@@ -148,24 +166,19 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
                 f"--document {given.document}: the documents' numbers are 0 to {most}"
             )
         return {number: [given.document] for number in range(len(order.sources))}
-    raw, unknown = (
-        os.fsencode(given.find),
-        [source.prefix for source in order.sources if source.beside.ids is None],
-    )
-    found = {
-        number: sorted(
-            {
-                document
-                for line in {raw, line_of(raw)}
-                for document in numbers_of(source.beside.ids, line)
-            }
-        )
-        for number, source in enumerate(order.sources)
-        if source.beside.ids is not None
-    }
+    raw = os.fsencode(given.find)
+    unknown = [source.prefix for source in order.sources if source.beside.ids is None]
+    lines = {raw, line_of(raw)}
+    found = dict[int, list[int]]()
+    for number, source in enumerate(order.sources):
+        ids = source.beside.ids
+        if ids is not None:
+            documents = {document for line in lines for document in numbers_of(ids, line)}
+            found[number] = sorted(documents)
     if not any(found.values()):
         rest = (
-            f"; of {', '.join(unknown)} no ids are here: look by number, with --document"
+            f"; no ids were recorded for {', '.join(unknown)}: "
+            "use the document's number, with --document"
             if unknown
             else ""
         )
@@ -176,7 +189,7 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
 
 
 def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
-    """The rows; a sample of a stage's order as ``--sample`` takes it."""
+    """Return the rows of the output. A sample of a stage is written as ``--sample`` takes it."""
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}

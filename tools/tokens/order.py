@@ -1,8 +1,10 @@
-"""The order of a run's training samples as its index cache has it, in documents and offsets. Maps files that are there; no torch, no .bin.
+"""Order of a run's training samples, in documents and offsets, read from its index cache.
 
-Megatron's arrays: a source's ``document_index`` [documents x epochs], ``sample_index`` [samples + 1, 2] (place in document_index, offset)
-and ``shuffle_index`` [samples]; of a blend ``dataset_index`` and ``dataset_sample_index`` [samples]. Of a source packed best-fit: see
-`PackedGPTDataset`.
+The arrays are memory-mapped from existing files. The module needs no torch and reads no .bin file.
+Megatron's arrays of a source are ``document_index`` [documents x epochs], ``sample_index`` [samples
++ 1, 2] (position in document_index, offset) and ``shuffle_index`` [samples]. Those of a blend are
+``dataset_index`` and ``dataset_sample_index`` [samples]. `PackedGPTDataset` describes the arrays of
+a source with best-fit packing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _SPLIT = "train"
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document that a sample holds; ``stop`` is None where the document's length is not known any more."""
+    """Tokens [start, stop) of a document in a sample.
+
+    ``stop`` is None if the document's length is no longer available.
+    """
 
     sample: int
     source: int
@@ -44,7 +49,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside a source's .bin: the documents' lengths int32 [n] (tokens), the file of their ids, why there is neither."""
+    """Files next to a source's .bin file.
+
+    lengths: tokens of each document, int32 [n].
+    ids: file of the document ids.
+    fault: reason why both are missing.
+    """
 
     lengths: npt.NDArray[np.int32] | None = None
     ids: Path | None = None
@@ -52,7 +62,11 @@ class Beside:
 
 
 class Source:
-    """One .bin/.idx pair's part of the order. ``prefix``: where the run read it; ``base``: how its files in the cache begin."""
+    """Order of the samples of one .bin/.idx pair.
+
+    prefix: the path from which the run read the pair.
+    base: common prefix of its files in the cache.
+    """
 
     def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:
         self.prefix, self.beside = said.prefix, _beside(said, local_prefix(said.prefix, cache))
@@ -61,7 +75,10 @@ class Source:
         )
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
-        """(document, start, stop) of the sample at a position of this source's own order; the label of its last token is not counted."""
+        """Yield (document, start, stop) for the sample at a position of this source's order.
+
+        The label of the sample's last token is not included.
+        """
         row = int(self.shuffle[position])
         (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
         for place in range(first, last + 1):
@@ -73,13 +90,16 @@ class Source:
             start = 0
 
     def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Positions of the samples that may hold tokens of these documents, ascending."""
+        """Return the positions of samples that may contain tokens of these documents, ascending."""
         places = np.flatnonzero(np.isin(self.documents, documents)).tolist()
         rows = sorted({row for place in places for row in self._rows(place)})
         return np.flatnonzero(np.isin(self.shuffle, rows))
 
     def _rows(self, place: int) -> range:
-        """Of the samples of a place in document_index, and of the one that ends where it begins."""
+        """Return the rows of the samples that may contain a position of document_index.
+
+        The first is the sample that ends where the position begins.
+        """
         first, after = (
             search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right)
         )
@@ -87,15 +107,13 @@ class Source:
 
 
 class PackedSource(Source):
-    """The same of a source packed best-fit into sequences of ``length`` tokens."""
+    """Order of the samples of a source, packed best-fit into sequences of ``length`` tokens."""
 
     def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
         super().__init__(base, said, cache)
-        self.length, self.documents, self.before = (
-            length,
-            self.documents[:, 0],
-            self.documents[:, 1],
-        )
+        self.length = length
+        self.before = self.documents[:, 1]
+        self.documents = self.documents[:, 0]
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
         row, room = int(self.shuffle[position]), self.length
@@ -117,7 +135,10 @@ class PackedSource(Source):
 
 @dataclass(frozen=True)
 class Order:
-    """All samples of training; ``blend``: the source of each sample, and its position there; None for one source."""
+    """Order of all training samples.
+
+    blend: source of each sample, and the sample's position in that source; None for one source.
+    """
 
     sources: list[Source]
     blend: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None
@@ -126,7 +147,7 @@ class Order:
         return len(self.blend[0]) if self.blend else len(self.sources[0].shuffle)
 
     def pieces(self, sample: int) -> list[Piece]:
-        """What a sample holds; past the end it begins again, as training does."""
+        """Return a sample's parts of documents. Past its end the order repeats, as in training."""
         place = sample % len(self)
         number, position = (
             (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
@@ -134,7 +155,10 @@ class Order:
         return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
 
     def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
-        """The pieces of documents (number of a source -> their numbers), in the order of samples."""
+        """Return the parts of the wanted documents, in the order of samples.
+
+        wanted: source number -> document numbers.
+        """
         samples = set[int]()
         for number, documents in wanted.items():
             found = self.sources[number].positions(documents)
@@ -152,10 +176,12 @@ class Order:
 def open_order(
     run_dir: Path, parts: Sequence[Part], samples: int, contents_key: str | None
 ) -> Order:
-    """The order of so many ``samples`` that the last of these stages reads; ``contents_key``: of the data, as its checkpoints have it.
+    """Open the order of ``samples`` samples that the last of these stages reads.
+
+    contents_key: identifier of the data, as recorded in the run's checkpoints; None: any.
 
     Raises:
-        ConfigError: there is no such cache, or it is damaged.
+        ConfigError: the index cache is missing or damaged, or several caches match.
     """
     config, needs = parts[-1].config, [part.needs() for part in parts] if parts[-1].name else []
     prefixes = [source.prefix for source in config.data.train]
@@ -176,21 +202,24 @@ def open_order(
             fitting.append(cache)
     if not fitting:
         elsewhere = (
-            "data.index_cache, from the working directory"
+            "data.index_cache, relative to the working directory"
             if config.data.index_cache
-            else "where data.index_cache is null"
+            else "the default of data.index_cache"
         )
         raise ConfigError(
-            f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: it has not begun to train, or the cache is gone"
+            f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: "
+            "the run has not begun to train, or the cache was deleted"
         )
     if len(fitting) > 1:
         folders = ", ".join(cache.folder.name for cache in fitting)
         raise ConfigError(
-            f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which"
+            f"{root}: {folders} belong to this run with different contents of its data; "
+            "without a checkpoint the right one is unknown"
         )
     if fault := fitting[0].fault():
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
-    return _read(fitting[0], replace(config, run_dir=str(run_dir)))  # it may have been moved
+    # The run directory may have been moved since the configuration was written.
+    return _read(fitting[0], replace(config, run_dir=str(run_dir)))
 
 
 def _read(cache: IndexCache, config: RunConfig) -> Order:
@@ -215,7 +244,7 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
 
 
 def _described(folder: Path, kind: str) -> dict[str, Path]:
-    """Description of each of training's datasets of this kind -> how the names of its files begin."""
+    """Map each training dataset's description of this kind to the common prefix of its files."""
     ending = "-description.txt"
     return {
         path.read_text(): path.with_name(path.name.removesuffix(ending))
@@ -240,9 +269,11 @@ def _contents(complete: Path) -> Contents | None:
 
 
 def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
-    """Whether the training sources have these names; a relative one is compared from its end, wherever the run was started.
+    """Return True if the recorded training sources have these names.
 
-    Their order is part of the folder's name.
+    A relative name is compared with the end of the recorded path, so that it matches whatever the
+    working directory of the run was. The order of the sources is part of the folder's name and
+    needs no comparison.
     """
     recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
     named = [
@@ -261,15 +292,20 @@ def _megatron(run_dir: Path) -> str:
         )
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{run_dir / 'environment.json'} does not say which megatron-core drew the order of samples"
+            f"{run_dir / 'environment.json'} does not contain the version of megatron-core that "
+            "drew the order of samples"
         ) from None
 
 
 def _beside(said: SourceContents, prefix: str) -> Beside:
-    """What can be told of the documents; a manifest whose sizes agree is believed, without one the .idx is read whole."""
+    """Return the available facts about the documents of a source.
+
+    If the manifest gives the size of the .idx file, its checksum is trusted; otherwise the entire
+    .idx file is hashed.
+    """
     index, ids = Path(f"{prefix}.idx"), Path(f"{prefix}.ids")
     if not index.is_file():
-        return Beside(fault=f"{index} is not there any more")
+        return Beside(fault=f"{index} no longer exists")
     manifest = read_manifest(index.with_name("manifest.json"))
     entry = manifest.splits.get(ids.stem, {}) if manifest else {}
     told = entry.get("idx_bytes") == index.stat().st_size

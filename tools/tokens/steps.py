@@ -1,4 +1,7 @@
-"""Which samples a run's steps took and will take, by what the run recorded of itself; the batch size may have changed between attempts."""
+"""Samples that the steps of a run read and will read, from the run's own records.
+
+The batch size may have changed between attempts.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ from pretrain.stages import Part, parts_of
 
 @dataclass(frozen=True)
 class Steps:
-    """``points``: steps and the samples of an order that were consumed when they were done, ascending, from its beginning to its end.
+    """Assignment of an order's samples to steps.
 
-    Where training went back from a spike, a step stands twice, also with the samples that were passed over then.
-
-    ``batches``: the batch sizes that the run has had; ``done``: the last step that is done.
+    points: (step, samples of the order that were consumed at its end), ascending, from the order's
+        beginning to its end. If training returned to an earlier checkpoint after a loss spike, a
+        step occurs twice; the second entry includes the samples that were skipped.
+    batches: the batch sizes that the run has had.
+    done: the last completed step.
     """
 
     points: list[tuple[int, int]]
@@ -33,26 +38,32 @@ class Steps:
 
     @property
     def seen(self) -> int:
-        """The first sample that no step has taken so far."""
+        """First sample that no step has read yet."""
         return dict(self.points)[self.done]
 
     @property
     def end(self) -> int:
-        """The first sample that the run will not take."""
+        """First sample that the run will not read."""
         return self.points[-1][1]
 
     @property
     def numbers(self) -> range:
-        """The steps that read the order."""
+        """Steps that read the order."""
         return range(self.points[0][0] + 1, self.points[-1][0] + 1)
 
     def samples(self, step: int) -> range:
-        """The samples of a step of the order's. Raises ConfigError where the run does not say which samples it took."""
+        """Return the samples of a step.
+
+        Raises ConfigError if the run's records do not determine them.
+        """
         at = bisect_left(self.points, (step, 0))
         (before, first), (after, end) = self.points[at - 1 : at + 1]
         batch = self._batch(at)
         if batch is None:
-            between = f"the batch size changed between steps {before} and {after}, and metrics.jsonl does not say at which"
+            between = (
+                f"the batch size changed between steps {before} and {after}, "
+                "and metrics.jsonl does not contain the exact step"
+            )
             raise ConfigError(
                 f"--step {step}: {between}; the samples are among {first} to {end - 1} (--sample)"
             )
@@ -60,14 +71,14 @@ class Steps:
         return range(first, first + batch)
 
     def of(self, sample: int) -> int | None:
-        """The step that takes a sample, None where the run does not say."""
+        """Return the step that reads a sample, or None if the run's records do not determine it."""
         at = bisect_right(self.points, sample, key=lambda point: point[1])
         batch = self._batch(at)
         return batch and self.points[at - 1][0] + (sample - self.points[at - 1][1]) // batch + 1
 
     def _batch(self, at: int) -> int | None:
         (before, first), (after, end) = self.points[at - 1 : at + 1]
-        if after == before:  # passed over
+        if after == before:  # skipped samples
             return None
         batch, rest = divmod(end - first, after - before)
         return batch if after - before == 1 or (not rest and batch in self.batches) else None
@@ -75,10 +86,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says of an order of samples: of a stage's, or of the run's only one.
+    """Records of a run directory about one order of samples.
 
-    parts: the stages up to its own, or the run. order_samples: what the order was drawn for. contents_key: of the data; None: no
-    checkpoint.
+    The order is that of a stage, or the only one of a run without stages.
+
+    parts: the stages up to and including this one, or the run.
+    order_samples: number of samples for which the order was drawn.
+    contents_key: identifier of the data; None without a checkpoint.
     """
 
     parts: list[Part]
@@ -88,18 +102,19 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The stage's name; empty without stages."""
+        """Name of the stage; empty without stages."""
         return self.parts[-1].name
 
 
 def read_run(run_dir: Path) -> list[RunRecord]:
-    """What a run recorded, in the order of its stages.
+    """Return the records of a run, one per stage in their order.
 
     Raises:
-        ConfigError: there is no run, its configuration cannot be read, or nothing says where its order begins.
+        ConfigError: the folder contains no run, its configuration cannot be read, or no record
+        gives the beginning of its order.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no run has begun there (no config.yaml)")
+        raise ConfigError(f"{run_dir}: not the directory of a run (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
     checkpoint = newest_good(run_dir / "checkpoints", {})
     parts, told = parts_of(config), _steps_told(run_dir)
@@ -124,7 +139,10 @@ def read_run(run_dir: Path) -> list[RunRecord]:
 def _beginning(
     run_dir: Path, part: Part, checkpoint: Found | None, told: Sequence[tuple[int, int, int]]
 ) -> Progress:
-    """Where the run's first order of samples begins: of a fork with an order of its own, at its first step."""
+    """Return the progress at which the run's first order of samples begins.
+
+    This is step 0, except for a fork with a new order, which begins at the fork's first step.
+    """
     fork = read_fork(run_dir)
     if not fork or not fork["order_begin"]:
         return Progress(0, 0, 0)
@@ -147,7 +165,11 @@ def _record(
     checkpoint: Found | None,
     all_told: Sequence[tuple[int, int, int]],
 ) -> RunRecord:
-    """Of the last stage's order. ``checkpoint``: the newest one, where it is in that stage; all_told: see `_steps_told`."""
+    """Return the record of the last stage's order.
+
+    checkpoint: the newest checkpoint, if it belongs to that stage. The last argument is (step,
+    tokens consumed, samples skipped) for each step of metrics.jsonl.
+    """
     part = parts[-1]
     schedule = part.schedule(part.resumed(checkpoint.progress) if checkpoint else begin)
     length, last, before = schedule.sample_tokens, schedule.steps, begin.order_begin
@@ -199,7 +221,10 @@ def _record(
 
 
 def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
-    """(step, tokens consumed, samples passed over) of metrics.jsonl; what began at an earlier checkpoint takes back what came after it."""
+    """Return (step, tokens consumed, samples skipped) for each step of metrics.jsonl.
+
+    An attempt that resumed at an earlier checkpoint replaces the entries of the later steps.
+    """
     told: list[tuple[int, int, int]] = []
     for record in _lines(run_dir / "metrics.jsonl"):
         if all(type(record.get(key)) is int for key in ("step", "consumed_tokens")):
@@ -210,7 +235,7 @@ def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; one that a kill cut off is none."""
+    """Yield the objects of a JSON-lines file; a truncated line is skipped."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

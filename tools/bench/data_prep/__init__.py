@@ -1,4 +1,6 @@
-"""``python -m tools.bench.data_prep``: data_prep beside the usual ways to Megatron's .bin/.idx, in CPU seconds, on one corpus, in one run.
+"""``python -m tools.bench.data_prep``: compare data_prep with other ways to Megatron's .bin/.idx.
 
-Figures and how they are made live here; what is measured is always a whole command in its own process. No test may time anything.
+All are measured in CPU seconds, on one corpus, in one run.
+
+A measurement is always a complete command in a separate process. Tests never measure time.
 """

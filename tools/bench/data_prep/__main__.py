@@ -1,10 +1,10 @@
-"""The figures of data_prep: tokenization against the usual ways, workers, GPTDataset's index, reading back.
+"""Benchmarks of data_prep: tokenization against other ways, workers, GPTDataset's index, reading.
 
     python -m tools.bench.data_prep --quick            # under 4 minutes on two cores
-    python -m tools.bench.data_prep --write-table      # 15 minutes; the tables of docs/benchmarks/data_prep.md
+    python -m tools.bench.data_prep --write-table      # 15 minutes; writes the tables of the docs
 
-Speed is megabytes of text a CPU second of all processes of a command, start-up subtracted. Exit code 1: a target is missed, or a side
-wrote other bytes; 2: something that is needed is absent.
+Speed is megabytes of text per CPU second of all processes of a command, without start-up. Exit code
+1: a target is missed, or a pipeline wrote different bytes; 2: a requirement is missing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ PAGE = ROOT / "docs" / "benchmarks" / "data_prep.md"
 VOCAB_SIZE = 32_000
 TRAINED_ON_MB = 20
 PARTS = ("encoding", "workers", "index", "reading")
-WORKER_ROUNDS = 3  # at least: wall time has outliers that CPU time has not
+WORKER_ROUNDS = 3  # minimum: wall time has outliers that CPU time does not have
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``megabytes`` of text by corpus, ``pairs`` of corpus and tokenizer style, ``copies`` of the first corpus for
-    two workers, ``documents`` of the index; ours runs ``again`` times in a round."""
+    """Size of the measurement.
+
+    megabytes: of text by corpus.
+    pairs: (corpus, tokenizer style).
+    copies: of the first corpus, for two workers.
+    documents: of the index.
+    again: runs of data_prep in each round.
+    """
 
     megabytes: dict[str, float]
     pairs: tuple[tuple[str, str], ...]
@@ -59,27 +65,31 @@ FULL = Effort(
 
 
 class Bench:
-    """One run: what it has made so far, each thing when it is first needed, in folders that later runs use again (``cache``) or not."""
+    """State of one benchmark run.
+
+    Corpora, tokenizers and results are made when they are first needed.
+
+    cache: folder that later runs use again.
+    scratch: temporary folder.
+    """
 
     def __init__(
         self, effort: Effort, cache: Path, scratch: Path, given: Path | None, peers_at: Path | None
     ) -> None:
-        self.effort, self.cache, self.scratch, self.given, self.peers_at = (
-            effort,
-            cache,
-            scratch,
-            given,
-            peers_at,
-        )
+        self.effort = effort
+        self.cache = cache
+        self.scratch = scratch
+        self.given = given
+        self.peers_at = peers_at
         self.results = report.Results()
         self.began, self.load, self.neighbours = time.monotonic(), load(), Neighbours()
 
     def tell(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"[{time.monotonic() - self.began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     def text(self, name: str) -> corpus.Corpus:
-        """A corpus; with --corpus there is one, under its own name."""
+        """Return a corpus. With --corpus only that one exists, under the name "given"."""
         found = next((one for one in self.results.corpora if one.name == name), None)
         if found is None:
             megabytes = (
@@ -94,7 +104,7 @@ class Bench:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(corpus, tokenizer style) that are measured."""
+        """Measured pairs (corpus, tokenizer style)."""
         return tuple(
             dict.fromkeys(
                 ("given" if self.given else name, style) for name, style in self.effort.pairs
@@ -102,13 +112,16 @@ class Bench:
         )
 
     def kit(self, style: str) -> peers.Kit:
-        """A tokenizer of ``style`` that data_prep trained on all corpora."""
+        """Return a tokenizer of ``style`` that data_prep trained on all corpora."""
         names = dict.fromkeys(name for name, _ in self.pairs)
         folders = [self.text(name).folder for name in names]
         folder = (
             self.cache
             / "tokenizers"
-            / f"{style}-{self.effort.vocab_size}-{'-'.join(Path(name).parent.name for name in folders)}"
+            / (
+                f"{style}-{self.effort.vocab_size}-"
+                f"{'-'.join(Path(name).parent.name for name in folders)}"
+            )
         )
         if not (folder / "tokenizer.json").exists():
             words = [
@@ -136,24 +149,23 @@ class Bench:
         return peers.make_kit(style, folder)
 
     def encoding(self) -> None:
-        """Every side on every corpus."""
+        """Measure every pipeline on every corpus."""
         python = peers.environment(self.peers_at, self.cache)
         self.tell(
-            f"peers: {', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
+            "peers: "
+            f"{', '.join(f'{name} {number}' for name, number in peers.versions(python).items())}"
         )
         for name, style in self.pairs:
-            text, kit, rounds = (
-                self.text(name),
-                self.kit(style),
-                (self.effort.rounds, self.effort.again),
-            )
+            text = self.text(name)
+            kit = self.kit(style)
+            rounds = (self.effort.rounds, self.effort.again)
             self.results.comparisons.append(
                 encoding.compare(text, kit, python, rounds, self.scratch, self.tell)
             )
             self.results.breakdowns.append(breakdown.measure(text, kit, self.scratch))
 
     def workers(self) -> None:
-        """Two workers against one."""
+        """Measure two workers relative to one."""
         name, style = self.pairs[0]
         found = encoding.scale(
             self.text(name),
@@ -168,20 +180,21 @@ class Bench:
         )
 
     def index(self) -> None:
-        """GPTDataset's index of synthetic documents."""
+        """Measure GPTDataset's index of synthetic documents."""
         self.results.indexing = index.measure(
             self.effort.documents, self.effort.rounds, self.scratch / "index"
         )
         self.tell(
-            f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, with start-up"
+            f"index: {', '.join(f'{each.whole.cpu:.1f} CPU s' for each in self.results.indexing)}, "
+            "with start-up"
         )
 
     def reading(self) -> None:
-        """Random samples out of what data_prep wrote."""
+        """Measure reading random samples from the output of data_prep."""
         name, style = self.pairs[0]
         kit, out = self.kit(style), self.scratch / "reading.json"
         prefix = self.scratch / "out" / "train"
-        if not prefix.with_suffix(".idx").exists():  # two workers have left one
+        if not prefix.with_suffix(".idx").exists():  # part "workers" has already written one
             encoding.once(peers.OURS, self.text(name).folder, kit, Path(), self.scratch)
         values = (prefix, kit.folder.eod_id, kit.folder.vocab_size, out)
         run(
@@ -193,7 +206,7 @@ class Bench:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = runner.command_line("tools.bench.data_prep", __doc__ or "")
     parser.add_argument(
         "--quick",
@@ -206,7 +219,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PART",
         choices=PARTS,
         default=list(PARTS),
-        help=f"some of {', '.join(PARTS)}",
+        help=f"measure only these parts; choices: {', '.join(PARTS)}",
     )
     parser.add_argument(
         "--corpus",
@@ -218,10 +231,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--peers",
         type=Path,
         metavar="PATH",
-        help="an environment with datatrove; default: one that is made here, once",
+        help="a Python environment with datatrove; default: one that the benchmark creates once",
     )
     parser.add_argument(
-        "--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}"
+        "--write-table",
+        action="store_true",
+        help=f"also write the tables to {PAGE.relative_to(ROOT)}",
     )
     return parser.parse_args(arguments)
 
@@ -229,7 +244,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(
     arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER
 ) -> int:
-    """Measure, print the report: 0, 1 where a target is missed or bytes differ, 2 where something that is needed is absent."""
+    """Measure and print the report.
+
+    Return 0; 1 if a target is missed or bytes differ; 2 if a requirement is missing.
+    """
     options = parse(arguments)
     try:
         if options.corpus is not None:
@@ -254,7 +272,7 @@ def main(
 
 
 def conclude(bench: Bench, options: argparse.Namespace) -> int:
-    """Print and write what was measured; the exit code."""
+    """Print and write the results and return the exit code."""
     results, seconds = bench.results, time.monotonic() - bench.began
     machine = runner.facts()
     machine["packages"] |= {
@@ -263,7 +281,10 @@ def conclude(bench: Bench, options: argparse.Namespace) -> int:
     text = report.render(results)
     others = bench.neighbours.cores()
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
-    how = f"{seconds:.0f} s{' with --quick' * options.quick}; load average {bench.load:.1f} at first{meanwhile}"
+    how = (
+        f"{seconds:.0f} s{' with --quick' * options.quick}; "
+        f"load average {bench.load:.1f} at first{meanwhile}"
+    )
     head = f"{runner.sentence(machine)}; {how}."
     print(f"{head}\n\n{text}")
     figures = results.figures()

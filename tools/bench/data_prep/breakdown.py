@@ -1,4 +1,7 @@
-"""Where a worker's CPU seconds go: the parts of data_prep's unit, put together again here in one process with a clock between them."""
+"""CPU seconds of a worker by step.
+
+The steps of data_prep's unit are repeated in one process with a clock between them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ UNIT_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class Breakdown:
-    """CPU seconds by step, of ``text_bytes`` of text."""
+    """CPU seconds by step, for ``text_bytes`` of text."""
 
     corpus: str
     tokenizer: str

@@ -1,9 +1,13 @@
-"""Text to measure on: what the machine's Python has, in FineWeb-Edu's schema and lengths, the same each time; or the user's own parquet.
+"""Text for the benchmark.
 
-FineWeb-Edu itself need not be here. Two corpora are made: ``prose``, docstrings and comments, and ``code``, whole Python sources, both of
-the standard library and the installed packages. Pieces are taken in the order of a hash of their path, without duplicates, joined, and cut
-at line ends into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3 KB) and mean (4.8 KB).
-Scores and token counts are placeholders.
+It is made from this machine's Python, in FineWeb-Edu's schema and lengths and always the same, or
+read from the user's own parquet.
+
+FineWeb-Edu itself is not needed. Two corpora are made, both of the standard library and the
+installed packages: ``prose`` (docstrings and comments) and ``code`` (complete Python sources). The
+texts are ordered by a hash of their path, deduplicated and joined. The result is cut at line ends
+into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3
+KB) and mean (4.8 KB). Scores and token counts are placeholders.
 """
 
 from __future__ import annotations
@@ -31,28 +35,29 @@ from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
 from data_prep.verbs.stdlib import SCHEMA
 from fem_common.errors import UserError
 
-FORMAT = 2  # raise it when the same wishes give other documents
-MEDIAN, MEAN = 3000, 4800  # characters of FineWeb-Edu's documents, about
-SHORTEST_PIECE = 200  # characters; shorter docstrings and comments say too little
-LONGEST_LINES = 200  # characters a line on average: above it is a table of data
+FORMAT = 2  # increase it when the same arguments give different documents
+MEDIAN, MEAN = 3000, 4800  # characters, approximately as in FineWeb-Edu's documents
+SHORTEST_PIECE = 200  # characters; shorter docstrings and comments have too little content
+LONGEST_LINES = 200  # characters per line on average; a source above it is a table of data
 FILES = 8  # so that two workers share the work evenly
-ROWS_PER_GROUP = 1000  # FineWeb-Edu's
-TINY_DOCUMENTS = (
-    256  # enough for all the text that data_prep's self-check takes: it is start-up, too
-)
+ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
+# Enough for all the text that data_prep's self-check reads, which counts as start-up as well.
+TINY_DOCUMENTS = 256
 DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
-NOTICE = re.compile(
-    r"copyright|licen[sc]e", re.IGNORECASE
-)  # nearly the same text at the head of thousands of files
+# Nearly the same text at the head of thousands of files.
+NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)
 COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 
-Piece = tuple[str, str]  # where it is from, and its text
+Piece = tuple[str, str]  # origin, text
 Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parquet files below ``folder``, and their first documents below ``tiny``, in two files; sizes in UTF-8 bytes of text."""
+    """Parquet files below ``folder``, and a corpus's first documents in two files below ``tiny``.
+
+    Sizes are in UTF-8 bytes of text.
+    """
 
     name: str
     what: str
@@ -67,15 +72,17 @@ class Corpus:
 
 
 def make(name: str, megabytes: float, cache: Path, given: Path | None = None) -> Corpus:
-    """The corpus ``name`` ("prose", "code", or "given": from the parquet file or folder ``given``) of at most ``megabytes`` of text.
+    """Return the corpus ``name`` with at most about ``megabytes`` of text.
 
-    What an earlier call with the same wishes and sources made is used again. Documents that data_prep would not write are left out:
-    empty ones, and those over its limit. Raises UserError where there is no text.
+    name: "prose", "code", or "given" for the parquet file or folder ``given``. The result of an
+    earlier call with the same arguments and sources is used again. Documents that data_prep would
+    not write are left out: empty ones, and those over its limit. Raises UserError if the text is
+    too short.
     """
     if given is not None:
-        documents, sources = (
-            from_parquet(given),
-            _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent),
+        documents = from_parquet(given)
+        sources = _listing(
+            sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent
         )
         what = f"documents of {given.name}"
     else:
@@ -157,11 +164,11 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
         )
 
 
-# --- where text comes from -------------------------------------------------------------------------------------------------------
+# --- sources of text ----------------------------------------------------------------------------
 
 
 def python_files() -> list[Path]:
-    """The sources of the running Python's standard library and packages, in the order of a hash of their paths."""
+    """Return the sources of Python's standard library and packages, ordered by hashes of paths."""
     found: dict[str, Path] = {}
     for root in dict.fromkeys(
         sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")
@@ -185,7 +192,7 @@ def python_files() -> list[Path]:
 
 
 def sources(files: list[Path]) -> Iterator[Piece]:
-    """Each readable source, once; tables of data (very long lines) are left out."""
+    """Yield each readable source, without tables of data (very long lines)."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -196,7 +203,7 @@ def sources(files: list[Path]) -> Iterator[Piece]:
 
 
 def prose(files: list[Path]) -> Iterator[Piece]:
-    """Docstrings and comments of three lines or more, without indentation, signs and duplicates."""
+    """Yield docstrings and comments of at least three lines, without indentation and duplicates."""
     seen: set[bytes] = set()
     for place, text in sources(files):
         found = [
@@ -220,13 +227,17 @@ def prose(files: list[Path]) -> Iterator[Piece]:
 
 PIECES: dict[str, Callable[[list[Path]], Iterator[Piece]]] = {"prose": prose, "code": sources}
 KINDS = {
-    "prose": "docstrings and comments of installed Python packages: English about software, with examples and tables in it",
+    "prose": "docstrings and comments of installed Python packages: English about software, "
+    "with examples and tables in it",
     "code": "Python sources of the standard library and installed packages",
 }
 
 
 def from_parquet(path: Path) -> Iterator[Piece]:
-    """(id, text) of the rows that have both. Raises UserError where there is no such file or no such columns."""
+    """Yield (id, text) of the rows that have both.
+
+    Raises UserError if the files or the columns do not exist.
+    """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no .parquet below {path}")
@@ -244,7 +255,7 @@ def from_parquet(path: Path) -> Iterator[Piece]:
 
 
 def lengths() -> Iterator[int]:
-    """Lengths of documents in characters, lognormal with MEDIAN and MEAN, the same each time; none under 200."""
+    """Yield document lengths in characters: lognormal, at least 200, always the same numbers."""
     rng = random.Random(5)
     sigma = math.sqrt(2 * math.log(MEAN / MEDIAN))
     while True:
@@ -252,7 +263,10 @@ def lengths() -> Iterator[int]:
 
 
 def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
-    """Documents of the wanted lengths (up to the next line end) from pieces that are joined; one is named after where it ends."""
+    """Join the texts and yield documents of the wanted lengths, each up to the next line end.
+
+    A document is named after the position of its end.
+    """
     held: list[str] = []
     missing = next(wanted)
     for place, text in pieces:
@@ -270,7 +284,7 @@ def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
 
 
 def _listing(files: list[Path], root: Path | None) -> str:
-    """Identity of the files: names and sizes."""
+    """Return a hash of the files' names and sizes."""
     digest = hashlib.sha256()
     for file in files:
         name = file.relative_to(root) if root else file

@@ -1,7 +1,8 @@
-"""Text to .bin/.idx by every side: CPU seconds in rounds, start-up subtracted, and whether all wrote the same bytes.
+"""Comparison of the pipelines that encode text to .bin/.idx: CPU seconds, and the written bytes.
 
-Start-up is what the same command costs on the corpus's first documents; a rate is the rest of the text over the rest of the CPU seconds.
-Within a round the sides take turns, so that what else the machine does falls on all of them, and ratios are taken round by round.
+Start-up is the cost of the same command on the corpus's first documents; a rate is the rest of the
+text divided by the rest of the CPU seconds. Within a round the pipelines take turns, so that other
+load of the machine affects all of them, and ratios are computed per round.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from tools.bench.data_prep.peers import BASELINE, OURS, PIPELINES, Job, Kit, Pip
 from tools.bench.data_prep.processes import BenchError, Neighbours, Spread, Usage, load, run
 
 ENDINGS = (".bin", ".idx")
-IDLE = 0.1  # cores that others may use while two workers are timed
+IDLE = 0.1  # cores that other programs may use while two workers are timed
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One pipeline on one corpus: megabytes of text a CPU second of each round, seconds of start-up, peak memory, its outputs' hashes."""
+    """Results of one pipeline on one corpus.
+
+    rates: megabytes of text per CPU second in each round.
+    cpu, startup: CPU seconds in each round.
+    sha256: hashes of its outputs.
+    """
 
     name: str
     rates: tuple[float, ...]
@@ -38,7 +44,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All sides on one corpus with one tokenizer; bytes of text a token (EOD not counted)."""
+    """Results of all pipelines on one corpus with one tokenizer.
+
+    bytes_per_token: bytes of text per token, without EOD.
+    """
 
     corpus: str
     tokenizer: str
@@ -46,18 +55,18 @@ class Comparison:
     bytes_per_token: float
 
     def side(self, pipeline: Pipeline) -> Side:
-        """A pipeline's results."""
+        """Return a pipeline's results."""
         return next(side for side in self.sides if side.name == pipeline.name)
 
     def ratio(self, over: Pipeline, under: Pipeline) -> Spread:
-        """Of two sides' rates, round by round."""
+        """Return the ratio of two pipelines' rates over the rounds."""
         return Spread.of(
             [a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)]
         )
 
     @property
     def differing(self) -> list[str]:
-        """The sides whose files differ from the per-document baseline's in any round, or between rounds."""
+        """Pipelines whose files differ from the per-document baseline's, or between rounds."""
         truth = set(self.side(BASELINE).sha256)
         return [side.name for side in self.sides if set(side.sha256) != truth or len(truth) != 1]
 
@@ -65,9 +74,10 @@ class Comparison:
 def compare(
     corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scratch: Path, tell: Tell
 ) -> Comparison:
-    """Run every side in ``effort[0]`` rounds. Raises BenchError where one fails.
+    """Run every pipeline in ``effort[0]`` rounds. Raises BenchError if one fails.
 
-    Ours runs ``effort[1]`` times in each, and its median counts: its seconds are short beside their noise.
+    data_prep runs ``effort[1]`` times in each round, and the median counts, since its few seconds
+    are noisy.
     """
     rounds, again = effort
     seconds: dict[str, list[tuple[float, float]]] = {pipeline.name: [] for pipeline in PIPELINES}
@@ -85,7 +95,8 @@ def compare(
                 hashes[pipeline.name].append(digest)
             seconds[pipeline.name].append((Spread.of(whole).median, Spread.of(began).median))
             tell(
-                f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: {pipeline.name}: {Spread.of(whole).median:.1f} CPU s"
+                f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: "
+                f"{pipeline.name}: {Spread.of(whole).median:.1f} CPU s"
             )
     text = (corpus.text_bytes - corpus.tiny_bytes) / 1e6
     sides = []
@@ -108,14 +119,17 @@ def compare(
 
 
 def _rate(megabytes: float, seconds: float) -> float:
-    """NaN where all the seconds were start-up: the corpus is too small to tell."""
+    """Return megabytes per second; NaN if a corpus is so small that start-up took all the time."""
     return megabytes / seconds if seconds > 0 else math.nan
 
 
 def once(
     pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path
 ) -> tuple[Usage, str, int]:
-    """Run a side into an empty folder: what it cost, the hash of its pair, and the tokens in it."""
+    """Run a pipeline into an empty folder.
+
+    Return its cost, the hash of its pair, and the number of tokens.
+    """
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -136,13 +150,16 @@ def once(
     )
 
 
-# --- two workers -----------------------------------------------------------------------------------------------------------------
+# --- two workers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Two workers' speed over one's in each round (wall time, start-up subtracted); ``others``: cores that other programs used meanwhile,
-    None where the system does not tell; ``load``: its load average at the start."""
+    """Speed of two workers relative to one in each round (wall time, without start-up).
+
+    others: cores that other programs used meanwhile; None if the system does not report it.
+    load: load average at the start.
+    """
 
     speedups: tuple[float, ...]
     seconds: tuple[tuple[float, float], ...]
@@ -152,20 +169,18 @@ class Scaling:
 
     @property
     def idle(self) -> bool:
-        """Whether two cores were ours alone."""
+        """True if two cores were available to the benchmark alone."""
         return self.cores >= 2 and self.others is not None and self.others <= IDLE
 
 
 def scale(corpus: Corpus, times: int, kit: Kit, rounds: int, scratch: Path) -> Scaling:
-    """One worker, then two, on ``times`` copies of the corpus. Raises BenchError."""
+    """Time one worker, then two, on ``times`` copies of the corpus. Raises BenchError."""
     sources = {"whole": scratch / "repeated" / "whole", "tiny": scratch / "repeated" / "tiny"}
-    for name, source in (
-        (name, Path(path)) for name, path in (("whole", corpus.folder), ("tiny", corpus.tiny))
-    ):
+    for name, folder in (("whole", corpus.folder), ("tiny", corpus.tiny)):
         shutil.rmtree(sources[name], ignore_errors=True)
         sources[name].mkdir(parents=True)
         for number in range(times if name == "whole" else 1):
-            for file in sorted(source.glob("*.parquet")):
+            for file in sorted(Path(folder).glob("*.parquet")):
                 os.link(file, sources[name] / f"{number}-{file.name}")
     at_start, neighbours = load(), Neighbours()
     speedups, seconds = [], []

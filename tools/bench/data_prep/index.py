@@ -1,7 +1,9 @@
-"""GPTDataset's index of a corpus of FineWeb-Edu's size, by ``python -m pretrain CONFIG --index``: synthetic documents, a sparse .bin.
+"""Cost of GPTDataset's index for a corpus of FineWeb-Edu's size.
 
-What Megatron indexes is lengths alone, so a .idx with as many documents and tokens is the whole of the work, and the .bin is a hole of
-the right size.
+The measured command is ``python -m pretrain CONFIG --index``.
+
+Megatron's index depends only on the documents' lengths. The benchmark therefore writes an .idx with
+as many documents and tokens, and a sparse .bin of the right size.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ SIGMA = 1.0  # of the lognormal lengths
 HEADER = struct.Struct("<9sQBQQ")
 UINT16 = 8
 CONFIG = "configs/run/demo_transformer.yaml"
-SMALLEST = 20_000  # documents of the pair whose index stands for start-up
+SMALLEST = 20_000  # documents of the pair whose index measures start-up
 
 
 @dataclass(frozen=True)
 class Indexing:
-    """Indexing ``documents`` documents of ``tokens`` tokens: what it cost, and what the same costs with next to none."""
+    """Cost of indexing ``documents`` documents with ``tokens`` tokens.
+
+    startup: cost of indexing very few documents.
+    """
 
     documents: int
     tokens: int
@@ -40,7 +45,10 @@ class Indexing:
 
 
 def lengths(documents: int) -> Iterator[npt.NDArray[np.int32]]:
-    """Lengths of documents in tokens, lognormal with FineWeb-Edu's mean, in chunks; the same each time."""
+    """Yield chunks of document lengths in tokens: lognormal with FineWeb-Edu's mean.
+
+    The numbers are always the same.
+    """
     rng = np.random.default_rng(97)
     middle = np.log(TOKENS / DOCUMENTS) - SIGMA**2 / 2
     for start in range(0, documents, CHUNK):
@@ -49,7 +57,10 @@ def lengths(documents: int) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def write_pair(prefix: Path, documents: int) -> int:
-    """A .idx of ``documents`` documents and a sparse .bin of their size; returns their tokens."""
+    """Write an .idx of ``documents`` documents and a sparse .bin of their size.
+
+    Return the number of tokens.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokens, done = 0, 0
     with prefix.with_suffix(".idx").open("wb") as stream:
@@ -72,7 +83,10 @@ def write_pair(prefix: Path, documents: int) -> int:
 
 
 def measure(documents: int, rounds: int, folder: Path) -> list[Indexing]:
-    """Index the pair, and a small one for start-up, ``rounds`` times, each into an empty cache. Raises BenchError."""
+    """Index the pair, and a small one for start-up, ``rounds`` times, each into an empty cache.
+
+    Raises BenchError.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     try:
         tokens = write_pair(folder / "whole" / "train", documents)

@@ -1,7 +1,8 @@
-"""Run one command and say what it and its children cost: run as ``python -I -S launch.py RESULT.json COMMAND...``.
+"""``python -I -S launch.py RESULT.json COMMAND...``: run a command and report its cost.
 
-It stands between the benchmark and what is measured because Linux lets a process begin with the peak memory of the one it was started by,
-and this one is small. It knows nothing but the standard library.
+On Linux a process inherits the peak memory of the process that started it. This small process
+between the benchmark and the measured command keeps that peak low. It imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import time
 
 
 def main(result: str, command: list[str]) -> int:
-    """Write wall and CPU seconds, peak resident bytes of the largest process and the exit code to ``result``; return that code."""
+    """Run the command, write its cost to ``result`` and return its exit code.
+
+    The cost is wall and CPU seconds, peak resident bytes of the largest process, and the exit code.
+    """
     began = time.monotonic()
     process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)

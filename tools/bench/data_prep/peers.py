@@ -1,7 +1,10 @@
-"""What data_prep is held against, and the environment of the peers: installed from the package index once, with pinned versions.
+"""Pipelines that data_prep is compared with, and their Python environment.
 
-Every side is a command that turns a folder of parquet files into one .bin/.idx pair with the same tokenizer: datatrove's
-MegatronDocumentTokenizer, the per-document baseline, and data_prep with gigatoken and with Hugging Face tokenizers.
+The environment is installed once from the package index with pinned versions.
+
+Every pipeline is a command that turns a folder of parquet files into one .bin/.idx pair with the
+same tokenizer: datatrove's MegatronDocumentTokenizer, the per-document baseline, and data_prep with
+gigatoken and with Hugging Face tokenizers.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from tools.bench.data_prep.processes import ROOT, BenchError
 
 DATATROVE_VERSION = "0.10.1"
 CONSTRAINTS = ROOT / "constraints.txt"
-SAME = ("tokenizers", "pyarrow", "numpy")  # libraries under both, in the same versions
+SAME = ("tokenizers", "pyarrow", "numpy")  # libraries that both use, in the same versions
 
-# A program for the peers' environment, which has datatrove and not this project.
+# A program for the peers' environment, which contains datatrove but not this project.
 DATATROVE = """
 import sys
 from datatrove.executor import LocalPipelineExecutor
@@ -43,9 +46,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kit:
-    """A tokenizer as each side takes it: ours as a folder, the others as one file whose EOD comes after each text.
+    """A tokenizer in the formats of all pipelines.
 
-    That file has no special tokens, so that their literal strings are text to every side, as they are to data_prep.
+    folder: for data_prep.
+    plain: one file for the others, which appends EOD to each text.
+
+    The file has no special tokens, so that all pipelines, like data_prep, encode their literal
+    strings as text.
     """
 
     style: str
@@ -55,7 +62,7 @@ class Kit:
 
 @dataclass(frozen=True)
 class Job:
-    """One command's work: parquet files below ``source`` into ``out``."""
+    """Work of one command: encode the parquet files below ``source`` into ``out``."""
 
     source: Path
     kit: Kit
@@ -65,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A side: its command for a job, and where the pair is then, without ending."""
+    """A compared pipeline: its command for a job, and the path of the resulting pair."""
 
     name: str
     command: Callable[[Job], list[str]]
@@ -98,7 +105,7 @@ def _ours(job: Job, encoder: str, workers: int) -> list[str]:
 
 
 def ours(name: str, encoder: str, workers: int = 1) -> Pipeline:
-    """data_prep run, all of it: plan, encode, hash, fsync, merge."""
+    """Return the pipeline of the complete ``data_prep run``: plan, encode, hash, fsync, merge."""
     return Pipeline(name, lambda job: _ours(job, encoder, workers), lambda job: job.out / "train")
 
 
@@ -125,10 +132,8 @@ def _datatrove(job: Job) -> list[str]:
     ]
 
 
-OURS, FALLBACK = (
-    ours("data_prep, gigatoken", "gigatoken"),
-    ours("data_prep, Hugging Face tokenizers", "hf"),
-)
+OURS = ours("data_prep, gigatoken", "gigatoken")
+FALLBACK = ours("data_prep, Hugging Face tokenizers", "hf")
 BASELINE = Pipeline(
     "Megatron's algorithm, one tokenizer call per document",
     _per_document,
@@ -139,7 +144,10 @@ PIPELINES = (OURS, FALLBACK, BASELINE, PEER)
 
 
 def make_kit(style: str, folder: Path) -> Kit:
-    """The tokenizer in ``folder`` for all sides; raises data_prep's UserError where it is none."""
+    """Convert the tokenizer in ``folder`` for all pipelines.
+
+    Raises data_prep's UserError if the folder contains none.
+    """
     known = load_folder(folder)
     spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_bytes())
     kept = [
@@ -157,16 +165,19 @@ def make_kit(style: str, folder: Path) -> Kit:
     return Kit(style, known, plain)
 
 
-# --- the peers' environment ------------------------------------------------------------------------------------------------------
+# --- the peers' environment ---------------------------------------------------------------------
 
 
 def pins() -> list[str]:
-    """What is installed; what these need, constraints.txt pins."""
+    """Return the requirements to install; constraints.txt pins their dependencies."""
     return [f"datatrove=={DATATROVE_VERSION}", *(f"{name}=={version(name)}" for name in SAME)]
 
 
 def environment(given: Path | None, cache: Path) -> Path:
-    """The Python of the peers' environment: ``given``'s, or of one that is made below ``cache`` once. Raises UserError, BenchError."""
+    """Return the Python of ``given``, or of an environment that is created once below ``cache``.
+
+    Raises UserError, BenchError.
+    """
     if given is not None:
         return _python_of(given)
     folder, wanted = cache / "peers", "\n".join([sys.version, *pins()])
@@ -189,13 +200,20 @@ def environment(given: Path | None, cache: Path) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Versions of what a peer is made of, as its environment has them. Raises UserError where they are not those that are asked for."""
-    code = "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+    """Return the versions of a peer's packages in its environment.
+
+    Raises UserError if they are not the required ones.
+    """
+    code = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+    )
     found: dict[str, str] = json.loads(_command([str(python), "-c", code, "datatrove", *SAME]))
     if found["datatrove"] != DATATROVE_VERSION or found["tokenizers"] != version("tokenizers"):
         expected = f"datatrove {DATATROVE_VERSION} and tokenizers {version('tokenizers')}"
         raise UserError(
-            f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}"
+            f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; "
+            f"needed: {expected}"
         )
     return found
 
@@ -204,7 +222,7 @@ def _python_of(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         raise UserError(
-            f"{folder} is no Python environment (no bin/python); leave --peers out to have one made"
+            f"{folder} is not a Python environment (no bin/python); without --peers one is created"
         )
     return python
 

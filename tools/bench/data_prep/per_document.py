@@ -1,8 +1,11 @@
-"""The baseline: Megatron's algorithm of one tokenizer call per document, as ``tools/preprocess_data.py`` of Megatron-LM has it.
+"""Baseline: Megatron's algorithm with one tokenizer call per document.
 
-``python -m tools.bench.data_prep.per_document PARQUET_FOLDER TOKENIZER.json EOD_ID OUT_PREFIX``: a row, ``tokenizer.encode`` of its text,
-EOD, numpy, .bin; the index at the end. One process. It is the quickest form of that algorithm: the tokenizers library is called without
-transformers around it, and two columns of parquet are read where Megatron's tool reads JSON lines.
+Megatron-LM has it in ``tools/preprocess_data.py``.
+
+``python -m tools.bench.data_prep.per_document PARQUET_FOLDER TOKENIZER.json EOD_ID OUT_PREFIX``:
+for each row ``tokenizer.encode`` of its text, EOD, numpy, .bin; the index at the end. It runs in
+one process. It is the fastest form of that algorithm: it calls the tokenizers library directly,
+without transformers, and reads two columns of parquet instead of JSON lines.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ UINT16_BELOW = 65500  # Megatron's rule
 
 
 def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
-    """Encode every row of the folder's parquet files, in order of their names."""
+    """Encode every row of the folder's parquet files, in the order of their names."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     code = UINT16 if tokenizer.get_vocab_size() < UINT16_BELOW else INT32
     dtype = np.dtype(np.uint16 if code == UINT16 else np.int32)
@@ -38,7 +41,10 @@ def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
 
 
 def write_index(path: Path, lengths: np.ndarray, code: int, width: int) -> None:
-    """Megatron's .idx of documents of one sequence each: their lengths in ids, where they start in bytes, and their numbers."""
+    """Write Megatron's .idx for documents of one sequence each.
+
+    It contains lengths in ids, offsets in bytes, and document numbers.
+    """
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     with path.open("wb") as stream:
         stream.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1))

@@ -1,4 +1,7 @@
-"""Commands as they are measured: CPU seconds of a process and all its children, wall seconds, peak memory of the largest process."""
+"""Measurement of commands: CPU seconds, wall seconds and peak memory.
+
+CPU seconds include all child processes; peak memory is that of the largest process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from fem_common.errors import Fault
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = Path(__file__).with_name("launch.py")
 TAIL = 15  # lines of a failed command's output that are shown
-# One thread a process, for every side alike: CPU seconds then count work, not threads that wait for each other.
+# One thread per process in every command: CPU seconds then measure work, not threads that wait for
+# each other.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -33,12 +37,20 @@ SLURM = "SLURM_"
 
 
 class BenchError(Fault):
-    """A command failed, or something that is needed is absent: one line for the user, then what the command said."""
+    """Failure of a command, or a missing requirement.
+
+    The first line is for the user; the command's output follows.
+    """
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command cost: wall and CPU seconds (user and system, children included), peak resident bytes of its largest process."""
+    """Cost of a command.
+
+    wall: seconds.
+    cpu: user and system seconds, children included.
+    peak_bytes: resident bytes of its largest process.
+    """
 
     wall: float
     cpu: float
@@ -47,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over the rounds: its median, smallest and largest, and how many rounds."""
+    """A figure over the rounds: its median, minimum and maximum, and the number of rounds."""
 
     median: float
     least: float
@@ -56,17 +68,20 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return Spread(statistics.median(values), min(values), max(values), len(values))
 
     @property
     def share(self) -> float:
-        """Largest less smallest, over the median."""
+        """Range (maximum minus minimum) divided by the median."""
         return (self.most - self.least) / self.median if self.median else 0.0
 
 
 def run(command: Sequence[str | Path], scratch: Path) -> Usage:
-    """Run a command from the repository's root with one thread a process. Raises BenchError with the end of its output where it fails."""
+    """Run a command in the repository's root with one thread per process.
+
+    Raises BenchError with the end of the command's output if it fails.
+    """
     scratch.mkdir(parents=True, exist_ok=True)
     result, log = scratch / "usage.json", scratch / "output.log"
     result.unlink(missing_ok=True)
@@ -86,18 +101,18 @@ def run(command: Sequence[str | Path], scratch: Path) -> Usage:
 
 
 def load() -> float:
-    """Processes that ran or waited for a core in the last minute, on average."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 class Neighbours:
-    """How many cores other programs use from now on."""
+    """Meter of the cores that other programs use from its creation on."""
 
     def __init__(self) -> None:
         self.busy, self.own, self.began = _busy_seconds(), _own_seconds(), time.monotonic()
 
     def cores(self) -> float | None:
-        """On average until now; None where the system does not tell."""
+        """Return the average so far; None if the system does not report it."""
         busy = _busy_seconds()
         if self.busy is None or busy is None:
             return None
@@ -106,12 +121,12 @@ class Neighbours:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and of the children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 def _busy_seconds() -> float | None:
-    """CPU seconds of all programs since the machine started."""
+    """Return the CPU seconds of all programs since the machine started, or None without /proc."""
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)
     except OSError:

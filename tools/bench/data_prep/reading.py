@@ -1,8 +1,11 @@
-"""How fast random samples come out of a .bin/.idx pair: ``python -m tools.bench.data_prep.reading PREFIX EOD_ID VOCAB_SIZE RESULT.json``.
+"""Speed of reading random samples from a .bin/.idx pair.
 
-A sample is SAMPLE tokens at a random place, read through Megatron's IndexedDataset.get from the mapped .bin as GPTDataset reads it, and
-turned into int64, so that every byte is touched. GPTDataset's own samples, with tensors, labels and positions, are reported beside it.
-The pair is small and in memory: this is the cost of the code, not of a disk.
+Usage: ``python -m tools.bench.data_prep.reading PREFIX EOD_ID VOCAB_SIZE RESULT.json``.
+
+A sample is SAMPLE tokens at a random position. It is read with Megatron's IndexedDataset.get from
+the mapped .bin, like in GPTDataset, and converted to int64, so that every byte is read. The rate of
+GPTDataset's complete samples, with tensors, labels and positions, is reported as well. The pair is
+small and in memory: this measures the code, not a disk.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ READS, ITEMS, PASSES = 20_000, 2_000, 3
 
 @dataclass(frozen=True)
 class Tokens:
-    """What GPTDataset asks of a tokenizer."""
+    """Tokenizer interface that GPTDataset requires."""
 
     vocab_size: int
     eod: int
@@ -31,7 +34,7 @@ class Tokens:
 
 
 def rates(read: Callable[[int], object], count: int) -> list[float]:
-    """Calls a CPU second, of ``count`` calls at a time, after a pass that warms up."""
+    """Return calls per CPU second in each of PASSES passes of ``count`` calls, after a warm-up."""
     found = []
     for number in range(PASSES + 1):
         began = time.process_time()

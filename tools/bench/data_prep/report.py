@@ -1,4 +1,4 @@
-"""Figures against their targets, as Markdown and JSON. Nothing is measured here."""
+"""Comparison of the figures with their targets, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 class Verdict(StrEnum):
-    """Whether a figure meets its target; a note: the machine could not tell."""
+    """Result of comparing a figure with its target.
+
+    NOTE: the measurement on this machine is not conclusive.
+    """
 
     PASS = "pass"
     FAIL = "FAIL"
@@ -30,7 +33,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and what it must be: at least ``least``, or at most ``most``; ``remark`` is shown beside the verdict."""
+    """A figure and its target: at least ``least``, or at most ``most``.
+
+    ``remark`` is shown next to the verdict.
+    """
 
     what: str
     value: Spread
@@ -42,7 +48,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        """By the median of the rounds; NaN fails."""
+        """Verdict by the median of the rounds; NaN fails."""
         if not self.conclusive:
             return Verdict.NOTE
         good = (self.least is None or self.value.median >= self.least) and (
@@ -53,7 +59,7 @@ class Figure:
 
 @dataclass
 class Results:
-    """All that a run measured."""
+    """All measurements of a run."""
 
     corpora: list[Corpus] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -64,7 +70,7 @@ class Results:
     breakdowns: list[Breakdown] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
-        """Every figure that has a target, of what was measured."""
+        """Return all measured figures that have a target."""
         found = [figure for comparison in self.comparisons for figure in _encoding(comparison)]
         if self.scaling is not None:
             found.append(_scaling(self.scaling))
@@ -83,7 +89,7 @@ class Results:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong whatever the speed: sides whose bytes differ, a line each."""
+        """Faults independent of speed: pipelines whose bytes differ, a line each."""
         return [
             f"{comparison.corpus}, {comparison.tokenizer}: other bytes than the baseline's: {name}"
             for comparison in self.comparisons
@@ -116,7 +122,10 @@ def _scaling(scaling: Scaling) -> Figure:
     remark = ""
     if not scaling.idle:
         others = "an unknown number of" if scaling.others is None else f"{scaling.others:.2f}"
-        remark = f"not an idle machine: {scaling.cores} cores, of which others used {others}; load average {scaling.load:.1f}"
+        remark = (
+            f"not an idle machine: {scaling.cores} cores, of which others used {others}; "
+            f"load average {scaling.load:.1f}"
+        )
     return Figure(
         "two workers ÷ one (wall time)",
         Spread.of(scaling.speedups),
@@ -128,7 +137,10 @@ def _scaling(scaling: Scaling) -> Figure:
 
 
 def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
-    """CPU scaled by the documents; memory: what is over start-up's is."""
+    """Return the figures of CPU time and memory of the index.
+
+    The target of CPU time is scaled by the documents, and that of memory above start-up's as well.
+    """
     share = rounds[0].documents / DOCUMENTS
     base = max(indexing.startup.peak_bytes for indexing in rounds)
     most = base + share * (INDEX_BYTES - base)
@@ -145,11 +157,11 @@ def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
     ]
 
 
-# --- Markdown --------------------------------------------------------------------------------------------------------------------
+# --- Markdown -----------------------------------------------------------------------------------
 
 
 def figures_table(figures: Sequence[Figure]) -> str:
-    """Every figure with its range over the rounds, target and verdict."""
+    """Return a table of all figures with their range over the rounds, target and verdict."""
     rows = []
     for figure in figures:
         value = figure.value
@@ -175,7 +187,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
 
 
 def sides_table(comparisons: Sequence[Comparison]) -> str:
-    """Speed, start-up and memory of every side."""
+    """Return a table of the speed, start-up and memory of every pipeline."""
     rows = []
     for comparison in comparisons:
         for side in comparison.sides:
@@ -208,7 +220,7 @@ def sides_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
-    """Where one worker's CPU seconds go, in percent."""
+    """Return a table of one worker's CPU seconds by step, in percent."""
     steps = list(dict.fromkeys(step for breakdown in breakdowns for step in breakdown.seconds))
     rows = []
     for breakdown in breakdowns:
@@ -225,7 +237,7 @@ def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
 
 
 def render(results: Results) -> str:
-    """The whole report."""
+    """Return the complete report."""
     figures = results.figures()
     parts = [figures_table(figures)] if figures else []
     if results.comparisons:
@@ -235,7 +247,8 @@ def render(results: Results) -> str:
     if results.items:
         rate = _number(Spread.of(results.items).median)
         parts += [
-            f"GPTDataset's own samples (text, labels, positions and loss mask as tensors): {rate} a CPU second."
+            "GPTDataset's own samples (text, labels, positions and loss mask as tensors): "
+            f"{rate} a CPU second."
         ]
     texts = [f"- {corpus.name}: {_describe(corpus)}." for corpus in results.corpora]
     tokens = [
@@ -253,7 +266,10 @@ def render(results: Results) -> str:
 
 def _describe(corpus: Corpus) -> str:
     sizes = f"median {corpus.median_bytes:,.0f} bytes, mean {corpus.mean_bytes:,.0f}"
-    return f"{corpus.what}; {corpus.text_bytes / 1e6:.0f} MB in {corpus.documents:,} documents ({sizes})"
+    return (
+        f"{corpus.what}; {corpus.text_bytes / 1e6:.0f} MB in {corpus.documents:,} documents "
+        f"({sizes})"
+    )
 
 
 def _number(value: float) -> str:
@@ -261,7 +277,7 @@ def _number(value: float) -> str:
 
 
 def write_table(path: Path, report: str) -> None:
-    """Put the report between the page's two marks. Raises ValueError where they are not there."""
+    """Write the report between the page's two markers. Raises ValueError if they are missing."""
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

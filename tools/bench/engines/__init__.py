@@ -1,4 +1,7 @@
-"""``python -m tools.bench.engines``: step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine.
+"""``python -m tools.bench.engines``: step time and peak memory of every engine and ZeRO stage.
 
-`variants` says what is compared, `launch` starts a variant's ranks, each of which is a `rank`, `figures` makes a table of their answers.
+The results are ratios to the Megatron engine.
+
+`variants` defines the compared engines and launches a variant's ranks, each of which runs `rank`;
+`figures` makes a table of the results.
 """

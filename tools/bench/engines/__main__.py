@@ -1,4 +1,8 @@
-"""The command: every variant's ranks started anew in every round, one variant after the other, so that all meet the same machine."""
+"""Command of the engine benchmark.
+
+Every round starts the ranks of every variant again, one variant after the other, so that all
+variants run under the same conditions.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,11 @@ LOGS = Path("runs/bench_engines")
 
 @dataclass
 class Bench:
-    """One run: what is measured, and what the ranks have answered so far.
+    """State of one benchmark: its settings, and the ranks' answers so far.
 
-    out: the JSON, written after every round of a variant and every timed step. logs: as of `launch`. cannot: variant -> why it is not
-    measured, or no more.
+    out: JSON file, written after every round of a variant and after every timed step.
+    logs: see `launch`.
+    cannot: variant -> reason why it is not measured, or no longer.
     """
 
     job: Job
@@ -54,13 +59,12 @@ class Bench:
     logs: Path | None = None
     load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, list[list[Answer]]] = field(
-        default_factory=dict
-    )  # variant -> of each round its ranks'
+    # Variant -> rounds -> answers of the ranks.
+    answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        """All rounds; ends early where the baseline cannot run."""
+        """Run all rounds, or return early if the baseline cannot run."""
         for name in self.names:
             why = lacks(replace(self.job, variant=name))
             if why is not None:
@@ -73,13 +77,16 @@ class Bench:
                 self.once(name, launches[number + 1 :])
 
     def ended(self, name: str) -> bool:
-        """Whether a variant is started no more: it failed, or reached the limit."""
+        """Return True if a variant is not started again because it failed or reached the limit."""
         return name in self.cannot or any(
             is_partial(self.job, answers) for answers in self.answers.get(name, ())
         )
 
     def once(self, name: str, later: Sequence[str]) -> None:
-        """Start a variant's ranks and keep their answers; ``later``: the variants of the launches after this one."""
+        """Start a variant's ranks and store their answers.
+
+        later: the variants of the launches after this one.
+        """
         before = self.answers.get(name, [])
 
         def keep(answers: list[Answer]) -> None:
@@ -97,10 +104,8 @@ class Bench:
         done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        took, rest = (
-            f"{step_seconds(answers):.3f} s a step",
-            elapsed / done * sum(not self.ended(other) for other in later),
-        )
+        took = f"{step_seconds(answers):.3f} s a step"
+        rest = elapsed / done * sum(not self.ended(other) for other in later)
         self.say(f"{which}: {took}, at most {most / MIB:,.0f} MiB; about {duration(rest)} to go")
 
     def say(self, line: str) -> None:
@@ -108,12 +113,12 @@ class Bench:
         print(f"[{duration(time.monotonic() - self.began)}] {line}", file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
-        """Measure a variant no more."""
+        """Exclude a variant from further measurement."""
         self.cannot[name] = why
         self.say(f"{name} cannot run: {why}")
 
     def figures(self) -> dict[str, Figures | str]:
-        """Variant -> its figures, or why there are none."""
+        """Return variant -> its figures, or the reason why none exist."""
         return {
             name: self.cannot[name]
             if name in self.cannot
@@ -124,7 +129,7 @@ class Bench:
 
     @cached_property
     def machine(self) -> dict[str, Any]:
-        """The machine, with the threads of a rank and the version of DeepSpeed."""
+        """Facts of the machine, with the threads of a rank and the version of DeepSpeed."""
         machine = runner.facts()
         machine["threads"] = self.answers[BASELINE][0][0]["threads"]
         with suppress(PackageNotFoundError):
@@ -132,7 +137,10 @@ class Bench:
         return machine
 
     def write(self, others: float | None = None) -> None:
-        """Write what is measured so far to ``out``; ``others``: cores that other programs used, known at the end."""
+        """Write the results so far to ``out``.
+
+        others: cores that other programs used, known only after the last round.
+        """
         job, found = self.job, self.figures() if self.out else {}
         base = found.get(BASELINE)
         if not isinstance(base, Figures):
@@ -166,20 +174,28 @@ class Bench:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser(
         prog=f"python -m {PROGRAM}",
-        description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
-        "optimizer. Random tokens; needs no data.",
+        description="Measure step time and peak memory of every engine and ZeRO stage, as ratios "
+        "to the Megatron engine with its distributed optimizer. Trains on random tokens; needs no "
+        "data.",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="over the model and run that the benchmark has",
+        help="overrides of the benchmark's model and run",
     )
-    model = "part of configs/model, or path of a YAML, in steps of its run in configs/run, smaller on a CPU; on a GPU of "
-    model += f"{variants.MICRO_BATCHES} micro-batches; a vocabulary that data would give has {runner.VOCABULARY} tokens (default: 374M, CPU 45M)"
+    model = (
+        "name in configs/model, or path of a YAML file; sequence length and micro-batch are those "
+        "of its run in configs/run, smaller on a CPU; "
+    )
+    model += (
+        f"on a GPU a step has {variants.MICRO_BATCHES} micro-batches; "
+        "a model without a vocabulary gets "
+        f"{runner.VOCABULARY} tokens (default: a 374M model, on a CPU 45M)"
+    )
     parser.add_argument("--model", type=Path, metavar="NAME", help=model)
     parser.add_argument(
         "--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)"
@@ -191,7 +207,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--warmup",
         type=_whole,
         default=2,
-        help="steps before them, whose memory is measured (default: 2)",
+        help="steps before the timed ones, whose memory is measured (default: 2)",
     )
     parser.add_argument(
         "--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)"
@@ -201,7 +217,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=_whole,
         default=Job.limit,
         metavar="SECONDS",
-        help="of a round; finished steps count (%(default)s)",
+        help="time limit of a round; completed steps count (default: %(default)s)",
     )
     parser.add_argument(
         "--precision",
@@ -214,26 +230,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="NAME",
         choices=list(VARIANTS),
-        help=f"{BASELINE} and these; of {', '.join(VARIANTS)}",
+        help=f"measure only {BASELINE} and these; choices: {', '.join(VARIANTS)}",
     )
     parser.add_argument(
         "--out",
         "--json",
         type=Path,
         metavar="PATH",
-        help="write all numbers to this file, too, after every step",
+        help="also write all numbers to this file, after every step",
     )
     parser.add_argument(
         "--logs",
         type=Path,
         default=LOGS,
         metavar="DIR",
-        help="keeps the log of ranks that fail (default: %(default)s)",
+        help="folder for the logs of ranks that fail (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.warmup < 2:
         parser.error(
-            "--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all"
+            "--warmup: must be at least 2: the first step creates Adam's moments, "
+            "the second is the first with all tensors in memory"
         )
     return options
 
@@ -246,26 +263,29 @@ def _whole(text: str) -> int:
 
 
 def conclude(bench: Bench, others: float | None) -> None:
-    """Write and print what was measured."""
+    """Write and print the results."""
     bench.write(others)
     job = replace(bench.job, variant=BASELINE)
     plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
-    train, micro_batch = (
-        plan.config.train,
-        f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens",
-    )
+    train = plan.config.train
+    micro_batch = f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens"
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     print(runner.sentence(bench.machine))
     print(
-        f"{model}{plan.total_parameters / 1e6:.1f}M parameters, vocabulary {plan.config.model.vocab_size:,}, {job.precision}; "
-        f"{job.ranks} ranks, steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
-        f"rounds of {job.steps} steps: {bench.rounds}; load average {bench.load_before:.1f} at first{meanwhile}"
+        f"{model}{plan.total_parameters / 1e6:.1f}M parameters, "
+        f"vocabulary {plan.config.model.vocab_size:,}, {job.precision}; {job.ranks} ranks, "
+        f"steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
+        f"rounds of {job.steps} steps: {bench.rounds}; "
+        f"load average {bench.load_before:.1f} at first{meanwhile}"
     )
     print(f"\n{table(bench.figures())}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table: 0; 1 where the Megatron engine cannot run; 2 for a mistake in the command."""
+    """Measure and print the table.
+
+    Return 0; 1 if the Megatron engine cannot run; 2 for a mistake in the command.
+    """
     options = parse(arguments)
     cuda = platform.has_cuda()
     job = Job(
@@ -287,25 +307,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(job: Job, options: argparse.Namespace) -> int:
-    """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
+    """Measure every variant in turn and print the table. Return 0. Raises ConfigError, Fault."""
     if job.model is not None:
         file = runner.model_file(job.model)
-        job = replace(
-            job, model=file.stem if file.parent == runner.MODELS else str(file)
-        )  # the ranks have another working directory
+        # The ranks have another working directory.
+        job = replace(job, model=file.stem if file.parent == runner.MODELS else str(file))
     configuration(job)
     names = [
         name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}
     ]
-    bench, neighbours = (
-        Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs),
-        Neighbours(),
-    )
+    bench = Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs)
+    neighbours = Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
-        raise Fault(
-            f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"
-        )
+        raise Fault(f"{BASELINE}, the baseline of all ratios, cannot run: {bench.cannot[BASELINE]}")
     conclude(bench, neighbours.cores())
     return 0
 

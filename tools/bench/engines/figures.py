@@ -1,4 +1,4 @@
-"""What the ranks' answers say of a variant, its ratios to the Megatron engine, and the table of them. Nothing is measured here."""
+"""Figures of a variant from its ranks' answers, ratios to the Megatron engine, and their table."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from tools.bench.data_prep.processes import Spread
 from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
 
 MIB = 2**20
-COLUMNS = "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss".split(
-    "|"
-)
+COLUMNS = (
+    "engine|step, s|÷ megatron|over the rounds|tokens/s|MFU|"
+    "peak, MiB|÷ megatron|plan, MiB|peak ÷ plan|loss"
+).split("|")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one variant.
+    """Figures of one variant.
 
-    steps: of each round the median seconds of a step, which ends when the last rank's does. peaks: bytes of each rank's device, median
-    over the rounds; hosts: of the host's memory beside a GPU's, None on a CPU. planned, planned_host: bytes of one rank in the plan.
-    tokens: of a step, over all ranks. loss: of the last step; the engines train alike. flops_per_token: of training, in the plan.
-    peak_flops: FLOP/s of all ranks' devices by the data sheet, None where it is not known (a CPU). partial: the limit ended a round
-    before its last step, and the steps that were finished count.
+    steps: median seconds of a step in each round; a step ends when its last rank does.
+    peaks: bytes of each rank's device, median over the rounds.
+    hosts: bytes of host memory in runs on a GPU; None on a CPU.
+    planned, planned_host: bytes of one rank in the plan.
+    tokens: per step, over all ranks.
+    loss: of the last step, to check that the engines train alike.
+    flops_per_token: of training, in the plan.
+    peak_flops: FLOP/s of all ranks' devices by the data sheet; None if unknown (a CPU).
+    partial: the limit ended a round before its last step; the completed steps count.
     """
 
     steps: tuple[float, ...]
@@ -43,17 +48,17 @@ class Figures:
 
     @property
     def step(self) -> float:
-        """The median round's seconds."""
+        """Seconds of a step in the median round."""
         return statistics.median(self.steps)
 
     @property
     def peak(self) -> int:
-        """Of the rank that needs most."""
+        """Bytes of the rank that uses most."""
         return max(self.peaks)
 
     @property
     def mfu(self) -> float | None:
-        """Share of the devices' peak that the model's FLOPs are, as `pretrain.report.metrics.Meter` has it."""
+        """Model FLOP/s as a share of the devices' peak (see `pretrain.report.metrics.Meter`)."""
         return (
             self.tokens / self.step * self.flops_per_token / self.peak_flops
             if self.peak_flops
@@ -62,14 +67,14 @@ class Figures:
 
 
 def step_seconds(answers: Sequence[Answer]) -> float:
-    """Median over the timed steps, each as long as its slowest rank's."""
+    """Return the median over the timed steps; a step takes as long as its slowest rank."""
     return statistics.median(
         max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True)
     )
 
 
 def of(job: Job, rounds: Sequence[Sequence[Answer]], *, cuda: bool) -> Figures:
-    """From a variant's rounds, each the answers of its ranks."""
+    """Return the figures of a variant from its rounds, each a list of its ranks' answers."""
     plan, memory = plan_of(job, cuda=cuda), planned(job, cuda=cuda)
     peak = peak_tflops(plan.config.log.device or platform.device_name())
     by_rank = list(zip(*rounds, strict=True))
@@ -92,12 +97,15 @@ def _median_bytes(answers: Sequence[Answer], which: str) -> int:
 
 
 def time_ratio(own: Figures, base: Figures) -> Spread:
-    """Step time over the baseline's of the same round, of the rounds that both have: a change of the machine's load hits both."""
+    """Return the ratios of the step time to the baseline's in the same round.
+
+    Only rounds that both have are used. Ratios within a round cancel changes of the machine's load.
+    """
     return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)])
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:
-    """A row of the JSON: the figures, or ``cannot``: why there are none."""
+    """Return a row of the JSON: the figures, or the reason (key ``cannot``) why none exist."""
     if isinstance(found, str):
         return {"variant": name, "cannot": found}
     ratio = time_ratio(found, base) if base else None
@@ -121,7 +129,7 @@ def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, 
 
 
 def table(measured: Mapping[str, Figures | str]) -> str:
-    """Every variant, aligned; one that could not run says why."""
+    """Return an aligned table of all variants, with the reason for each that could not run."""
     found = measured.get(BASELINE)
     base = None if isinstance(found, str) else found
     hosts = any(isinstance(each, Figures) and each.hosts is not None for each in measured.values())

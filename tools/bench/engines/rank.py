@@ -1,7 +1,11 @@
-"""One rank of a job: builds the engine, takes the steps, writes its answer into the job's folder after each. Started by torchrun.
+"""One rank of a job, started by torchrun.
 
-On a CPU memory is measured first, time after it, by two habits of the allocator: one that gives freed blocks back, so that the peak is what
-was held and not what glibc kept; then the one that glibc comes to by itself, which is faster. On CUDA its own allocator tells the peak.
+It builds the engine, trains, and writes its answer into the job's folder after each step.
+
+On a CPU, memory and time are measured one after the other, with different settings of glibc's
+allocator. First it returns freed blocks to the system, so that the peak is the memory in use and
+not what glibc retains. Then it uses the settings that glibc reaches by itself, which are faster. On
+CUDA, CUDA's allocator reports the peak.
 """
 
 from __future__ import annotations
@@ -32,18 +36,24 @@ from tools.bench.engines.variants import SETTLING, Answer, Job, configuration
 if TYPE_CHECKING:
     from pretrain.engines import Engine
 
-BATCHES = 4  # micro-batches that are taken in turn
-LONGER = 60  # seconds that this process lives beyond the job's limit, at which it is asked to end
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+BATCHES = 4  # different micro-batches, used in turn
+LONGER = (
+    60  # seconds after the job's limit, at which it gets SIGTERM, until the process ends itself
+)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
-    """Fill ``answer``; ``write()`` is called when the engine is built and after every step.
+    """Fill ``answer``; call ``write()`` after the engine is built and after every step.
 
-    building, untimed, seconds: seconds of building the engine, of each step before the timed ones, and of each of these. peak_bytes,
-    after the warm-up: of the device (CUDA's allocator, or the growth of the resident set on a CPU); host_bytes: of the host's memory, on
-    CUDA alone. Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings), RuntimeError (a
-    step was skipped).
+    building, untimed, seconds: seconds for building the engine, of each step before the timed ones,
+        and of each timed step.
+    peak_bytes: after the warm-up, memory of the device (CUDA's allocator, or the growth of the
+        resident set on a CPU).
+    host_bytes: growth of the host's memory, on CUDA only.
+
+    Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded, or DeepSpeed refuses its
+    settings) or RuntimeError (a step was skipped).
     """
     from pretrain.engines.building import initialize_distributed, initialize_model_parallel
     from pretrain.run import make_engine
@@ -87,7 +97,10 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
 def take_steps(
     engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int
 ) -> Iterator[tuple[float, float]]:
-    """Seconds and loss of each step, which all ranks begin together. Raises RuntimeError (a step was skipped)."""
+    """Yield seconds and loss of each step; all ranks begin a step together.
+
+    Raises RuntimeError if a step was skipped.
+    """
     for _ in range(steps):
         torch.distributed.barrier()
         platform.synchronize()
@@ -103,7 +116,10 @@ def take_steps(
 
 
 def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless micro-batches of random tokens, others on every data-parallel rank, drawn before the first is asked for."""
+    """Return an endless iterator of random micro-batches, different on each data-parallel rank.
+
+    All are drawn before the first is returned.
+    """
     from megatron.core import parallel_state
 
     rng = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
@@ -128,7 +144,7 @@ def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def resident_bytes() -> int:
-    """The resident set now; where the system has no /proc, its largest so far."""
+    """Return the current resident set, or its peak if the system has no /proc."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return platform.peak_resident_bytes()
@@ -136,7 +152,11 @@ def resident_bytes() -> int:
 
 
 def _allocate(*, mapped_from: int, kept: int) -> None:
-    """glibc: blocks of ``mapped_from`` bytes and more go back when they are freed, so do more than ``kept`` free bytes atop the heap."""
+    """Set the thresholds of glibc's malloc.
+
+    It returns freed blocks of ``mapped_from`` bytes or more to the system, and more than ``kept``
+    free bytes at the top of the heap.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mapped_from)
@@ -144,7 +164,7 @@ def _allocate(*, mapped_from: int, kept: int) -> None:
 
 
 def _import_engine(config: RunConfig) -> None:
-    """The libraries' own memory is no engine's."""
+    """Import the engine's libraries, so that their memory is not counted as the engine's."""
     if config.engine.name == "deepspeed":
         from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
 
@@ -157,15 +177,18 @@ def _import_engine(config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Measure the job of the folder that is named; answerRANK.json there grows with every step, and has ``gap``, why, after a failure."""
+    """Measure the job in the folder given as argument, and return the exit code.
+
+    The folder's answerRANK.json is updated after every step; after a failure its key ``gap``
+    contains the reason.
+    """
     folder = Path(sys.argv[1])
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    # An exception, so that a rank that is compiling one of DeepSpeed's ops takes its lock away.
+    # Raise an exception, so that a rank that is compiling a DeepSpeed op removes its lock file.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    faulthandler.register(
-        signal.SIGTERM, all_threads=False, chain=True
-    )  # the log says where a rank was that had to be ended
-    signal.alarm(job.limit + LONGER)  # whoever started this may be gone
+    # Write the stack of a rank that is ended to the log.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
+    signal.alarm(job.limit + LONGER)  # the parent process may no longer exist
     answer: Answer = {}
 
     def write() -> None:
@@ -175,7 +198,7 @@ def main() -> int:
         platform.import_megatron()
         measure(job, answer, write)
     except Exception as error:
-        # Whatever an engine raises, the other variants are still wanted.
+        # Any error of an engine is recorded, so that the other variants are still measured.
         traceback.print_exc()
         text = (str(error).strip() or "no message").splitlines()[0]
         answer["gap"] = (

@@ -1,4 +1,7 @@
-"""What is compared: the engines' variants, the run that each of them trains, and how its ranks are started. No engine is imported."""
+"""Compared engines, the run that each of them trains, and the launch of its ranks.
+
+This module imports no engine.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ VARIANTS: Mapping[str, EngineConfig] = {
     "stage1-offload": EngineConfig("deepspeed", 1, offload_optimizer=True),
     "stage3-offload": EngineConfig("deepspeed", 3, offload_optimizer=True, offload_parameters=True),
 }
-# A model whose parameters, not its activations, make the memory: 45M on a CPU, 374M on a GPU.
+# A model whose memory is mostly parameters, not activations: 45M on a CPU, 374M on a GPU.
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "model": {
@@ -61,20 +64,22 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
         "train": {"micro_batch_size": 2},
     },
 }
-MICRO_BATCHES = 4  # of a step on each GPU, for a model by name
-CPU_TOKENS, CPU_BATCH = (
-    256,
-    2,
-)  # at most, of a sequence and a micro-batch on a CPU, for a model by name
+MICRO_BATCHES = 4  # per step and GPU, for a named model
+# Maximum tokens of a sequence and sequences of a micro-batch on a CPU, for a named model.
+CPU_TOKENS, CPU_BATCH = 256, 2
 SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
 
 
 @dataclass(frozen=True)
 class Job:
-    """One variant's training on ``ranks`` processes: ``warmup`` steps, whose memory is measured, then ``steps`` that are timed.
+    """Training of one variant on ``ranks`` processes.
 
-    size: of SIZES; model: a part of configs/model, or the path of a YAML, in place of the size's; overrides: section.key=value over
-    either. limit: seconds after which the ranks are ended.
+    warmup: steps whose memory is measured.
+    steps: timed steps after them.
+    size: key of SIZES.
+    model: replaces the model of the size; a name in configs/model or the path of a YAML file.
+    overrides: section.key=value for either.
+    limit: seconds after which the ranks are ended.
     """
 
     variant: str
@@ -88,25 +93,27 @@ class Job:
     model: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The job as JSON has it."""
+        """Return the job as JSON values."""
         return {**asdict(self), "overrides": list(self.overrides)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """The job again."""
+        """Restore a job from JSON values."""
         return cls(**{**values, "overrides": tuple(values["overrides"])})
 
 
 @cache
 def configuration(job: Job) -> RunConfig:
-    """The run of a job, checked.
+    """Return the validated configuration of a job.
 
-    Unless the overrides give a global batch, a step is one micro-batch on every rank, or MICRO_BATCHES for a model by name on GPUs. A
-    model without a vocabulary has VOCABULARY. Raises ConfigError (a model is unknown, an override is wrong, or the variant's engine cannot
-    do this run).
+    Unless the overrides set a global batch size, a step is one micro-batch per rank, or
+    MICRO_BATCHES for a named model on GPUs. A model without a vocabulary gets VOCABULARY.
+
+    Raises ConfigError (the model is unknown, an override is wrong, or the variant's engine does not
+    support this run).
     """
     from fem_common.errors import ConfigError
-    from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
+    from pretrain.config import run_of  # needs PyYAML; the GPU suite plans without it
     from pretrain.validate import validate
 
     size = SIZES[job.size] if job.model is None else _size_of(model_file(job.model), job.size)
@@ -116,12 +123,12 @@ def configuration(job: Job) -> RunConfig:
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
-    config = run_of(
-        values, MODELS.with_name("run") / "tools.bench.engines", job.overrides
-    )  # as if among the runs, whose parts it names
+    # The path is that of a file in configs/run, so that names of parts are resolved.
+    config = run_of(values, MODELS.with_name("run") / "tools.bench.engines", job.overrides)
     if replace(config.engine, deepspeed=EngineConfig().deepspeed) != EngineConfig():
         raise ConfigError(
-            "engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set"
+            "engine: name, zero_stage and offload are set by the variants: use --variants; "
+            "only engine.deepspeed.* can be overridden"
         )
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
         micro_batches = job.ranks * (
@@ -145,9 +152,12 @@ def configuration(job: Job) -> RunConfig:
 
 @cache
 def _size_of(model: Path, device: str) -> dict[str, Any]:
-    """A model's file as an entry of SIZES: with the sequences and micro-batches of the first run in configs/run that trains it, if any.
+    """Return a model's file as an entry of SIZES.
 
-    On a CPU they are at most CPU_TOKENS and CPU_BATCH.
+    Sequence length and micro-batch are those of the first run in configs/run that trains the model.
+
+    If no run trains it, those of SIZES are used. On a CPU they are limited to CPU_TOKENS and
+    CPU_BATCH.
     """
     from fem_common.config import read_values
     from pretrain.config import load_run
@@ -169,7 +179,10 @@ def _size_of(model: Path, device: str) -> dict[str, Any]:
 
 
 def lacks(job: Job) -> str | None:
-    """Why the job's variant cannot run here, as far as that shows before it is started (its ranks look at DeepSpeed's ops), or None."""
+    """Return the reason why the job's variant cannot run on this machine, or None.
+
+    The check starts no process; DeepSpeed's ops are checked later by the ranks.
+    """
     needed = [("yaml", "PyYAML"), ("megatron", "megatron-core")]
     if VARIANTS[job.variant].name == "deepspeed":
         needed.append(("deepspeed", "DeepSpeed"))
@@ -185,14 +198,14 @@ def lacks(job: Job) -> str | None:
 
 @cache
 def plan_of(job: Job, *, cuda: bool) -> Plan:
-    """The plan of the job's run, which the configuration must allow: what ``--plan`` prints."""
+    """Return the plan of the job's run (that of ``--plan``). The configuration must be valid."""
     from pretrain.plan.run_plan import make_plan
 
     return make_plan(configuration(job), job.ranks, cuda=cuda)
 
 
 def planned(job: Job, *, cuda: bool) -> StageMemory:
-    """The planned memory of the rank that needs most."""
+    """Return the planned memory of the rank that needs most."""
     return max(plan_of(job, cuda=cuda).memory, key=lambda stage: stage.total)
 
 
@@ -204,12 +217,12 @@ SET_BY_LAUNCHERS = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-ENDING = 60.0  # seconds that torchrun has for ending its ranks; it gives them 30
-POLL = 0.5  # seconds between looks at the ranks' answers
-# In a log, what torchrun says itself: lines on its ranks, and the traceback that it ends with.
-WARNING, TORCHRUN = (
-    re.compile(r"[EW]\d{4} "),
-    re.compile(r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'),
+ENDING = 60.0  # seconds in which torchrun must end its ranks; it gives them 30
+POLL = 0.5  # seconds between reads of the ranks' answers
+# torchrun's own lines in a log: messages about its ranks, and its final traceback.
+WARNING = re.compile(r"[EW]\d{4} ")
+TORCHRUN = re.compile(
+    r'Traceback .*\n(?:  File "<frozen runpy>".*\n)*  File ".*distributed/run\.py"'
 )
 
 Answer = dict[str, Any]
@@ -218,7 +231,7 @@ Partial = Callable[[list[Answer]], None]
 
 
 class CannotRun(Exception):
-    """A job that came to nothing: why, in one line."""
+    """Failure of a job; the message is the reason in one line."""
 
 
 def launch(
@@ -230,13 +243,14 @@ def launch(
 ) -> list[Answer]:
     """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
-    say: gets a line when the engine is built and after every step, and the end of the ranks' log
-    after a failure. partial: gets the answers so far after every timed step. logs: the folder that
-    keeps the log, MODEL-VARIANT.log, unless all steps were taken. At the job's limit the ranks are
-    ended, and the answers so far are returned if they have a timed step (`is_partial`).
+    The progress callback gets a line when the engine is built and after every step, and the end of
+    the ranks' log after a failure. ``partial`` gets the answers so far after every timed step. The
+    log is written to MODEL-VARIANT.log in the folder ``logs`` unless all steps were completed. At
+    the job's limit the ranks are ended, and the answers so far are returned if they contain a timed
+    step (`is_partial`).
 
     Raises:
-        CannotRun: a rank failed or ended, or the limit came before the first timed step.
+        CannotRun: a rank failed or ended, or the limit was reached before the first timed step.
     """
     with tempfile.TemporaryDirectory(prefix="bench-engines-") as name:
         folder = Path(name)
@@ -268,9 +282,8 @@ def launch(
             )
             try:
                 late = not _watch(process, job, folder, say, partial)
-            except (
-                BaseException
-            ):  # Ctrl-C, SIGTERM: whoever sent it may not wait until the ranks have ended
+            # Ctrl-C or SIGTERM: report before the ranks are ended, since the sender may not wait.
+            except BaseException:
                 say(f"{job.variant} was stopped{_keep(job, log, logs, say)}")
                 raise
             finally:
@@ -288,14 +301,17 @@ def launch(
 
 
 def is_partial(job: Job, answers: Sequence[Answer]) -> bool:
-    """Whether fewer steps were timed than the job has."""
+    """Return True if fewer steps were timed than the job requires."""
     return len(answers[0]["seconds"]) < job.steps
 
 
 def _watch(
     process: subprocess.Popen[bytes], job: Job, folder: Path, say: Say, partial: Partial
 ) -> bool:
-    """Report what rank 0 does until the process ends; False where the limit comes first."""
+    """Report the progress of rank 0 until the process ends.
+
+    Return False if the limit is reached first.
+    """
     until, reported, ended, late = time.monotonic() + job.limit, 0, False, False
     while not (ended or late):
         with suppress(subprocess.TimeoutExpired):
@@ -311,7 +327,7 @@ def _watch(
 
 
 def _lines(job: Job, answer: Answer) -> list[str]:
-    """A rank's answer so far as lines for people."""
+    """Return a rank's answer so far as readable lines."""
     lines = [f"engine built in {answer['building']:.1f} s"] if "building" in answer else []
     before, tokens = job.warmup + SETTLING, plan_of(job, cuda=False).schedule.step_tokens
     for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
@@ -331,7 +347,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """torchrun ends its ranks when it is asked to, not when it is killed."""
+    """End torchrun with SIGTERM, so that it ends its ranks; only after a timeout with SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -342,7 +358,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
-    """Say the last lines of the log, keep it, and return the words about its place for the end of a message."""
+    """Report the last lines of the log and copy it to ``logs``; return the end of a message."""
     text = log.read_text(encoding="utf-8", errors="replace")
     own = [line for line in TORCHRUN.split(text)[0].splitlines() if not WARNING.match(line)]
     for line in own[-TAIL:]:
@@ -359,7 +375,7 @@ def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
 
 
 def _found(folder: Path) -> dict[int, Answer]:
-    """Rank -> its answer as it is now, in the order of their last writes."""
+    """Return rank -> current answer, in the order of their last writes."""
     files = sorted(folder.glob("answer*.json"), key=lambda path: path.stat().st_mtime_ns)
     return {
         int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8"))
@@ -368,7 +384,10 @@ def _found(folder: Path) -> dict[int, Answer]:
 
 
 def so_far(job: Job, folder: Path) -> list[Answer]:
-    """The ranks' answers cut to the timed steps that all of them have taken; none where that is not one."""
+    """Return the ranks' answers, cut to the timed steps that all ranks have completed.
+
+    The result is empty if they have no step in common.
+    """
     found = _found(folder)
     taken = min((len(answer.get("seconds", ())) for answer in found.values()), default=0)
     if len(found) < job.ranks or not taken:
@@ -377,14 +396,19 @@ def so_far(job: Job, folder: Path) -> list[Answer]:
 
 
 def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[Answer]:
-    """The ranks' answers; of the steps so far where the ranks were ended ``late``, when only the end makes them fail. Raises CannotRun."""
+    """Return the ranks' answers. Raises CannotRun.
+
+    late: the limit ended the ranks; the completed steps are returned, and failures are ignored
+    since the end causes them.
+    """
     found, answers = _found(folder), so_far(job, folder)
     if late and not answers:
         before = len(found.get(0, {}).get("untimed", ()))
         raise CannotRun(
-            f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} before them"
+            f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} "
+            "steps before them"
         )
-    # The first to fail has the reason; the others say that it is gone.
+    # The first rank to fail has the reason; the later ones report only that it ended.
     gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
     if gap is not None and not late:
         raise CannotRun(gap)
@@ -394,6 +418,4 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
         line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
     said = [line for line in lines if "exitcode" in line or "Signal" in line or "Error" in line]
-    raise CannotRun(
-        f"a rank ended without an answer: {(said or lines or ['it said nothing'])[-1][:300]}"
-    )
+    raise CannotRun(f"a rank ended without an answer: {(said or lines or ['no output'])[-1][:300]}")

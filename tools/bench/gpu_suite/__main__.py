@@ -1,4 +1,8 @@
-"""The command: plan the tasks, have them performed, record each outcome at once, write the page and the picture, print a short table."""
+"""Command of the GPU suite.
+
+It plans the tasks, performs them, records each outcome immediately, writes the page and the
+picture, and prints a table.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +31,20 @@ from tools.bench.workloads import WORKLOADS
 PROGRAM = "tools.bench.gpu_suite"
 PAGE, PICTURE, TABLE, LOG = "gpu_suite.md", "gpu_suite.png", "engines_table.json", "workers.log"
 EVERY = 10.0  # seconds between lines of progress
-BYTES_A_WORKER = 4 * 10**9  # of GPU memory: a CUDA context, and most cases at their real size
-KEPT = "every outcome so far is kept; --resume continues"
+BYTES_A_WORKER = 4 * 10**9  # GPU memory for a CUDA context and most cases at their real size
+KEPT = "all outcomes so far are recorded; --resume continues"
 
 
 @dataclass
 class Progress:
-    """Records outcomes, and prints every gap and, now and then, how far the suite is."""
+    """Callback that records outcomes, prints every gap, and prints the progress at intervals."""
 
     clock: Clock
     record: Record
     last: float = -EVERY
 
     def __call__(self, outcome: Outcome, left: int, seconds: float) -> None:
-        """Take one outcome; ``left`` tasks of the phase, about ``seconds`` of work, remain."""
+        """Record one outcome; ``left`` tasks of the phase remain, about ``seconds`` of work."""
         self.record.add(outcome)
         now = self.clock.elapsed
         bad = outcome.gap or ("out of bounds" if outcome.wrong else "")
@@ -56,11 +60,12 @@ class Progress:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = runner.command_line(
         PROGRAM,
-        "Prove a GPU: correctness of every operation, the trainer, then speed, the most important first. Needs this checkout and torch; "
-        "what else is installed is used, and what is missing is named.",
+        "Test a GPU: correctness of every operation, the trainer, then speed, the most important "
+        "tasks first. Requires this checkout and torch; other packages are used if they are "
+        "installed, and missing ones are reported.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -73,42 +78,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--resume",
         type=Path,
         metavar="DIR",
-        help="perform what is missing there, then what failed there",
+        help="perform the tasks that are missing in this folder, then those that failed",
     )
     where.add_argument(
         "--report",
         type=Path,
         metavar="DIR",
-        help="write the page and the picture of what is there, and stop",
+        help="only write the page and the picture of this folder's results",
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=8.0,
-        help="what does not fit is left out, and named (default: 8)",
+        help="time limit; tasks that do not fit are left out and listed (default: 8)",
     )
     parser.add_argument(
         "--only",
         default=",".join(PARTS),
         metavar="PARTS",
-        help=f"of {','.join(PARTS)} (default: all)",
+        help=f"comma-separated parts of {','.join(PARTS)} (default: all)",
     )
     ops = sorted({*suites(), *(workload.op for workload in WORKLOADS.values())})
-    parser.add_argument(
-        "--ops", nargs="+", metavar="OP", choices=ops, help="these operations alone"
-    )
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=ops, help="only these operations")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--workers",
         type=int,
         default=cores,
-        help=f"at a time where nothing is timed (default: {cores})",
+        help=f"processes at a time for tasks that are not timed (default: {cores})",
     )
     parser.add_argument(
         "--table",
         type=Path,
         metavar="PATH",
-        help=f"of FEM's attention engines (default: {TABLE} beside the page)",
+        help=f"file for the table of FEM's attention engines (default: {TABLE} next to the page)",
     )
     parser.add_argument(
         "--dry", action="store_true", help="few tasks of each kind at small sizes; needs no GPU"
@@ -124,12 +127,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def perform(options: argparse.Namespace) -> int:
-    """Perform what is asked for and report it: 0, or 1 where a check failed or is out of bounds. Raises UserError."""
+    """Perform the selected tasks and report them.
+
+    Return 0, or 1 if a check failed or is out of bounds. Raises UserError.
+    """
     folder: Path = options.resume or options.out
     clock = Clock(options.minutes)
     if not options.dry and not platform.has_cuda():
         raise UserError(
-            "torch sees no CUDA device; --dry shows the suite without one, tools.bench.cpu_suite measures a CPU"
+            "torch sees no CUDA device; --dry shows the suite without one, "
+            "tools.bench.cpu_suite measures a CPU"
         )
     make_folder(folder)
     record = _record(folder, resumed=options.resume is not None)
@@ -150,7 +157,8 @@ def perform(options: argparse.Namespace) -> int:
         }
     )
     print(
-        f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, {options.minutes:g} minutes; log: {folder / LOG}",
+        f"{runner.sentence(machine)}: {len(todo)} of {len(planned)} tasks, "
+        f"{options.minutes:g} minutes; log: {folder / LOG}",
         file=sys.stderr,
         flush=True,
     )
@@ -162,7 +170,10 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _record(folder: Path, *, resumed: bool) -> Record:
-    """The folder's record; a new run moves an older one aside. Raises UserError where there is none to resume."""
+    """Return the folder's record.
+
+    A new run renames an older record. Raises UserError if a resumed folder has none.
+    """
     record = Record.read(folder)
     if resumed:
         if not record.sessions:
@@ -174,7 +185,8 @@ def _record(folder: Path, *, resumed: bool) -> Record:
         )
         (folder / FILE).rename(folder / f"{FILE}.{number}")
         print(
-            f"{folder / FILE} of an earlier run is now {FILE}.{number}; --resume would have continued it",
+            f"{folder / FILE} of an earlier run is now {FILE}.{number}; "
+            "--resume would have continued it",
             file=sys.stderr,
             flush=True,
         )
@@ -182,11 +194,12 @@ def _record(folder: Path, *, resumed: bool) -> Record:
 
 
 def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
-    """Raises UserError where the record is another device's, or a dry run's beside a real one."""
+    """Raise UserError if the record is another device's, or only one of the runs is a dry run."""
     for session in record.sessions:
         if session["machine"]["device"] != device:
             raise UserError(
-                f"--resume: {options.resume} is of {session['machine']['device']}, this machine has {device}; use --out"
+                f"--resume: {options.resume} is of {session['machine']['device']}, "
+                f"this machine has {device}; use --out"
             )
         if session["dry"] and not options.dry:
             raise UserError(f"--resume: {options.resume} is of a dry run; add --dry, or use --out")
@@ -197,9 +210,9 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
 
 
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
-    """Perform all phases; the working folder is temporary."""
+    """Perform all phases in a temporary working folder."""
     progress, log = Progress(clock, record), record.folder / LOG
-    # A run that was ended may still be writing there.
+    # A run that was ended may still write to the folder.
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
         if any(task.kind == "train" for task in todo):
             write_data(Path(name))
@@ -218,9 +231,12 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
 
 
 def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -> list[Worker]:
-    """One for what is timed; else as many as asked for and of use, and one for each tool of compute-sanitizer.
+    """Return one worker for timed tasks, else several.
 
-    What does not fit beside other processes into the GPU's memory is performed again alone.
+    For tasks that are not timed these are up to ``count``, and one for each tool of
+    compute-sanitizer.
+
+    A task that runs out of GPU memory next to other processes is performed again alone.
     """
     device = platform.device_name()
     if not phase.together:
@@ -233,7 +249,10 @@ def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -
 
 
 def publish(record: Record, options: argparse.Namespace) -> int:
-    """Write the page, the picture and the table of engines, print the short table: 1 where a check failed or is out of bounds."""
+    """Write the page, the picture and the engine table, and print the short table.
+
+    Return 1 if a check failed or is out of bounds.
+    """
     folder, session = record.folder, record.sessions[-1]
     device = session["machine"]["device"]
     results = Results(record.outcomes.values(), device)
@@ -249,14 +268,15 @@ def publish(record: Record, options: argparse.Namespace) -> int:
     for outcome in results.failed:
         print(f"FAILED: {outcome.task.name}: {outcome.gap}")
     print(
-        f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, {len(record.cannot)} sides cannot run here"
+        f"{len(record.outcomes)} outcomes, {len(record.left_out)} tasks without one, "
+        f"{len(record.cannot)} sides cannot run on this machine"
     )
-    print(f"all of it: {folder / PAGE}")
+    print(f"complete results: {folder / PAGE}")
     return 1 if results.wrong or results.failed else 0
 
 
 def summary(record: Record, results: Results) -> dict[str, object]:
-    """What ``--json`` writes."""
+    """Return the contents of the ``--json`` file."""
     return {
         "suite": "gpu",
         "sessions": record.sessions,
@@ -268,7 +288,11 @@ def summary(record: Record, results: Results) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all is well; 1: a check failed or is out of bounds; 2: no CUDA device, or a mistake in the command."""
+    """Run the suite and return the exit code.
+
+    0: success; 1: a check failed or is out of bounds; 2: no CUDA device, or a mistake in the
+    command.
+    """
     options = parse(arguments)
     if options.report is None:
         return run(PROGRAM, lambda: perform(options), kept=KEPT)

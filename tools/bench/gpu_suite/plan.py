@@ -1,4 +1,4 @@
-"""What the suite does and in which order: the most important tasks first. Nothing runs here."""
+"""Tasks of the suite and their order, the most important first. This module runs none of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tools.bench.speed import implementations, lacks
 from tools.bench.whole_model import BASELINE, PACKED, SCALES, VARIANTS
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
-# Parts in the order in which they begin, each with its share of the time. Those that are not timed
-# run at the same time and have one share; what a part leaves over passes on to the next.
+# Parts in the order in which they begin, each with its share of the time. Parts that are not timed
+# run at the same time and have one share. Time that a part does not use is left to the next one.
 TOGETHER = ("correctness", "trainer", "features", "sanitizer")
 SHARES: Mapping[str, float] = {
     "throughput": 0.24,
@@ -36,7 +36,7 @@ TOKENS_A_CALL = 16384
 TYPES = ("bfloat16", "float32")
 FIRST = "fem_attention"
 OURS = ("triton", "decode")
-TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+TOOLS = ("memcheck", "racecheck")  # tools of compute-sanitizer
 ENGINE_LIMIT = 100  # seconds
 DRY_OPS = ("aft_read", "free_energy")
 TINY = asdict(Size(1, 16, 2, 16, 8))
@@ -54,7 +54,7 @@ TINY_JOB = (
     "train.micro_batch_size=1",
     "train.global_batch_size=1",
 )
-# What only a setting reaches, three steps of each. Every mixer follows.
+# Settings that no other task covers; each trains three steps. Every mixer follows.
 SETTINGS = (
     "train.cuda_graphs=true",
     "train.fp8=tensorwise",
@@ -68,11 +68,13 @@ DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement or check, as a worker is asked for it; ``arguments`` is plain JSON.
+    """One measurement or check, in the form that is sent to a worker; ``arguments`` is plain JSON.
 
-    rank: the lower, the sooner. seconds: a guess that holds until one of its kind was measured.
-    unit: tasks of one unit run in their order on one worker. together: not timed, so others may
-    run at the same time. tool: the tool of compute-sanitizer that its worker runs under.
+    rank: tasks with lower ranks run first.
+    seconds: estimate, used until a task of the same kind was measured.
+    unit: tasks of one unit run in their order on one worker.
+    together: not timed, so that other tasks may run at the same time.
+    tool: tool of compute-sanitizer under which the worker runs.
     """
 
     kind: str
@@ -96,7 +98,10 @@ class Phase:
 
 
 def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
-    """The tasks by phase, with the time that each may take; a phase without tasks gives its share to the others."""
+    """Return the tasks by phase, with each phase's time.
+
+    The share of a phase without tasks is distributed to the other phases.
+    """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
     groups += [
@@ -114,8 +119,9 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
 def tasks(
     parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None, *, dry: bool = False
 ) -> tuple[list[Task], dict[str, str]]:
-    """All tasks in their order, and what ``device`` cannot run: name -> reason. None: a machine that can run everything.
+    """Return all tasks in their order, and the sides that ``device`` cannot run: name -> reason.
 
+    device: None assumes a machine that can run all.
     dry: few tasks of each kind, at small sizes.
     """
     made: list[Task] = []
@@ -174,17 +180,16 @@ def _needs(what: str | None) -> str | None:
 
 
 def _too_large(task: Task, device: torch.device) -> str | None:
-    """Whether the plan of a model's memory is over the GPU's."""
+    """Return the reason if the model's planned memory exceeds the GPU's, else None."""
     if task.part != "throughput" or device.type != "cuda":
         return None
-    planned, there = (
-        engines.planned(engines.Job.from_json(task.arguments), cuda=True).total,
-        platform.device_memory_bytes(),
-    )
+    planned = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total
+    there = platform.device_memory_bytes()
     return (
         None
         if planned < there
-        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, and there are {there / 2**30:.1f}"
+        else f"its plan needs {planned / 2**30:.1f} GiB of GPU memory, "
+        f"and there are {there / 2**30:.1f}"
     )
 
 
@@ -195,7 +200,7 @@ def _op_of(task: Task) -> str:
 
 
 def _what(task: Task) -> str:
-    """The side of a task, without its size or case: it cannot run at any of them."""
+    """Return a task's name without size or case, since it cannot run at any of them."""
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
     if task.kind in ("engine", "train"):
@@ -206,7 +211,7 @@ def _what(task: Task) -> str:
 
 
 def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
-    """What a dry run takes of the plan, made small: it shows that everything can be called."""
+    """Yield the tasks of a dry run, made small: enough to call each kind of task."""
     seen = dict[str, int]()
     for task in planned:
         key, arguments = task.kind, task.arguments
@@ -221,10 +226,8 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
         elif task.kind == "compile":
             arguments = {**arguments, "lengths": [16], "tokens": 16}
         elif task.kind == "model":
-            key, arguments = (
-                arguments["variant"],
-                {**arguments, "tiny": True, "batch": 2, "budget": 0.0},
-            )
+            key = arguments["variant"]
+            arguments = {**arguments, "tiny": True, "batch": 2, "budget": 0.0}
             if key not in (BASELINE, "FEM-SM, C L T G"):
                 continue
         elif task.kind == "engine":
@@ -241,10 +244,13 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Every case of every operation and implementation in both types: our kernels' first, and of each the first cases.
+    """Yield every case of every operation and implementation in both dtypes.
 
-    Those of a case are a unit, whose float64 results are computed once. What runs only on request
-    (fla's approximations) promises less than the cases ask, and is only timed.
+    This project's kernels are first, and so are the first cases of each operation.
+
+    The tasks of a case are a unit, whose float64 results are computed once. Implementations that
+    run only on request (fla's approximations) are less precise than the cases require, and are only
+    timed.
     """
     for op, suite in suites().items():
         if ops and op not in ops:
@@ -273,12 +279,13 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _trainer() -> Iterator[Task]:
-    """Runs of the trainer that must agree with another one (`tools.bench.gpu_suite.trainer`)."""
+    """Yield runs of the trainer that must agree with each other (see `trainer`)."""
     fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
     bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
     runs = (
         ("fp32 on the CPU", "fp32", {"run": "cpu", "steps": 8, "settings": fp32, "cpu": True}),
-        # Sums in another order err by 1e-6 a step, which Adam makes more of. What computes something else is off by 1e-2 and more.
+        # Sums in another order differ by 1e-6 per step, which Adam amplifies. A wrong computation
+        # differs by 1e-2 or more.
         (
             "fp32, the CPU's losses",
             "fp32",
@@ -297,7 +304,8 @@ def _trainer() -> Iterator[Task]:
             },
         ),
         ("bf16, 20 steps", "bf16", {"run": "bf16", "steps": 20, "settings": bf16, "learns": True}),
-        # Equal to the bit, but for what others' kernels add up in any order; that is rounding in bfloat16, and small in a loss.
+        # Bitwise equal, except for library kernels that sum in any order. Their differences are
+        # rounding in bfloat16, and small in a loss.
         (
             "bf16, resumed at step 10",
             "bf16",
@@ -324,7 +332,7 @@ def _trainer() -> Iterator[Task]:
 
 
 def _features() -> Iterator[Task]:
-    """Three steps of each setting that nothing else here reaches, and of each mixer."""
+    """Yield three steps of each setting that no other task covers, and of each mixer."""
     mixers = [
         f"model.mixer={name}"
         for name, mixer in MIXERS.items()
@@ -339,7 +347,10 @@ def _features() -> Iterator[Task]:
 
 
 def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Our kernels' first case of each operation, small, under each tool. Its worker starts slowly, so there is one a tool."""
+    """Yield the first case of each operation with this project's kernels, small, under each tool.
+
+    The worker starts slowly under a tool, so each tool has only one.
+    """
     for tool in TOOLS:
         for task in _correctness(ops):
             asked = task.arguments
@@ -353,7 +364,7 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
-    """The trainer's own engine on random tokens: tokens/s, MFU, and peak memory compared with the plan's."""
+    """Yield the trainer's engine on random tokens: tokens/s, MFU, and peak memory."""
     for number, name in enumerate(THROUGHPUT):
         job = engines.Job(
             "megatron",
@@ -379,7 +390,10 @@ def _tiny(job: engines.Job) -> engines.Job:
 
 
 def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Every operation and its baselines at every length; compiling comes before, many at a time."""
+    """Yield every operation and its baselines at every length.
+
+    The kernels are compiled before, many at a time.
+    """
     baselines: dict[str, Task] = {}
     for name, workload in WORKLOADS.items():
         if ops and workload.op not in ops:
@@ -411,7 +425,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def sides(op: str) -> tuple[str, ...]:
-    """What is timed of an operation: "auto", its definition, and where it has more than one faster form each of them by name."""
+    """Return the timed implementations: "auto", "reference", and faster ones if several exist."""
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")
 
@@ -424,7 +438,11 @@ def _baseline(name: str, size: Size, rank: float) -> Task:
 
 
 def _rank(workload: str, implementation: str, tokens: int) -> float:
-    """Targets first, then every operation at 4096, then the other lengths; the definitions, which are slow, last."""
+    """Return the rank of a task of an operation.
+
+    Targets are first, then every operation at 4096, then the other lengths; the references, which
+    are slow, are last.
+    """
     if implementation == "reference":
         return 7 if tokens <= 4096 else 8 + tokens / 1e5
     if (workload, tokens) in ((FIRST, 4096), (FIRST, 8192), ("FEM-GLA's read", 4096)):
@@ -433,7 +451,7 @@ def _rank(workload: str, implementation: str, tokens: int) -> float:
 
 
 def _models() -> Iterator[Task]:
-    """Every whole model; the Transformer of its size before it."""
+    """Yield every complete model; the Transformer of each size is first."""
     urgent = {"Transformer", "FEM-SM, C L T G"}
     linear = {"GLA", "FEM-GLA, C L T G"}
     for scale, sizes in SCALES.items():
@@ -443,14 +461,10 @@ def _models() -> Iterator[Task]:
             if not large and scale != "table 5" and variant not in few:
                 continue
             rank = 6.0
-            if large:
-                rank = (
-                    2
-                    if scale == "1.3B" and variant in urgent
-                    else 3
-                    if variant in urgent | linear
-                    else 6
-                )
+            if large and scale == "1.3B" and variant in urgent:
+                rank = 2.0
+            elif large and variant in urgent | linear:
+                rank = 3.0
             if variant == BASELINE:
                 rank -= 0.1
             arguments = {"scale": scale, "variant": variant, "batch": sizes.batch}
@@ -472,7 +486,11 @@ def _models() -> Iterator[Task]:
 
 
 def _engines(*, dry: bool) -> Iterator[Task]:
-    """Every engine and ZeRO stage on one rank: without peers to split over, what DeepSpeed itself and its offload cost."""
+    """Yield every engine and ZeRO stage on one rank.
+
+    A single rank has no peers to split state over, so this measures the cost of DeepSpeed itself
+    and of its offload.
+    """
     for number, variant in enumerate(engines.VARIANTS):
         job = engines.Job(
             variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT
@@ -487,7 +505,7 @@ def _engines(*, dry: bool) -> Iterator[Task]:
 
 
 def _trace() -> Iterator[Task]:
-    """One step of a narrow 340M FEM under torch's profiler, by the trainer."""
+    """Yield one step of a 340M FEM with fewer layers under torch's profiler, by the trainer."""
     wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
     sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
     settings = [

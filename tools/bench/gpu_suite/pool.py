@@ -1,4 +1,7 @@
-"""Processes that perform the tasks: several at a time where nothing is timed, else one; each is ended when it takes too long."""
+"""Processes that perform the tasks: several at a time for tasks that are not timed, else one.
+
+A process that exceeds its limit is ended.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,21 @@ from typing import IO, Any
 from tools.bench.gpu_suite.plan import Phase, Task
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
-LIMIT = 120.0  # seconds for one task, its kernels' compilation included
-MARGIN = 3.0  # of a guess, to the longest that a task of the same kind took
-WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts processes of its own
-ENDING = 6.0  # seconds that those have to stop
-GONE = 3  # workers in a row that did not find the GPU, after which no more are tried; one that a kernel broke finds it
+LIMIT = 120.0  # seconds for one task, including compilation of its kernels
+# Maximum ratio of a task's expected duration to its estimate, and of its limit to that duration.
+MARGIN = 3.0
+WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts other processes
+ENDING = 6.0  # seconds in which those must stop
+# Consecutive workers that do not find the GPU, after which no more are started. (A new worker after
+# a kernel broke its process does find it.)
+GONE = 3
 
 
 class Worker:
-    """A worker's process, started when it is asked for something, and again after it was lost.
+    """Process of a worker, which starts at its first task, and again after it was lost.
 
-    tool: it runs under this tool of compute-sanitizer, whose messages go to a file of its own.
+    tool: run the process under this tool of compute-sanitizer, whose messages are written to a
+    separate file.
     """
 
     def __init__(
@@ -38,11 +45,11 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
         self.errors: IO[str] | None = None
         self.messages = log.with_name(f"{tool}.log")
-        self.read = 0  # bytes of the messages
-        self.kind = ""  # of the task that it performs
+        self.read = 0  # bytes of the messages that were read
+        self.kind = ""  # kind of the current task
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
-        """The worker's answer; a gap where it takes more than ``limit`` seconds or ends."""
+        """Return the worker's answer, or a gap if it ends or takes over ``limit`` seconds."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         self.kind = task.kind
@@ -63,7 +70,7 @@ class Worker:
             self.kind = ""
         if line.endswith("\n"):
             answer: dict[str, Any] = json.loads(line)
-            if answer.get("lost") or timed_out:  # that came with the answer
+            if answer.get("lost") or timed_out:  # the timeout killed it just after the answer
                 self.close()
         else:
             self.close()
@@ -82,7 +89,7 @@ class Worker:
             process.wait()
             for stream in (process.stdin, process.stdout, self.errors):
                 if stream is not None:
-                    with suppress(OSError):  # what the process did not read any more
+                    with suppress(OSError):  # flushing input that the process did not read
                         stream.close()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -102,7 +109,7 @@ class Worker:
                 str(self.messages),
                 *command,
             ]
-            # torch's own allocator hides accesses past the end of a tensor.
+            # torch's caching allocator hides accesses past the end of a tensor.
             environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -117,7 +124,10 @@ class Worker:
         return self.process
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        """Kill the process; first ask those that it has started to end, since their ranks would outlive it."""
+        """Kill the process.
+
+        If it has started other processes, send SIGTERM first, since their ranks would outlive it.
+        """
         if self.kind in WITH_PROCESSES:
             self._signal(process, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -127,10 +137,13 @@ class Worker:
     @staticmethod
     def _signal(process: subprocess.Popen[str], number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)  # it leads its group
+            os.killpg(process.pid, number)  # the process leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer, with what the sanitizer has reported meanwhile: {"checked": the worker's result, "reported": [first lines]}."""
+        """Return the answer with the sanitizer's new messages.
+
+        Its result is {"checked": the worker's result, "reported": [first lines]}.
+        """
         text = ""
         if self.messages.exists():
             with self.messages.open(encoding="utf-8", errors="replace") as file:
@@ -157,17 +170,15 @@ class Worker:
 
     def _last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next(
-            (line.strip() for line in reversed(lines) if line.strip()), "it printed nothing"
-        )
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 class Clock:
-    """How much time is left, and what tasks of a kind have taken so far."""
+    """Remaining time, and the durations of tasks so far by kind."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
-        self.longest: dict[tuple[str, str], float] = {}  # by kind and part
+        self.longest: dict[tuple[str, str], float] = {}  # (kind, part) -> seconds
 
     @property
     def elapsed(self) -> float:
@@ -175,18 +186,25 @@ class Clock:
         return self.now() - self.began
 
     def expected(self, task: Task) -> float:
-        """Seconds that a task may take: what the slowest of its kind took, at least a third and at most three times of the guess."""
+        """Return the seconds that a task is expected to take.
+
+        This is the maximum of its kind so far, but between a third and three times its estimate.
+        """
         return min(
             MARGIN * task.seconds,
             max(self.longest.get((task.kind, task.part), task.seconds), task.seconds / MARGIN),
         )
 
     def fits(self, task: Task, until: float) -> bool:
-        """Whether it may still be begun where its phase ends ``until`` seconds after the start."""
+        """Return True if the task fits into its phase, which ends ``until`` seconds after start."""
         return self.elapsed + self.expected(task) <= until
 
     def limit(self, task: Task, until: float) -> float:
-        """Seconds after which it is ended: three times what is expected, or what its phase has left; never past the end of all."""
+        """Return the seconds after which the task is ended.
+
+        This is three times the expected time or the rest of its phase, whichever is longer, but at
+        most the maximum for one task and the rest of the suite's time.
+        """
         longest = max(LIMIT, MARGIN * task.seconds)
         return max(
             1.0,
@@ -198,7 +216,7 @@ class Clock:
         )
 
     def took(self, task: Task, seconds: float) -> None:
-        """Note what one took."""
+        """Record the duration of a task."""
         key = task.kind, task.part
         self.longest[key] = max(self.longest.get(key, 0.0), seconds)
 
@@ -207,9 +225,9 @@ Report = Callable[[Outcome, int, float], None]
 
 
 class Work:
-    """One phase: the tasks given to the workers unit by unit while the time lasts.
+    """Execution of one phase: its tasks are given to the workers, unit by unit, while time is left.
 
-    report(outcome, tasks left, seconds expected for them) is called after each task.
+    report(outcome, tasks left, expected seconds for them) is called after each task.
     """
 
     def __init__(self, phase: Phase, clock: Clock, report: Report) -> None:
@@ -219,12 +237,12 @@ class Work:
         for task in phase.tasks:
             units.setdefault(task.unit or task.name, []).append(task)
         self.waiting = list(units.values())
-        self.again: list[Task] = []  # those that ran out of memory beside others
+        self.again: list[Task] = []  # tasks that ran out of memory next to other processes
         self.left_out: list[Task] = []
-        self.failure: BaseException | None = None  # of a thread
+        self.failure: BaseException | None = None  # raised in a thread
 
     def run(self, workers: Sequence[Worker]) -> list[Task]:
-        """Perform the tasks; returns those that were left out."""
+        """Perform the tasks and return those that were left out."""
         self.at_once = len(workers)
         threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers
@@ -239,7 +257,7 @@ class Work:
             self.waiting, self.again = [[task] for task in self.again], []
             if self.waiting:
                 for worker in workers[1:]:
-                    worker.close()  # and its memory
+                    worker.close()  # frees its memory
                 self.at_once = 1
                 self._perform(workers[0])
         except BaseException:
@@ -248,14 +266,14 @@ class Work:
                 worker.close()
             for thread, worker in zip(threads, workers, strict=True):
                 thread.join(ENDING)
-                worker.close()  # one that was being started
+                worker.close()  # a worker that was being started meanwhile
             raise
         return self.left_out + [task for unit in self.waiting for task in unit]
 
     def _serve(self, worker: Worker) -> None:
         try:
             self._perform(worker)
-        except BaseException as error:  # as a full disk; the thread that waits raises it
+        except BaseException as error:  # for example a full disk; the waiting thread raises it
             self.failure, self.stopped = error, True
 
     def _perform(self, worker: Worker) -> None:

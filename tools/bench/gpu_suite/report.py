@@ -1,4 +1,7 @@
-"""The record as a page (Markdown), a picture, and the short table that is printed last. Every ratio names its baseline."""
+"""Presentation of the record: a Markdown page, a picture, and the short table that is printed last.
+
+Every ratio names its baseline.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,22 @@ from tools.bench.whole_model import PACKED, SCALES, VARIANTS
 from tools.bench.workloads import WORKLOADS
 
 SHORT = 4096
-MOST_NAMES = 4  # of tasks with the same gap
-DRY = "**Dry run**: small sizes, to show that everything can be called. No number here is a benchmark."
+MOST_NAMES = 4  # task names that are listed for one reason
+DRY = (
+    "**Dry run**: small sizes, to show that everything can be called. "
+    "No number here is a benchmark."
+)
 
 
 def report(record: Record, results: Results) -> str:
-    """The whole page."""
+    """Return the complete page."""
     last = record.sessions[-1]
     times = "; ".join(f"{session['minutes']:g} minutes" for session in record.sessions)
     parts = [
         "# GPU benchmarks",
         DRY if last["dry"] else "",
-        f"{runner.sentence(last['machine'])}; {times}. bfloat16; medians; how: docs/benchmarks/README.md.",
+        f"{runner.sentence(last['machine'])}; {times}. bfloat16; medians; "
+        "how: docs/benchmarks/README.md.",
         _roofs(results),
         *(() if last["dry"] else ("## Targets", targets(results))),
         "## Correctness",
@@ -55,7 +62,11 @@ def report(record: Record, results: Results) -> str:
 
 
 def short(results: Results, *, dry: bool = False) -> str:
-    """What is printed last: the targets (not of a dry run), each operation at 4096 tokens, the large models."""
+    """Return the text that is printed last.
+
+    It contains the targets (not for a dry run), each operation at 4096 tokens, and the large
+    models.
+    """
     lines = []
     for name in WORKLOADS:
         found = results.ops.get((name, "auto", SHORT))
@@ -76,7 +87,7 @@ def short(results: Results, *, dry: bool = False) -> str:
 
 
 def targets(results: Results) -> str:
-    """Each target, its bound, what was measured."""
+    """Return a table of all targets with bound and measurement."""
     words = {True: "met", False: "not met", None: "not measured"}
     rows = []
     for target in results.targets():
@@ -93,7 +104,10 @@ def targets(results: Results) -> str:
 
 
 def correctness(results: Results) -> str:
-    """The worst result of each operation, implementation and type: its error against float64 and what it may be."""
+    """Return a table of the worst result of each operation, implementation and dtype.
+
+    Its columns include the error against float64 and the bound.
+    """
     rows = []
     for (op, implementation, dtype), findings in _by_side(results).items():
         last = max(findings, key=_share)
@@ -134,13 +148,13 @@ def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]
 
 
 def _share(finding: dict[str, Any]) -> float:
-    """A finding's error over its bound; what is not finite is infinitely far out."""
+    """Return a finding's error divided by its bound; infinity if the error is NaN."""
     error = finding["error"]
     return float(error / finding["bound"]) if error == error else math.inf
 
 
 def trainer(results: Results) -> str:
-    """Each run of the trainer: whether it agrees with the run that it is compared with, or ended at all."""
+    """Return a table of the trainer's runs and of their agreement with the compared runs."""
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
@@ -156,11 +170,11 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
         return verdict, ""
     return verdict, "equal to the bit" if found[
         "equal"
-    ] else f"{found['worst']:.1e} apart, bound {found['bound']:.0e}"
+    ] else f"difference {found['worst']:.1e}, bound {found['bound']:.0e}"
 
 
 def sanitizer(results: Results) -> str:
-    """What each tool reported, case by case where it reported something."""
+    """Return the number of cases per tool, and the cases with reports."""
     lines, count = [], dict[str, int]()
     for outcome in results.of_kind("sanitize"):
         count[outcome.task.tool] = count.get(outcome.task.tool, 0) + 1
@@ -178,12 +192,12 @@ def sanitizer(results: Results) -> str:
 
 
 def throughput(results: Results) -> str:
-    """The trainer's engine at full size."""
+    """Return the table of the trainer's engine at full size."""
     return figures.table(results.throughput) if results.throughput else "None was measured."
 
 
 def operations(results: Results) -> str:
-    """Every timed implementation at every length."""
+    """Return a table of every timed implementation at each of its lengths."""
     rows = []
     for name, workload in WORKLOADS.items():
         for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
@@ -230,7 +244,10 @@ def operations(results: Results) -> str:
 
 
 def engines(results: Results) -> str:
-    """FEM's attention by each engine over standard attention of (d_k, 2 d_v) by the same engine."""
+    """Return a table of FEM's attention relative to standard attention by the same engine.
+
+    Standard attention has the widths (d_k, 2 d_v).
+    """
     rows = []
     for name, workload in WORKLOADS.items():
         if workload.op != "fem_attention":
@@ -256,7 +273,7 @@ MODEL_COLUMNS = [
 
 
 def models(results: Results) -> str:
-    """Every whole model."""
+    """Return a table of all complete models."""
     rows = _model_rows(results, tuple(SCALES))
     return runner.table(MODEL_COLUMNS, rows) if rows else "None was timed."
 
@@ -267,10 +284,8 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         found = results.models.get((scale, variant, recompute))
         if found is None:
             continue
-        ratio, packed = (
-            results.model_ratio(scale, variant, recompute=recompute),
-            results.packed_ratio(scale, variant),
-        )
+        ratio = results.model_ratio(scale, variant, recompute=recompute)
+        packed = results.packed_ratio(scale, variant)
         share = results.utilisation(scale, variant, recompute=recompute)
         seconds = found["step"]["seconds"]
         row = [
@@ -292,7 +307,10 @@ def _roofs(results: Results) -> str:
     if results.roofs is None:
         return ""
     matmul, copy = results.roofs["matmul_flops"], results.roofs["copy_bytes"]
-    return f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; copy {copy / 1e9:,.0f} GB/s, read and written."
+    return (
+        f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; "
+        f"copy {copy / 1e9:,.0f} GB/s, read and written."
+    )
 
 
 def _gaps(record: Record) -> str:
@@ -304,7 +322,10 @@ def _gaps(record: Record) -> str:
     for why, names in alike.items():
         lines.append(f"- {_some(names)}: {why}")
     if record.left_out:
-        why = f"without an outcome, for want of time or because the suite was ended ({len(record.left_out)})"
+        why = (
+            "without an outcome, for lack of time or because the suite was ended "
+            f"({len(record.left_out)})"
+        )
         lines.append(f"- {why}: {_some(record.left_out, 40)}")
     if record.damaged:
         lines.append(f"- {record.damaged} lines of the record cannot be read")
@@ -320,7 +341,10 @@ def _ms(seconds: float) -> str:
 
 
 def draw(results: Results, title: str, path: Path) -> bool:
-    """Write the picture: errors over their bounds, and ratios over lengths; False where there is nothing to draw, or no matplotlib."""
+    """Write the picture: errors relative to their bounds, and ratios by length.
+
+    Return False without data or without matplotlib.
+    """
     ratios = {}
     for name in WORKLOADS:
         found = [
@@ -344,14 +368,12 @@ def draw(results: Results, title: str, path: Path) -> bool:
     return True
 
 
-ERRORS_FROM, ERRORS_TO = (
-    1e-3,
-    1e2,
-)  # shares of the bound that are drawn; what is outside stands at the end
+# Range of the drawn errors, as shares of the bound; values outside are drawn at its ends.
+ERRORS_FROM, ERRORS_TO = 1e-3, 1e2
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
-    """A row an operation; a mark for the worst result of each implementation, by type."""
+    """Draw a row per operation: a mark for the worst result of each implementation, by dtype."""
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
         found = [
@@ -382,7 +404,7 @@ def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any
 
 def _draw_ratios(axes: Any, ratios: dict[str, list[tuple[int, float]]]) -> None:
     for number, (name, found) in enumerate(ratios.items()):
-        again = number >= len(COLOURS)  # the colours begin anew
+        again = number >= len(COLOURS)  # the colours repeat
         axes.plot(
             *zip(*found, strict=True),
             label=name,

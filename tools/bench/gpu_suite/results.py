@@ -1,4 +1,4 @@
-"""What has been measured so far: the record of outcomes on disk, and the ratios, targets and tables that they give."""
+"""Results so far: the record on disk, and the ratios, targets and tables computed from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKS = ("correctness", "train", "sanitize")  # kinds of task that must not fai
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a task: its result, or the reason why there is none."""
+    """Outcome of a task: its result, or the reason why none exists."""
 
     task: Task
     result: Any = None
@@ -34,18 +34,18 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether an implementation says that the case is not for it."""
+        """True if the implementation does not support the case."""
         return self.gap is not None and "ValueError" in self.gap and "cannot run:" in self.gap
 
     @property
     def failed(self) -> bool:
-        """Whether a check ended in an error that is not the machine's size or the case's."""
+        """True if a check ended in an error, except for lack of memory and unsupported cases."""
         wanted = self.task.kind in CHECKS or self.task.part == "throughput"
         return wanted and self.gap is not None and not self.refused and self.gap != OUT_OF_MEMORY
 
     @property
     def wrong(self) -> bool:
-        """Whether a check's result is out of its bounds."""
+        """True if a check's result is out of its bounds."""
         if self.gap is not None or self.task.kind not in CHECKS:
             return False
         if self.task.kind == "train":
@@ -55,12 +55,15 @@ class Outcome:
 
     @property
     def settled(self) -> bool:
-        """Whether the task need not be performed again."""
+        """True if the task need not be performed again."""
         return self.refused or (self.gap is None and not self.wrong)
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The errors that a check of an operation found, with what identifies it; JSON's null is not a finite number."""
+        """Errors that a check of an operation found, with their identification.
+
+        A null in the JSON (not finite) becomes infinity.
+        """
         if self.gap is not None or self.task.kind not in ("correctness", "sanitize"):
             return []
         asked = {key: self.task.arguments[key] for key in ("op", "implementation", "dtype")}
@@ -71,22 +74,26 @@ class Outcome:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The outcome and its task as JSON."""
+        """Return the outcome and its task as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Outcome:
-        """The outcome again. Raises KeyError, TypeError where it is not one."""
+        """Restore an outcome from JSON values. Raises KeyError, TypeError if they are invalid."""
         return cls(Task(**values["task"]), values["result"], values["gap"], values["seconds"])
 
 
 @dataclass
 class Record:
-    """The folder's outcomes.jsonl: a line for each start of the suite, and a line for each outcome as soon as it is known.
+    """Contents of the folder's outcomes.jsonl.
+
+    The file has a line for each start of the suite, and a line for each outcome, written
+    immediately.
 
     sessions: {"machine", "minutes", "dry", "planned": names, "cannot": name -> reason}, in their
-    order. outcomes: by task; the last one of a task counts. damaged: lines that cannot be read, as
-    the last one of a process that was killed.
+        order.
+    outcomes: task name -> outcome; the last one of a task counts.
+    damaged: number of unreadable lines, for example the last line of a killed process.
     """
 
     folder: Path
@@ -96,7 +103,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """What the folder holds, which may be nothing."""
+        """Read the folder's record, which may be empty."""
         record = cls(folder)
         path = folder / FILE
         for line in path.read_bytes().splitlines() if path.is_file() else ():
@@ -112,18 +119,18 @@ class Record:
         return record
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Note that the suite starts."""
+        """Record a start of the suite."""
         self.sessions.append(session)
         append_json_line(self.folder / FILE, {"session": session})
 
     def add(self, outcome: Outcome) -> None:
-        """Note an outcome."""
+        """Record an outcome."""
         self.outcomes[outcome.task.name] = outcome
         append_json_line(self.folder / FILE, outcome.as_json())
 
     @property
     def cannot(self) -> dict[str, str]:
-        """What the machine could not run, and the reason."""
+        """Sides that the machine could not run, with the reason."""
         return {name: why for session in self.sessions for name, why in session["cannot"].items()}
 
     @property
@@ -133,7 +140,10 @@ class Record:
         return [name for name in planned if name not in self.outcomes]
 
     def missing(self, planned: Iterable[Task]) -> list[Task]:
-        """Of these tasks those to perform: first those without an outcome, then those that failed; a unit of runs wholly."""
+        """Return the tasks to perform: first those without an outcome, then those that failed.
+
+        If one run of a unit is to be performed, all runs of the unit are.
+        """
         planned = list(planned)
         settled = {name for name, outcome in self.outcomes.items() if outcome.settled}
         units = {
@@ -153,7 +163,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Side:
-    """Seconds of forward and of forward + backward; spread: the larger of the two; and its matrix FLOPs and bytes of both passes."""
+    """Seconds, FLOPs and bytes of one measured implementation.
+
+    forward, both: seconds of forward and of forward + backward.
+    flops, bytes: matrix FLOPs and bytes of both passes.
+    spread: the larger spread of the two timings.
+    """
 
     forward: float
     both: float
@@ -163,7 +178,7 @@ class Side:
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> Side:
-        """From a worker's answer."""
+        """Return the side of a worker's answer."""
         forward, both = result["forward"], result["both"]
         return cls(
             forward["seconds"],
@@ -176,7 +191,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Target:
-    """A number that the project has set itself: at most ``bound``, or at least; value None: not measured."""
+    """Performance target of the project: at most ``bound``, or at least ``bound``.
+
+    A value of None is not measured.
+    """
 
     what: str
     bound: float
@@ -185,14 +203,14 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is met; None where nothing was measured."""
+        """True if the target is met; None if it was not measured."""
         if self.value is None:
             return None
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
 class Results:
-    """What the outcomes say."""
+    """Results of a set of outcomes, grouped by kind."""
 
     def __init__(self, outcomes: Iterable[Outcome], device_name: str) -> None:
         self.outcomes, self.device_name = list(outcomes), device_name
@@ -200,7 +218,7 @@ class Results:
         self.baselines: dict[tuple[str, Size], Side] = {}
         self.models: dict[tuple[str, str, bool], dict[str, Any]] = {}
         self.engines: dict[str, Figures] = {}
-        self.throughput: dict[str, Figures] = {}  # by the model's name
+        self.throughput: dict[str, Figures] = {}  # name of the model -> figures
         self.roofs: dict[str, float] | None = None
         for outcome in self.outcomes:
             if outcome.gap is None:
@@ -230,7 +248,7 @@ class Results:
             self.roofs = result
 
     def of_kind(self, kind: str) -> list[Outcome]:
-        """The outcomes of this kind."""
+        """Return the outcomes of this kind."""
         return [outcome for outcome in self.outcomes if outcome.task.kind == kind]
 
     @property
@@ -244,18 +262,18 @@ class Results:
         return [outcome for outcome in self.outcomes if outcome.failed]
 
     def against(self, workload: str, tokens: int) -> dict[str, Side]:
-        """What a workload is held against at a length, by name, as far as it was measured."""
+        """Return the measured baselines of a workload at a length: name -> side."""
         size = WORKLOADS[workload].size(tokens, TOKENS_A_CALL)
         keys = {name: (name, sized(size)) for name, sized in WORKLOADS[workload].baselines.items()}
         return {name: self.baselines[key] for name, key in keys.items() if key in self.baselines}
 
     def best(self, workload: str, tokens: int) -> tuple[str, Side] | None:
-        """The fastest of them, forward + backward."""
+        """Return the baseline with the fastest forward + backward."""
         found = self.against(workload, tokens)
         return min(found.items(), key=lambda item: item[1].both) if found else None
 
     def ratio(self, workload: str, implementation: str, tokens: int) -> tuple[float, float] | None:
-        """Forward, and forward + backward, over the fastest of what it is held against."""
+        """Return the ratios of forward and of forward + backward to the fastest baseline."""
         own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
         return (
             None
@@ -264,7 +282,10 @@ class Results:
         )
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
-        """Implementation, forward + backward over standard attention by the same engine, and ours: for each engine that both have."""
+        """Yield (engine, ratio to standard attention, own side) for each engine that both have.
+
+        The ratio is that of forward + backward.
+        """
         for name, side in self.against(workload, tokens).items():
             engine = BASELINES[name].engine
             own = None if engine is None else self.ops.get((workload, engine, tokens))
@@ -272,18 +293,18 @@ class Results:
                 yield engine, own.both / side.both, own
 
     def fastest_engine_ratio(self, workload: str, tokens: int) -> float | None:
-        """Of the engines that both sides have, the ratio of that with which ours is fastest."""
+        """Return the `same_engine` ratio for the engine with which the workload is fastest."""
         found = list(self.same_engine(workload, tokens))
         return min(found, key=lambda each: each[2].both)[1] if found else None
 
     def model_ratio(
         self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE
     ) -> float | None:
-        """A model's training step over the Transformer's, both for each token."""
+        """Return a model's training step relative to the Transformer's, both per token."""
         return self._per_token((scale, variant, recompute), (scale, base, recompute))
 
     def packed_ratio(self, scale: str, variant: str) -> float | None:
-        """A training step on documents read apart over one on joined ones, both for each token."""
+        """Return the ratio of a training step on separate documents to joined ones, per token."""
         return (
             self._per_token((scale, variant, False), (PACKED[scale], variant, False))
             if scale in PACKED
@@ -300,7 +321,10 @@ class Results:
         return ratio
 
     def utilisation(self, scale: str, variant: str, *, recompute: bool = False) -> float | None:
-        """MFU, of the data sheet's peak where the device is known, else of the measured one."""
+        """Return the MFU.
+
+        The peak is the data sheet's if the device is known, else the measured one.
+        """
         found, listed = self.models.get((scale, variant, recompute)), peak_tflops(self.device_name)
         peak = listed * 1e12 if listed else (self.roofs or {}).get("matmul_flops")
         if found is None or not peak:
@@ -309,19 +333,17 @@ class Results:
         return share
 
     def targets(self) -> list[Target]:
-        """All of them, in the order of their importance."""
+        """Return all targets, the most important first."""
         fem, gla = "FEM-SM, C L T G", "FEM-GLA's read"
         return [
             *(
                 Target(
-                    f"FEM-SM's attention ÷ standard, the same engine, forward + backward, {tokens} tokens",
+                    "FEM-SM's attention ÷ standard, the same engine, forward + backward, "
+                    f"{tokens} tokens",
                     bound,
-                    value,
+                    self.fastest_engine_ratio(FIRST, tokens),
                 )
-                for tokens, bound, value in (
-                    (n, b, self.fastest_engine_ratio(FIRST, n))
-                    for n, b in ((4096, 1.15), (8192, 1.08))
-                )
+                for tokens, bound in ((4096, 1.15), (8192, 1.08))
             ),
             Target(
                 "FEM-SM with C L T G ÷ Transformer, training step, 1.3B at 4096",
@@ -357,11 +379,9 @@ class Results:
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
-        """FEM's step over the Transformer's by the trainer's engine, both for each token."""
-        fem, base = (
-            self.throughput.get(f"fem_sm_{scale}"),
-            self.throughput.get(f"transformer_{scale}"),
-        )
+        """Return FEM's step relative to the Transformer's in the trainer, both per token."""
+        fem = self.throughput.get(f"fem_sm_{scale}")
+        base = self.throughput.get(f"transformer_{scale}")
         return (
             None
             if fem is None or base is None
@@ -375,11 +395,14 @@ class Results:
         return next((ratio for _, ratio, _ in self.same_engine(workload, 4096)), None)
 
     def lengths(self, workload: str, implementation: str) -> list[int]:
-        """The lengths at which it was timed."""
+        """Return the lengths at which an implementation was timed."""
         return [tokens for tokens in LENGTHS if (workload, implementation, tokens) in self.ops]
 
     def engine_table(self) -> list[Entry]:
-        """Microseconds of forward + backward of FEM's attention by each engine, as ``kernels.fem_attention`` chooses by."""
+        """Return the table by which ``kernels.fem_attention`` selects an engine.
+
+        It contains microseconds of forward + backward of FEM's attention by each engine.
+        """
         entries = []
         for name, workload in WORKLOADS.items():
             for tokens in LENGTHS if workload.op == "fem_attention" else ():

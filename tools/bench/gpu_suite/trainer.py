@@ -1,4 +1,7 @@
-"""Runs of the trainer on generated tokens, each ``python -m pretrain`` in a process of its own, compared with one another."""
+"""Runs of the trainer on generated tokens, and their comparison with each other.
+
+Each run is a process of ``python -m pretrain``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ SMALL = [
     ),
     "model.tie_embeddings=true",
 ]
-TINY = [  # over everything else, of a dry run
+TINY = [  # overrides everything else in a dry run
     *(
         "model.num_layers=1",
         "model.hidden_size=32",
@@ -38,18 +41,21 @@ TINY = [  # over everything else, of a dry run
     ),
     *("data.seq_length=64", "train.micro_batch_size=1", "train.global_batch_size=2"),
 ]
-ENDING = 10.0  # seconds in which a run that takes too long may stop by itself
+ENDING = 10.0  # seconds that a run gets to stop after its limit
 LAST_LINES = 3
 
 
 class TrainerError(Exception):
-    """A run failed, or has not done what it was asked for: the reason in one line."""
+    """Failure of a run, or a run that did not do what it was meant to; the message is one line."""
 
 
 def write_data(folder: Path) -> None:
-    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer that names the end of a document.
+    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer.
 
-    A token is 7 times the one before plus noise, modulo the vocabulary; 0.4 M tokens in the training split.
+    The tokenizer names only the end of a document.
+
+    A token is 7 times the previous one plus noise, modulo the vocabulary. The training split has
+    0.4 M tokens.
     """
     from data_prep.store.indexed import IndexedWriter
 
@@ -75,10 +81,13 @@ def write_data(folder: Path) -> None:
 
 
 def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Perform one task of the kind "train" (`tools.bench.gpu_suite.plan`) in the suite's working folder.
+    """Perform one task of the kind "train" in the suite's working folder.
 
-    Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and where the run is compared with another
-    {"worst": largest relative difference of a loss, "bound", "equal": to the bit}. Raises TrainerError.
+    `tools.bench.gpu_suite.plan` defines the tasks.
+
+    Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and for a run that is compared
+    with another one also {"worst": largest relative difference of a loss, "bound", "equal": True if
+    identical}. Raises TrainerError.
     """
     work, out = (Path(os.environ[name]) for name in ("GPU_SUITE_WORK", "GPU_SUITE_OUT"))
     folder = work / arguments["run"]
@@ -121,7 +130,7 @@ def _compare(
     others: Mapping[int, Mapping[str, float]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The steps that this run has taken itself, beside the same steps of the other."""
+    """Compare the steps that this run has trained itself with the same steps of the other run."""
     first = arguments["begin"][1] if "begin" in arguments else 0
     pairs = [(loss, others[step]["loss"]) for step, loss in losses.items() if step > first]
     worst = max(abs(own - other) / abs(other) for own, other in pairs)
@@ -135,7 +144,10 @@ def _compare(
 
 
 def _copy_run(source: Path, folder: Path, step: int) -> None:
-    """A copy of a run as it was when the checkpoint of ``step`` was its last. Raises TrainerError where there is none."""
+    """Copy a run in its state when the checkpoint of ``step`` was its last.
+
+    Raises TrainerError if that checkpoint is missing.
+    """
     kept = f"step_{step:08d}"
     if not (source / "checkpoints" / kept).is_dir():
         raise TrainerError(f"the run that this one continues has no checkpoint of step {step}")
@@ -151,7 +163,7 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
         (text.removeprefix("model.mixer=") for text in settings if text.startswith("model.mixer=")),
         "",
     )
-    if mixer:  # what it needs at this size, as in the table of all mixers
+    if mixer:  # the settings that it needs at this size, as in the table of all mixers
         from tools.bench.mixers import SETTINGS
 
         settings = [*SETTINGS.get(mixer, ()), *settings]
@@ -183,7 +195,10 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
 
 
 def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
-    """What the run printed. Raises TrainerError where it fails, with its last lines; they are in the suite's log, too."""
+    """Run ``pretrain`` and return its output.
+
+    Raises TrainerError with its last lines if it fails; the entire output is in the suite's log.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -212,13 +227,14 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
     if process.returncode:
         print(" ".join(command), printed, sep="\n", file=sys.stderr, flush=True)
         raise TrainerError(
-            f"pretrain ended with {process.returncode}: {' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
+            f"pretrain ended with {process.returncode}: "
+            f"{' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
         )
     return printed
 
 
 def _rows(folder: Path) -> dict[int, dict[str, float]]:
-    """Step -> the line of metrics.jsonl; the last of a step counts."""
+    """Return step -> line of metrics.jsonl; the last line of a step counts."""
     try:
         lines = [
             json.loads(line)

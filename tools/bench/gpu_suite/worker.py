@@ -1,6 +1,10 @@
-"""One process that performs tasks: a JSON line in, a JSON line out: ``{"result": ...}`` or ``{"gap": reason}``.
+"""Process that performs tasks.
 
-It ends after a fault of the GPU, after which none of its results can be trusted; the suite starts another.
+It reads a JSON line per task and answers with a JSON line: ``{"result": ...}`` or ``{"gap":
+reason}``.
+
+It ends after a fault of the GPU, after which its results could not be trusted; the suite starts
+another one.
 """
 
 from __future__ import annotations
@@ -28,17 +32,20 @@ from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import SCALES, train_step
 from tools.bench.workloads import WORKLOADS, Draw, Size
 
-SECONDS = 0.15  # spent on timing one number of an operation
+SECONDS = 0.15  # time for measuring one number of an operation
 MODEL_SECONDS = 2.0
 MATMUL, COPY = 8192, 2**31  # width of the square matrix product; bytes that are copied
 TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-ENDING = 10.0  # seconds that processes of this one have for ending
+ENDING = 10.0  # seconds in which child processes must end
 
-_expected: dict[tuple[Any, ...], Expected] = {}  # the last case's
+_expected: dict[tuple[Any, ...], Expected] = {}  # results of the last case only
 
 
 def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
-    """The result of one task of `tools.bench.gpu_suite.plan`, as JSON; it should take ``limit`` seconds at most."""
+    """Return the result of one task of `tools.bench.gpu_suite.plan`, as JSON values.
+
+    It should take at most ``limit`` seconds.
+    """
     if kind == "train":
         return train(arguments, limit)
     if kind == "engine":
@@ -47,7 +54,10 @@ def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check one implementation. The case's float64 results are kept for the next one of the same case."""
+    """Check one implementation.
+
+    The case's float64 results are cached for the next task of the same case.
+    """
     suite, real = suites()[arguments["op"]], not arguments.get("small", False)
     key = arguments["op"], arguments["case"], arguments["dtype"], real
     if key not in _expected:
@@ -60,7 +70,7 @@ def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compile(arguments: dict[str, Any]) -> None:
-    """Run an operation at every size that is timed, forward and backward, so that Triton's cache has its kernels."""
+    """Run an operation at every timed size, forward and backward, to fill Triton's cache."""
     workload = WORKLOADS[arguments["workload"]]
     for tokens in arguments.get("lengths", LENGTHS):
         size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
@@ -73,12 +83,13 @@ def _compile(arguments: dict[str, Any]) -> None:
 
 
 def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
-    """FLOP/s of a bf16 matrix product on random numbers, and bytes a second, read and written, of a copy."""
-    width, count, device = (
-        arguments.get("matmul", MATMUL),
-        arguments.get("copy", COPY),
-        platform.device(),
-    )
+    """Return the FLOP/s of a bf16 matrix product of random numbers, and a copy's bytes/s.
+
+    The copy's bytes are read and written.
+    """
+    width = arguments.get("matmul", MATMUL)
+    count = arguments.get("copy", COPY)
+    device = platform.device()
     a, b = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
     product = measure(lambda number: a @ b, 1.0)
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
@@ -111,11 +122,12 @@ def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A whole model's training step; where the batch does not fit, half of it is tried, then recomputation."""
-    scale, recompute = (
-        replace(SCALES[arguments["scale"]], batch=arguments["batch"]),
-        arguments["recompute"],
-    )
+    """Time a complete model's training step.
+
+    If the batch does not fit, try half of it, then recomputation.
+    """
+    scale = replace(SCALES[arguments["scale"]], batch=arguments["batch"])
+    recompute = arguments["recompute"]
     if arguments.get("tiny"):
         model = replace(
             scale.model,
@@ -149,7 +161,10 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A training run of an engine, in processes of its own; where the time ends it, of the steps until then."""
+    """Run an engine's training in separate processes.
+
+    If the time limit ends it, the completed steps count.
+    """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
     answers = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
@@ -175,9 +190,9 @@ def _device_name() -> str:
 
 
 def answer(line: str) -> tuple[dict[str, Any], bool]:
-    """The answer to one line, and whether this process can go on."""
+    """Return the answer to one line, and False if this process cannot continue."""
     asked = json.loads(line)
-    # A process that cannot reach the GPU would compute on the CPU without a word.
+    # A process that cannot reach the GPU would silently compute on the CPU.
     there = _device_name()
     if there != asked.get("device", there):
         return {
@@ -191,7 +206,7 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
     except torch.OutOfMemoryError:
         found = {"gap": "out of memory"}
     except Exception as error:
-        # Whatever a kernel or a library of this machine raises, the other tasks are still wanted.
+        # Any error of a kernel or library is recorded, so that the other tasks are still performed.
         found = {
             "gap": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         }
@@ -204,7 +219,10 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process's group when the suite is gone; runs that it started may stop by themselves first."""
+    """End this process's group when the suite no longer exists.
+
+    Its child processes get SIGTERM and time to stop first.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGTERM)
@@ -213,11 +231,15 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> int:
-    """Answer until the input ends. What libraries print goes to stderr, where it cannot be taken for an answer."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # of its group; children have the default again
+    """Answer until the input ends.
+
+    The output of libraries is redirected to stderr, so that it is not read as an answer.
+    """
+    # Ignore the group's SIGTERM; the child processes have the default handler.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     if os.getpgrp() == os.getpid():
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # A descriptor of its own: below, what is printed by others goes elsewhere.
+    # Answers use a separate descriptor, since the next line redirects stdout to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,7 @@
-"""``python -m tools.bench.traffic``: bytes that a layer moves through a GPU's memory, and its step on paper, without a GPU.
+"""``python -m tools.bench.traffic``: modelled step times of a GPU, without a GPU.
 
-``trace`` runs the real layers on tensors without numbers and counts; ``paper`` makes times of the counts.
+They are computed from the bytes that a layer moves through the GPU's memory.
+
+`fem_megatron.trace` runs the real layers on meta tensors and counts their traffic; ``paper``
+computes times from the counts.
 """

@@ -1,6 +1,8 @@
-"""``python -m tools.bench.traffic``: bytes a token and layer moves through a GPU's memory, and the step on paper. Needs no GPU.
+"""``python -m tools.bench.traffic``: memory traffic per token and layer, and the modelled step.
 
-Modelled, not measured: docs/benchmarks/paper.md has the tables, which ``--write`` makes.
+The traffic is in bytes through a GPU's memory; no GPU is needed.
+
+Modelled, not measured. ``--write`` writes the tables to docs/benchmarks/paper.md.
 """
 
 from __future__ import annotations
@@ -34,34 +36,42 @@ PAIRS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, write them."""
+    """Print or write the tables and return the exit code."""
     parser = runner.command_line(PROGRAM, (__doc__ or "").partition(": ")[2])
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="a part of configs/model; without it all mixers at the 1.3B widths",
+        help="name in configs/model; default: all mixers at the 1.3B widths",
     )
     parser.add_argument(
-        "--against", metavar="NAME", help="what it is compared with, a part of configs/model, too"
+        "--against", metavar="NAME", help="model to compare with, also a name in configs/model"
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence (4096)")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of a sequence (default: 4096)"
+    )
     parser.add_argument(
         "--batch",
         type=int,
-        help="sequences of a step; default: as tools.bench.gpu_suite has at this size, else 4",
+        help="sequences of a step; default: that of tools.bench.gpu_suite for this size, else 4",
     )
     parser.add_argument(
-        "--kernels", action="store_true", help="a row a kernel of the model's first layer, too"
+        "--kernels",
+        action="store_true",
+        help="also print a row per kernel of the model's first layer",
     )
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/paper.md")
     return run(PROGRAM, lambda: report(parser.parse_args(arguments)))
 
 
 def report(options: argparse.Namespace) -> int:
-    """0. Raises UserError for what there is not."""
+    """Print or write the tables.
+
+    Return 0. Raises UserError if triton is missing or an argument is wrong.
+    """
     if triton_version() is None:
         raise UserError(
-            "the package triton is not installed, and its kernels are what is counted: pip install triton"
+            "the package triton is not installed; it is needed to count the traffic of its "
+            "kernels: pip install triton"
         )
     if options.against and not options.model:
         raise UserError("--against needs --model")
@@ -99,7 +109,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
-    """The step of a part of configs/model. Raises UserError where there is none of this name."""
+    """Return the step of a model in configs/model. Raises UserError if no model has this name."""
     model = load(ModelConfig, runner.model_file(name))
     model = replace(model, vocab_size=model.vocab_size or runner.VOCABULARY)
     sizes = (model.hidden_size, model.num_layers)
@@ -112,7 +122,12 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Every mixer without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first; a sequence as it can be."""
+    """Return the steps of GLA and of all mixers that need no package, the Transformer first.
+
+    All have the widths of the 1.3B Transformer.
+
+    Sequences have ``tokens`` tokens, or the mixer's maximum if that is less.
+    """
     base = load(ModelConfig, runner.MODELS / "transformer_1.3b.yaml")
     models = {
         name: replace(base, mixer=name)
@@ -129,7 +144,7 @@ def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
     }
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 
 def _kib(moved: float) -> str:
@@ -137,7 +152,7 @@ def _kib(moved: float) -> str:
 
 
 def steps_table(steps: list[Step]) -> str:
-    """A row a model and GPU: its step by what the time is spent on, and its ratio to the last model."""
+    """Return a row per model and GPU: step time by category, and the ratio to the last model."""
     rows = []
     for roof in ROOFS:
         for step in steps:
@@ -156,7 +171,10 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def mixers_table(steps: list[Step]) -> str:
-    """A row a mixer: KiB a token and layer by pass, and the step of a token beside the Transformer's."""
+    """Return a row per mixer: KiB per token and layer by pass, and the ratio to the Transformer.
+
+    The ratio is that of the step's time per token.
+    """
     base, rows = steps[0], []
     for step in steps:
         first = step.layers[0].trace
@@ -164,7 +182,13 @@ def mixers_table(steps: list[Step]) -> str:
         for backward in (False, True):
             for kinds in ((POINTWISE,), [kind for kind in KINDS if kind != POINTWISE]):
                 cells.append(
-                    _kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b)))  # type: ignore[misc]
+                    _kib(
+                        step.per_token(
+                            lambda t, k=kinds, b=backward: t.bytes(  # type: ignore[misc]
+                                *k, backward=b
+                            )
+                        )
+                    )
                 )
             cells.append(str(sum(launch.backward == backward for launch in first.launches)))
         cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
@@ -172,14 +196,15 @@ def mixers_table(steps: list[Step]) -> str:
         rows.append(
             [*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)]
         )
-    header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split(
-        "|"
-    )
+    header = (
+        "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|"
+        "host reads"
+    ).split("|")
     return runner.table([*header, *(f"step ÷ {BASELINE}, {roof.name}" for roof in ROOFS)], rows)
 
 
 def kernels_table(step: Step, least: float = 256.0) -> str:
-    """A row a kernel of the first layer that moves ``least`` bytes a token or more."""
+    """Return a row per kernel of the first layer that moves at least ``least`` bytes per token."""
     rows = [
         [("forward", "backward")[backward], kind, kernel, str(launches), f"{moved / 1024:.1f}"]
         for (backward, kind, kernel), (launches, moved) in kernels_of(step).items()
@@ -189,13 +214,13 @@ def kernels_table(step: Step, least: float = 256.0) -> str:
 
 
 def page() -> str:
-    """docs/benchmarks/paper.md."""
+    """Return the text of docs/benchmarks/paper.md."""
     steps: Mapping[str, Step] = {name: of_part(name) for pair in PAIRS for name in pair}
-    parts = ["# On paper: modelled, not measured", INTRODUCTION]
+    parts = ["# Step times: modelled, not measured", INTRODUCTION]
     for ours, theirs in PAIRS:
         step = steps[ours]
         parts += [
-            f"## {ours} beside {theirs}, {step.batch} x {step.tokens} tokens",
+            f"## {ours} and {theirs}, {step.batch} x {step.tokens} tokens",
             _shown(steps_table([step, steps[theirs]])),
         ]
     parts += [
@@ -212,17 +237,20 @@ def page() -> str:
 
 
 def _shown(table: str) -> str:
-    """As the command prints it."""
+    """Return the table as a code block."""
     return f"```text\n{table}\n```"
 
 
-SAME = """Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
-wherever it takes the widths."""
-INTRODUCTION = f"""Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100.
+SAME = """\
+Ratios are the same with and without flash-attn: RoPE is `kernels.rotary`, and attention is cuDNN's
+wherever it supports the widths."""
+INTRODUCTION = f"""\
+Written by `python -m tools.bench.traffic --write`, for layers as they would run on an H100.
 {SAME}"""
-LEGEND = """KiB a token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
-pass; *host reads*: of a number. GLA is fem_gla without its switches; mha2nd has its longest
-sequences, of 512 tokens."""
+LEGEND = """\
+KiB per token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
+pass; *host reads*: numbers that the host reads from the device. GLA is fem_gla without its
+switches; mha2nd has its longest sequences, of 512 tokens."""
 
 
 if __name__ == "__main__":

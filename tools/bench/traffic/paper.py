@@ -1,9 +1,12 @@
-"""A training step on paper: times from the counts of ``trace``, by a stated model of a GPU. Modelled, not measured.
+"""Modelled training step: times from the counts of `fem_megatron.trace` and a roofline model.
 
-A kernel takes its bytes over the bandwidth, or its matrix products over their rate, whichever is longer, and the gap to the next one.
-A step is the layers', what is before and after them, and the trainer's own work on gradients and weights: one
-micro-batch of the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
-`tools.bench.gpu_suite` times a smaller update, AdamW on bfloat16 weights, of 14 bytes a parameter.
+The times are modelled, not measured.
+
+A kernel takes its bytes divided by the bandwidth, or its matrix products divided by their rate,
+whichever is longer, and the gap to the next kernel. A step consists of the layers, the operations
+before and after them, and the trainer's own work on gradients and weights. It is one micro-batch of
+the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
+`tools.bench.gpu_suite` times a smaller update: AdamW on bfloat16 weights, 14 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ from tools.bench.whole_model import LanguageModel
 
 @dataclass(frozen=True)
 class Roof:
-    """What a GPU reaches: bytes/s, and FLOP/s of products; of attention and tiles forward, backward. gap: seconds between kernels."""
+    """Rates that a GPU reaches.
+
+    bandwidth: bytes/s.
+    products, wide: FLOP/s of bfloat16 and float32 products.
+    attention, tiles: FLOP/s forward, backward.
+    gap: seconds between kernels.
+    """
 
     name: str
     bandwidth: float
@@ -39,7 +48,7 @@ class Roof:
 
 
 ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
-OPTIMIZER_BYTES = {  # of a parameter
+OPTIMIZER_BYTES = {  # per parameter
     "zeroing the fp32 gradient": 4,
     "adding the bfloat16 one to it": 2 + 4 + 4,
     "dividing it by the step's tokens": 4 + 4,
@@ -49,14 +58,20 @@ OPTIMIZER_BYTES = {  # of a parameter
     "copying the weight to bfloat16": 4 + 2,
 }
 SOURCES = {
-    "a kernel": "what it reads and writes, once, over the bandwidth, or its products over their rate, whichever is longer",
-    "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; 79% of it is assumed of pointwise kernels",
+    "a kernel": "the bytes that it reads and writes, once, over the bandwidth, or its products "
+    "over their rate, whichever is longer",
+    "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; pointwise kernels are "
+    "assumed to reach 79%",
     "GEMM": "620 TFLOP/s of the data sheets' 989 dense bfloat16, 50 of 67 in float32: assumed",
-    "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper (H100)",
-    "attention backward": "450 TFLOP/s: assumed, under cuDNN's 499 there, which is without a mask; 2.5 times the forward's products",
-    "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
-    "delta rule": "flash-linear-attention's kernels as one a pass, which is less than they are",
-    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; flash-attn's is not used",
+    "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper "
+    "(H100)",
+    "attention backward": "450 TFLOP/s: assumed, below cuDNN's 499 in that paper, which are "
+    "without a mask; 2.5 times the forward's products",
+    "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same "
+    "paper; 250 backward: assumed",
+    "delta rule": "flash-linear-attention's kernels, counted as one per pass, which is too few",
+    "RoPE": "one launch for queries and keys (`kernels.rotary`), FEM's within `fem_projection`; "
+    "flash-attn's is not used",
     "gap between kernels": "2 us: assumed",
     "optimizer": (
         f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "
@@ -64,19 +79,24 @@ SOURCES = {
         + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
     ),
 }
-BACKWARD = 2.5  # products of a backward pass that makes the forward's again, in forwards
+# Products of a backward pass that recomputes the forward's, as a multiple of the forward's.
+BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class Part:
-    """Layers of one kind, or what is before and after them. count: how often it is in the model; tiles: FLOPs of Triton's, forward."""
+    """Layers of one kind, or the operations before and after the layers.
+
+    count: number of these layers in the model.
+    tiles: FLOPs of the Triton kernels with products, forward.
+    """
 
     count: int
     trace: Trace
     tiles: float = 0.0
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """By what it is spent on, of all ``count``."""
+        """Return the seconds of all ``count`` layers by category."""
         spent = {**dict.fromkeys(KINDS, 0.0), "gaps": roof.gap * len(self.trace.launches)}
         for launch in self.trace.launches:
             rate = {
@@ -96,7 +116,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """A model's training step of ``batch`` sequences of ``tokens``."""
+    """Training step of a model with ``batch`` sequences of ``tokens`` tokens."""
 
     name: str
     model: ModelConfig
@@ -107,7 +127,7 @@ class Step:
     parameters: int
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """By what it is spent on."""
+        """Return the seconds by category."""
         spent: dict[str, float] = {}
         for part in self.layers:
             for name, time in part.seconds(roof).items():
@@ -116,11 +136,11 @@ class Step:
         return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": update}
 
     def total(self, roof: Roof) -> float:
-        """Seconds."""
+        """Return the seconds of the step."""
         return sum(self.seconds(roof).values())
 
     def per_token(self, of: Callable[[Trace], float]) -> float:
-        """The mean over layers of ``of`` a layer's trace, for a token."""
+        """Return the mean over layers of ``of(trace)``, per token."""
         layers = sum(part.count for part in self.layers)
         return (
             sum(part.count * of(part.trace) for part in self.layers)
@@ -129,11 +149,13 @@ class Step:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers; bytes of a token and layer."""
+        """Return all numbers for the JSON; bytes are per token and layer."""
         first = self.layers[0].trace
         passes = {
             name: {
-                kind: self.per_token(lambda t, k=kind, b=backward: t.bytes(k, backward=b))  # type: ignore[misc]
+                kind: self.per_token(
+                    lambda t, k=kind, b=backward: t.bytes(k, backward=b)  # type: ignore[misc]
+                )
                 for kind in KINDS
             }
             | {"launches": sum(launch.backward == backward for launch in first.launches)}
@@ -167,7 +189,10 @@ class Step:
 
 
 def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
-    """(backward, kind, kernel) -> launches and bytes a token of the first layer; the forward first, the most bytes first."""
+    """Return (backward, kind, kernel) -> (launches, bytes per token) of the first layer.
+
+    Forward kernels are first; within a pass, those that move most bytes are first.
+    """
     found: dict[tuple[bool, str, str], tuple[int, float]] = {}
     for launch in step.layers[0].trace.launches:
         key = (launch.backward, launch.kind, launch.name)
@@ -177,7 +202,11 @@ def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
 
 
 def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
-    """A model's step on paper. Raises ValueError for what has no form without its package, and ImportError without Triton."""
+    """Return a model's modelled step.
+
+    Raises ValueError if a mixer has no implementation without its package, and ImportError without
+    Triton.
+    """
     shapes = model.blocks()
     kinds = [shape for n, shape in enumerate(shapes) if shape not in shapes[:n]]
     layers = tuple(_layer(shape, shapes.count(shape), model, tokens, batch) for shape in kinds)
@@ -199,12 +228,12 @@ Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
 def layer_trace(
     shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True
 ) -> Trace:
-    """A block's passes over x [tokens, batch, hidden], bfloat16."""
+    """Return the trace of a block's passes over x [tokens, batch, hidden], bfloat16."""
 
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)
         x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
-        # A layer before it would be given its gradient as it is; a leaf would be given a copy.
+        # A layer before it receives its gradient without a copy, but a leaf receives a copy.
         return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
     return run_on_paper(make)
@@ -212,7 +241,7 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # What the plan counts and torch does not multiply, our Triton kernels do.
+    # Triton kernels compute the products that the plan counts and the trace of torch does not.
     seen = sum(launch.flops for launch in trace.launches if not launch.backward)
     own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
     return Part(count, trace, own if trace.bytes(TILES) else 0.0)

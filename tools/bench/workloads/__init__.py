@@ -1,4 +1,7 @@
-"""What is timed: every operation as its layer calls it, and what it is held against; by name, so that other processes can be asked."""
+"""Timed operations, as their layers call them, and their baselines.
+
+Both have names, so that other processes can select them.
+"""
 
 from tools.bench.workloads.base import (
     LINEAR,

@@ -1,4 +1,4 @@
-"""What a workload is: an operation's inputs at production shapes, the call, and what it must at least compute; and the baselines."""
+"""Definition of workloads and baselines: inputs at production shapes, calls and minimum FLOPs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Size:
-    """Sequences, tokens of each, heads, a head's width of queries and keys, and of values."""
+    """Shape of a call.
+
+    batch: sequences.
+    tokens: of each.
+    key: width of a head's queries and keys.
+    value: width of its values.
+    """
 
     batch: int
     tokens: int
@@ -40,12 +46,15 @@ class Size:
         return float(self.batch * self.heads * self.tokens)
 
     def wider(self, factor: int) -> Size:
-        """The same with values ``factor`` times as wide."""
+        """Return this size with values ``factor`` times as wide."""
         return replace(self, value=factor * self.value)
 
 
 class Draw:
-    """Random leaves of one type on one device; those in float take gradients. Equal seeds give equal numbers."""
+    """Generator of random tensors of one dtype on one device, which require gradients.
+
+    Equal seeds give equal numbers.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = device, dtype
@@ -54,7 +63,7 @@ class Draw:
     def normal(
         self, *shape: int, change: Callable[[Tensor], Tensor] = lambda x: x, wide: bool = False
     ) -> Tensor:
-        """change(normal(0, 1)) of this shape; wide: float32 whatever the type is."""
+        """Return change(normal(0, 1)) of this shape; wide: in float32 whatever the dtype is."""
         drawn = torch.randn(shape, generator=self.rng, device=self.device)
         return change(drawn).to(torch.float32 if wide else self.dtype).requires_grad_()
 
@@ -66,7 +75,10 @@ class Draw:
         *,
         wide: bool = False,
     ) -> Tensor:
-        """[batch, heads, tokens, width] over memory laid out as the layers have it, [tokens, batch, heads, width]."""
+        """Return a [batch, heads, tokens, width] view of a [tokens, batch, heads, width] tensor.
+
+        The latter is the layers' memory layout.
+        """
         drawn = torch.randn(
             size.tokens, size.batch, size.heads, width, generator=self.rng, device=self.device
         )
@@ -78,22 +90,23 @@ class Draw:
         )
 
     def packed(self, *shape: int, parts: int) -> tuple[Tensor, ...]:
-        """``parts`` tensors of this shape whose numbers lie side by side, as a projection's slices do."""
+        """Return ``parts`` tensors that are interleaved in memory, like a projection's slices."""
         drawn = torch.randn(*shape, parts, generator=self.rng, device=self.device).to(self.dtype)
         return tuple(part.requires_grad_() for part in drawn.unbind(-1))
 
     def steps(
         self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False
     ) -> Tensor:
-        """[batch, heads, tokens], one number a token and head."""
+        """Return [batch, heads, tokens]: one number per token and head."""
         return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What an operation is compared with. engine: the implementation of ours that runs on the same engine, where there is one.
+    """Computation that an operation is compared with.
 
-    lacks(device): why it cannot run there, or None.
+    engine: this project's implementation that runs on the same engine, or None.
+    lacks(device): the reason why the baseline cannot run on the device, or None.
     """
 
     name: str
@@ -108,9 +121,15 @@ class Baseline:
 class Workload:
     """An operation as a layer of this project calls it.
 
-    name: of the workload; op: of the operation (``kernels.implementations``). call(inputs, implementation): its outputs.
-    flops(size): matrix FLOPs that a forward, and a backward pass cannot do without (a multiply-add is two); 0: no matrix products.
-    heads, key, value: the 1.3B model's; small: a CPU's. baselines: name in ``BASELINES`` -> the size that is the same amount of reading.
+    name: of the workload.
+    op: name of the operation (``kernels.implementations``).
+    call(inputs, implementation): its outputs.
+    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add is two);
+        0: no matrix products.
+    heads, key, value: shape in the 1.3B model.
+    small: shape for a CPU.
+    baselines: name in ``BASELINES`` -> function from the workload's size to the baseline's size
+        with the same amount of data.
     """
 
     name: str
@@ -125,26 +144,32 @@ class Workload:
     baselines: Mapping[str, Callable[[Size], Size]] = field(default_factory=dict)
 
     def size(self, tokens: int, total: int) -> Size:
-        """The production shape: as many sequences of ``tokens`` as make ``total``, at least one."""
+        """Return the production shape: ``total`` tokens in at least one sequence of ``tokens``."""
         return Size(max(1, total // tokens), tokens, self.heads, self.key, self.value)
 
     def small_size(self, tokens: int) -> Size:
-        """A CPU's shape."""
+        """Return the shape for a CPU."""
         return Size(1, tokens, *self.small)
 
 
 def no_products(size: Size) -> tuple[float, float]:
-    """Of operations without matrix products."""
+    """Return (0, 0), the matrix FLOPs of an operation without matrix products."""
     return 0.0, 0.0
 
 
 def per_pair(widths: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
-    """Attention: 2 FLOPs for each of ``widths`` numbers of a pair; the backward, which makes the scores again, 2.5 times as many."""
+    """Return the FLOPs function of attention, with ``widths`` multiply-adds per query-key pair.
+
+    The backward pass recomputes the scores and needs 2.5 times the forward FLOPs.
+    """
     return lambda size: (2 * size.pairs * widths(size), 5 * size.pairs * widths(size))
 
 
 def per_token(products: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
-    """A recurrence: 2 FLOPs for each of ``products`` products of a token; the backward has two for each."""
+    """Return the FLOPs function of a recurrence, with ``products`` multiply-adds per token.
+
+    The backward pass needs twice the forward FLOPs.
+    """
     return lambda size: (2 * size.rows * products(size), 4 * size.rows * products(size))
 
 
@@ -156,7 +181,7 @@ SDPA = {
 
 
 def attention_inputs(draw: Draw, size: Size) -> Inputs:
-    """q, k, v of standard attention."""
+    """Return q, k, v of standard attention."""
     return {
         "q": draw.heads(size, size.key),
         "k": draw.heads(size, size.key),
@@ -165,7 +190,10 @@ def attention_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
-    """A call of an operation with its inputs by their names; of several results the first."""
+    """Return a call that passes the inputs to an operation as keyword arguments.
+
+    Of several results it returns the first.
+    """
 
     def call(inputs: Inputs, implementation: str) -> Outputs:
         found = op(**inputs, implementation=implementation)
@@ -175,7 +203,7 @@ def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
 
 
 def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
-    """Plain attention by torch, by one of these backends where there are any."""
+    """Return torch's attention, restricted to these backends if any are given."""
 
     def call(inputs: Inputs) -> Outputs:
         with sdpa_kernel(backends) if backends else nullcontext():
@@ -187,7 +215,10 @@ def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
 
 
 def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
-    """Plain attention by an engine of ``kernels.fem_attention`` that torch's scaled_dot_product_attention cannot be asked for."""
+    """Return standard attention by an engine of ``kernels.fem_attention``.
+
+    It is used for engines that scaled_dot_product_attention does not offer.
+    """
 
     def call(inputs: Inputs) -> Outputs:
         q, k, v = (inputs[part] for part in ("q", "k", "v"))
@@ -197,12 +228,12 @@ def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
 
 
 def needs_gpu(device: torch.device) -> str | None:
-    """Why a kernel for GPUs cannot run on ``device``."""
+    """Return the reason why a GPU kernel cannot run on ``device``, or None."""
     return None if device.type != "cpu" else "no GPU"
 
 
 def needs_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``."""
+    """Return the reason why flash-linear-attention's kernels cannot run on ``device``, or None."""
     return needs_gpu(device) or (
         None
         if find_spec("fla") is not None
@@ -245,11 +276,11 @@ STANDARD_ATTENTION = {
 }
 
 
-# --- flash-linear-attention -----------------------------------------------------------------------------------------------------
+# --- flash-linear-attention ---------------------------------------------------------------------
 
 
 def decaying_inputs(draw: Draw, size: Size) -> Inputs:
-    """q, k, v and a log-decay a head, as gated linear attention has them."""
+    """Return q, k, v and a log-decay per head and token, the inputs of gated linear attention."""
     return {
         **attention_inputs(draw, size),
         "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4)),
@@ -264,7 +295,10 @@ def _fla_simple_gla(inputs: Inputs) -> Outputs:
 
 
 def scan_inputs(draw: Draw, size: Size) -> Inputs:
-    """Log-decays a <= 0 and x [batch, tokens, heads * value], float32: the conditioner's channels as fla lays them out."""
+    """Return log-decays a <= 0 and x, both float32 [batch, tokens, heads * value].
+
+    These are the conditioner's channels in fla's layout.
+    """
     shape = (size.batch, size.tokens, size.heads * size.value)
     return {
         "a": draw.normal(*shape, change=logsigmoid, wide=True),

@@ -1,4 +1,7 @@
-"""The operations whose cost is quadratic in the tokens, as their layers call them; each beside standard attention over as many numbers."""
+"""Operations with a cost quadratic in the tokens, as their layers call them.
+
+Their baseline is standard attention of the same data size.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tools.bench.workloads.base import (
 
 
 def gated_read(draw: Draw, size: Size) -> Inputs:
-    """v, beta, lambda and gate of the free-energy read."""
+    """Return v, beta, lambda and gate of the free-energy read."""
     return {
         "v": draw.heads(size, size.value),
         "beta": draw.normal(
@@ -128,8 +131,8 @@ READS = (
             ("fem_attention, narrow", 64, 32, (2, 16, 8)),
         )
     ),
-    # CEM's attention, the diagonal shared by the heads: a pair's score and read in each head, and the diagonal's score, as wide as the
-    # model, once.
+    # CEM's attention with the diagonal shared by the heads: a score and a read per pair and head,
+    # and the diagonal's score once, as wide as the model.
     Workload(
         "cem_attention",
         "cem_attention",
@@ -153,7 +156,8 @@ READS = (
         small=SMALL,
         baselines=_SAME,
     ),
-    # Hyper-SET's attention: the row softmax (causal), and rows and columns (all pairs: twice a causal mask's).
+    # Hyper-SET's attention: the row softmax (causal), and the softmax over rows and columns (all
+    # pairs, twice those of a causal mask).
     Workload(
         name="symmetric_attention",
         call=by_name(symmetric_attention),

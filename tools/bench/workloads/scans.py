@@ -1,4 +1,7 @@
-"""The operations whose cost is linear in the tokens, as their layers call them; beside them what flash-linear-attention has."""
+"""Operations with a cost linear in the tokens, as their layers call them.
+
+Their baselines are flash-linear-attention's counterparts.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ from tools.bench.workloads.reads import gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
-    """The projection's slices as the layer has them, tokens first, and the gated read's."""
+    """Return the projection's slices, tokens first as in the layer, and the gated read's inputs."""
     shape = (size.tokens, size.batch, size.heads)
     return {
         "q": draw.normal(*shape, size.key),
@@ -58,7 +61,7 @@ def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
-    """Through the layer's prior, features included, which chooses the operation by itself."""
+    """Call the layer's prior, which includes the features and selects the operation itself."""
     given = dict(inputs)
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
@@ -79,7 +82,7 @@ def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 @contextmanager
 def asked_for(op: str, implementation: str) -> Iterator[None]:
-    """``FEM_KERNELS`` asks for an implementation where a layer makes the call."""
+    """Select an implementation with ``FEM_KERNELS``, for calls that a layer makes."""
     before = os.environ.get(VARIABLE)
     if implementation != "auto":
         os.environ[VARIABLE] = f"{op}={implementation}"
@@ -151,17 +154,16 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
-    """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
+    """Return the inputs for FEM over a softmax prior.
+
+    z is [q | k | v | lambda's logit | g's logit] of every head; the features are the conditioner's.
+    """
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
-    z, n = (
-        draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())),
-        max(4, size.heads * size.value // 16),
-    )
+    z = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values()))
+    n = max(4, size.heads * size.value // 16)
     cos, sin = rotations(z, size.key, Context(), Rope(10000.0))
-    features, weight = (
-        draw.normal(size.tokens, size.batch, n),
-        draw.normal(z.shape[2], n, change=lambda x: x / 50),
-    )
+    features = draw.normal(size.tokens, size.batch, n)
+    weight = draw.normal(z.shape[2], n, change=lambda x: x / 50)
     return {
         "z": z,
         "features": features,
@@ -182,7 +184,7 @@ def _projection(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
-    """Queries and keys as slices of the Transformer's projection, [q | k | v] of every head."""
+    """Return the Transformer's projection [q | k | v] of every head, with cos and sin."""
     z = draw.normal(size.tokens, size.batch, size.heads, 3 * size.key)
     cos, sin = (t.to(z.dtype) for t in rotations(z, size.key, Context(), Rope(10000.0)))
     return {"z": z, "cos": cos, "sin": sin}
@@ -206,10 +208,8 @@ def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-_ONCE, _BOTH = (
-    per_token(lambda size: 2 * size.key * size.value),
-    per_token(lambda size: 4 * size.key * size.value),
-)
+_ONCE = per_token(lambda size: 2 * size.key * size.value)
+_BOTH = per_token(lambda size: 4 * size.key * size.value)
 _WIDER = dict.fromkeys((PLAIN_GLA.name, FLA_GLA), lambda size: size.wider(2))
 
 SCANS = (
@@ -217,7 +217,7 @@ SCANS = (
     Workload(
         "FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER
     ),
-    # Gated linear attention, a decay a head.
+    # Gated linear attention with one decay per head.
     Workload(
         name="linear_attention",
         op="linear_attention",
@@ -247,7 +247,7 @@ SCANS = (
         key=96,
         small=(2, 8, 16),
     ),
-    # The conditioner's scan at 1.3B, and what it reads off its state.
+    # The conditioner's scan at 1.3B, and the features of its state.
     Workload(
         name="time_decay_scan",
         op="time_decay_scan",
@@ -299,9 +299,7 @@ SCANS = (
         name="symmetric_linear_attention",
         op="symmetric_linear_attention",
         inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
-        call=lambda inputs, implementation: (
-            symmetric_linear_attention(inputs["z"])[0],
-        ),  # it has one implementation
+        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),
         flops=per_token(lambda size: 2 * size.key * size.key),
         key=64,
         value=64,
