@@ -1,4 +1,6 @@
-"""Small real data for training tests: some modules of the standard library, tokenized by data_prep."""
+"""Fixtures of training tests: small real data from modules of the standard library, tokenized by
+data_prep.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def run(*command: str) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data_prep folder, made once for all workers: 512 entries, train and valid."""
+    """A data_prep folder, created once for all workers: a vocabulary of 512 entries, train and
+    valid.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_data"
     folder.mkdir(exist_ok=True)
@@ -93,7 +97,7 @@ def write_tiny_data(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
-    """The port of an S3 server."""
+    """Port of an S3 server."""
     from tests.pretrain.stores import s3_server  # its packages take a second
 
     with s3_server() as port:
@@ -102,7 +106,7 @@ def server() -> Iterator[int]:
 
 @pytest.fixture
 def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A bucket of the test's own."""
+    """A separate bucket for each test."""
     from tests.pretrain.stores import Store
 
     made = Store(server, f"bucket-{abs(hash(request.node.name))}")
@@ -112,7 +116,9 @@ def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def settings(tiny_data: Path, tmp_path: Path) -> list[str]:
-    """Overrides that turn configs/run/demo.yaml into a run of a second on the small data, in a folder of its own."""
+    """Overrides that turn configs/run/demo.yaml into a run of one second on the small data, in a
+    separate folder.
+    """
     return [
         f"run_dir={tmp_path / 'run'}",
         f"data.train.0.prefix={tiny_data / 'train'}",
@@ -140,7 +146,7 @@ SMALL = [
 
 
 class Command:
-    """``python -m pretrain`` in this process; what it printed is kept."""
+    """Run ``python -m pretrain`` in this process and capture its output."""
 
     def __init__(self, settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         self.settings, self.capsys = settings, capsys

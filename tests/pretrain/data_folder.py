@@ -1,4 +1,6 @@
-"""Data folders as data_prep writes them, made by hand: a few documents of a few ids, in milliseconds."""
+"""Synthetic data folders in the format of data_prep: a few documents with a few ids, written in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ CODES = {"uint16": (8, "H"), "int32": (4, "i")}
 
 
 def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> None:
-    """Megatron's .bin/.idx as its builder writes them."""
+    """Write Megatron's .bin/.idx as its builder does."""
     code, letter = CODES[dtype]
     width = struct.calcsize(letter)
     lengths = [len(document) for document in documents]
@@ -36,7 +38,9 @@ def write_folder(
     dtype: str = "uint16",
     documents: list[list[int]] | None = None,
 ) -> Path:
-    """A data folder as data_prep writes it: a tokenizer, a manifest, three splits, each of ``documents`` (else two, of ``tokens`` ids)."""
+    """Write a data folder as data_prep does: a tokenizer, a manifest, three splits, each with
+    ``documents`` (default: two, with ``tokens`` ids).
+    """
     documents = documents or [[7] * (tokens - 300), [8] * 300]
     tokens = sum(map(len, documents))
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)

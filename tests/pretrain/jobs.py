@@ -1,4 +1,6 @@
-"""Trainings of a few steps one after another in the same processes, for comparisons of layouts and engines: see `run_jobs`."""
+"""Trainings of a few steps, one after another in the same processes, for comparisons of layouts and
+engines: see `run_jobs`.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from tests.pretrain.conftest import DEMO
 
 @dataclass(frozen=True)
 class Job:
-    """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder.
+    """Steps of a run. save_after: save a checkpoint after these steps and continue; load: start
+    from the checkpoint in this folder.
 
-    norms: those of all tensors are taken in every step, by `TensorNorms`. draw: the weights are drawn, for ``Done.initial``, although
-    a checkpoint is loaded.
+    norms: record the norms of all tensors in every step (`TensorNorms`). draw: initialise the
+    weights for ``Done.initial`` although a checkpoint is loaded.
     """
 
     name: str
@@ -40,9 +43,11 @@ class Job:
 
 @dataclass
 class Done:
-    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight; what `TensorNorms` told of each step.
+    """Results: (loss, grad norm) of each step; global name -> digest of the initial weight; output
+    of `TensorNorms` for each step.
 
-    scales: of rank 0's maps of 8-bit floats, by their weights' names, the largest magnitudes in the end (train.fp8=delayed).
+    scales: largest magnitudes at the end of rank 0's 8-bit maps, by the names of their weights
+    (train.fp8=delayed).
     """
 
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -52,7 +57,9 @@ class Done:
 
 
 def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any]:
-    """What this session's cases of one test in the fixture's file are given: a module's fixture runs no more than that."""
+    """Return the parameter values of one test's cases in this session: a module fixture computes
+    only these.
+    """
     found: list[pytest.Function] = [
         one
         for one in request.session.items
@@ -66,12 +73,14 @@ def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any
 
 
 def quick_or_slow(names: Iterable[str], quick: Container[str]) -> list[Any]:
-    """The cases of a parameter, those marked slow that are not among the quick ones."""
+    """Return the cases of a parameter, marked slow unless they are among the quick ones."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
-    """Name -> what became of it. Runs on every rank; process groups of one layout are taken away before the next's are made."""
+    """Run jobs on every rank and return name -> result. Process groups of one layout are destroyed
+    before the next ones are created.
+    """
     platform.import_megatron()
     platform.initialize_distributed()
     answers = {}
@@ -155,7 +164,7 @@ def _run(job: Job, cache: Path) -> Done:
 
 @contextlib.contextmanager
 def engine_of(overrides: list[str]) -> Iterator[Any]:
-    """A fresh engine in this process, with process groups of its own."""
+    """Yield a new engine in this process with its process groups."""
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
@@ -174,7 +183,7 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
 
 
 def micro_batches(length: int, weight: float = 1.0) -> Iterator[dict[str, torch.Tensor]]:
-    """Two random sequences of the small tokenizer again and again, the same at every call, all of one weight."""
+    """Yield the same two random sequences of the small tokenizer repeatedly, with one loss weight."""
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(0, 512, (2, length + 1), generator=generator)
@@ -187,7 +196,9 @@ def micro_batches(length: int, weight: float = 1.0) -> Iterator[dict[str, torch.
 
 
 def weights_digest(engine: Any) -> dict[str, str]:
-    """Name in the whole model -> hash of the whole weight, gathered over the ranks from each rank's own slices."""
+    """Return global name -> hash of the full weight, gathered over the ranks from each rank's
+    slices.
+    """
     from megatron.core import parallel_state
 
     from fem_megatron.megatron.model import global_name

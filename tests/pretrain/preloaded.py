@@ -1,4 +1,4 @@
-"""What a rank of Megatron's engine imports: the ranks' server does it once."""
+"""Modules that a rank of Megatron's engine imports: the ranks' server imports them once."""
 
 from __future__ import annotations
 

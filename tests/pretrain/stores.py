@@ -1,4 +1,4 @@
-"""A real S3 server, behind a proxy that fails as networks and stores do."""
+"""A real S3 server behind a proxy that simulates failures of networks and stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ SECRET = "the-key-of-this-test"
 
 
 class Proxy(threading.Thread):
-    """Passes connections on to the server; ``fault`` may change what a client sends, answer for the server, or end the connection."""
+    """Forward connections to the server; ``fault`` may modify the client's data, respond in place
+    of the server, or close the connection.
+    """
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -61,7 +63,7 @@ class Proxy(threading.Thread):
 
 @contextmanager
 def s3_server() -> Iterator[int]:
-    """The port of an S3 server."""
+    """Yield the port of an S3 server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     s3.start()
@@ -76,7 +78,7 @@ def address(port: int) -> str:
 
 
 class Store:
-    """A bucket of its own, the proxy before it, and the client's variables."""
+    """A bucket, the proxy in front of it, and the client's environment variables."""
 
     def __init__(self, server: int, name: str) -> None:
         self.name, self.url, self.proxy = name, f"s3://{name}/run", Proxy(server)
@@ -104,7 +106,7 @@ class Store:
         ]
 
     def upload(self, folder: Path) -> str:
-        """The URL of its copy."""
+        """Upload a folder and return its URL."""
         for path in folder.rglob("*"):
             if path.is_file():
                 self.client.upload_file(str(path), self.name, f"data/{path.relative_to(folder)}")
@@ -122,7 +124,9 @@ class Store:
         return subprocess.Popen(command, env=environ, text=True, **{**pipes, **given})
 
     def told(self, *arguments: object) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of ``tools.checkpoint`` in this process, which has imported the clients' packages already."""
+        """Run ``tools.checkpoint`` in this process, which has already imported the client packages;
+        return (exit code, stdout, stderr).
+        """
         with (
             mock.patch.dict(os.environ, self.environ),
             redirect_stdout(io.StringIO()) as out,
@@ -134,18 +138,22 @@ class Store:
         return code, out.getvalue(), err.getvalue()
 
     def run(self, *arguments: object) -> tuple[int, str]:
-        """(exit code, stdout and then stderr) of the same."""
+        """Run the same command and return (exit code, stdout followed by stderr)."""
         code, out, err = self.told(*arguments)
         return code, out + err
 
 
 def forget_clients() -> None:
-    """The next client is made anew, by the variables of its time, as the first one of a process is."""
+    """Clear cached clients, so that the next one is created from the current environment, as in a
+    new process.
+    """
     S3FileSystem.clear_instance_cache()
 
 
 def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run reads of a store before training is brought in this process, not in one beside it, whose packages take a second."""
+    """Download files that a run reads before training in this process and not in a subprocess,
+    whose imports take a second.
+    """
 
     def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
         assert command[1:3] == ["-m", store_cache.CLIENT] and given["stderr"] == subprocess.PIPE

@@ -1,4 +1,6 @@
-"""Faults of disks and machines: full file systems, flipped bits, killed writers. What was good stays, and the run says what happened."""
+"""Tests of disk and machine faults: full file systems, flipped bits, killed writers. Valid
+checkpoints survive, and the run reports the fault.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,14 @@ LARGER_THAN_METADATA = (
 
 
 def flip(file: Path, position: int) -> None:
-    """One bit of a file, its size and name the same."""
+    """Flip one bit of a file without changing its size and name."""
     content = bytearray(file.read_bytes())
     content[position] ^= 4
     file.write_bytes(content)
 
 
 def steps(pretrain: Command) -> list[str]:
-    """The names in the run's folder of checkpoints."""
+    """Return the names in the run's folder of checkpoints."""
     return sorted(path.name for path in pretrain.checkpoints.iterdir())
 
 
@@ -70,7 +72,9 @@ def steps(pretrain: Command) -> list[str]:
 
 
 def test_no_flipped_bit_makes_another_tensor() -> None:
-    """In any byte of a tensor's archive, headers and padding among them: refused as damaged, or without effect."""
+    """A flipped bit in any byte of a tensor's archive, including headers and padding, is refused as
+    damage or has no effect.
+    """
     archive, tensor = io.BytesIO(), torch.randn(16, 16)
     torch.save(tensor, archive)
     whole, dice = archive.getvalue(), random.Random(0)
@@ -89,7 +93,7 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
 
 
 def test_a_read_that_fails_says_what_the_file_system_said() -> None:
-    """Torch makes an AttributeError of it, which would be a traceback."""
+    """Torch converts the error to an AttributeError, which would be a traceback."""
     archive = io.BytesIO()
     torch.save(torch.ones(1000), archive)
 
@@ -110,7 +114,9 @@ def test_a_read_that_fails_says_what_the_file_system_said() -> None:
 def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(
     tmp_path: Path, older: bool
 ) -> None:
-    """They are compared beside the reading: the first one's fault is told, too, and the last one's."""
+    """Tensors are compared in parallel to reading: faults of the first and of the last tensor are
+    reported.
+    """
     written = {f"weight_{number}": torch.full((300, 40), float(number)) for number in range(6)}
     step = save_weights(tmp_path, written.items(), RunConfig(), Progress(1, 1, 1), "")
     assert marked(step)
@@ -138,7 +144,7 @@ def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(
 
 
 def marked(step: Path) -> bool:
-    """Whether every tensor has its hash."""
+    """Return True if every tensor has a hash."""
     places = {
         (place.relative_path, str(place.offset))
         for place in read_metadata(step / ".metadata").storage_data.values()
@@ -149,7 +155,9 @@ def marked(step: Path) -> bool:
 def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found while the engine reads, which is then read into anew: the run is the one that was never damaged, and draws no weight."""
+    """The fault is found while the engine reads. The engine then loads the earlier checkpoint, and
+    the run equals an undamaged one.
+    """
     assert pretrain() == 0
     expected, last = losses(pretrain.run_dir), weights(pretrain.run_dir)
     newest = pretrain.checkpoints / "step_00000012"
@@ -181,7 +189,7 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
 def test_a_start_without_a_checkpoint_after_one_that_was_damaged_draws_its_weights(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine that was made for the checkpoint has no weights, and another takes its place."""
+    """The engine that was created for the checkpoint has no weights and is replaced by another."""
     assert pretrain("train.steps=4") == 0
     expected = losses(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()
@@ -195,7 +203,9 @@ def test_a_start_without_a_checkpoint_after_one_that_was_damaged_draws_its_weigh
 def test_two_ranks_agree_on_a_flipped_bit(
     pretrain: Command, settings: list[str], tmp_path: Path
 ) -> None:
-    """One rank meets it in its own tensors: both pass over the checkpoint. DeepSpeed's engine, which reads piece by piece."""
+    """If one rank finds the fault in its tensors, both skip the checkpoint. Uses DeepSpeed's
+    engine, which reads in parts.
+    """
     arguments = [DEMO, *settings, "parallel.tensor_model_parallel_size=2", "engine.name=deepspeed"]
     assert ended(2, arguments, tmp_path / "first")[0] == [0, 0]
     expected = losses(pretrain.run_dir)
@@ -214,7 +224,9 @@ def test_two_ranks_agree_on_a_flipped_bit(
     "fault", ["a bit is flipped", pytest.param("a file is missing", marks=pytest.mark.slow)]
 )
 def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: str) -> None:
-    """A file system that has a fault for a moment destroys nothing: refused, nothing changed, and afterwards the run goes on."""
+    """A temporary fault of the file system destroys no data: the start is refused, files are
+    unchanged, and a later start continues.
+    """
     assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
     (pretrain.run_dir / "progress.json").unlink()
     before = steps(pretrain)
@@ -261,7 +273,9 @@ def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """What ``ulimit -f`` does, in this process and what it forks: as a full disk, it cuts a write short."""
+    """Limit the file size like ``ulimit -f`` in this process and its children: writes are cut
+    short, as on a full disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -271,7 +285,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def failed(run_dir: Path, step: str) -> None:
-    """The run's own word: it failed, at this checkpoint, of which nothing is left."""
+    """Check that progress.json reports a failure at this checkpoint, and that no part of the
+    checkpoint remains.
+    """
     told = json.loads((run_dir / "progress.json").read_text())
     assert told["state"] == "failed" and f"{step} cannot be written: " in told["message"]
     assert not [path.name for path in (run_dir / "checkpoints").iterdir() if step in path.name]
@@ -302,7 +318,9 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
 def test_training_goes_on_over_a_save_that_fails(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """For as long as ``max_unsaved_steps`` says, with no bit changed; never over the last one, nor over one at a signal."""
+    """Training continues bit for bit for ``max_unsaved_steps`` steps, but not after a failure of
+    the last save or of one at a signal.
+    """
     quick = ("train.eval_interval=0", "log.diagnostics_interval=0")
     assert pretrain(*quick, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_whole") == 0
     saves, fails, alerts = Trainer._save, {6, 8, 10}, list[str]()
@@ -346,7 +364,7 @@ def test_training_goes_on_over_a_save_that_fails(
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of its own, in which `fill` leaves so many bytes."""
+    """A folder on a separate file system on which `fill` leaves a given number of bytes."""
     folder = tmp_path / "full"
     folder.mkdir()
     if subprocess.run(
@@ -364,7 +382,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_file_system_under_two_ranks(
     full: Path, settings: list[str], tmp_path: Path, room: str
 ) -> None:
-    """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
+    """No rank hangs or raises, whichever meets the error: tensors belong to both ranks, .metadata
+    only to the first.
+    """
     run_dir = full / "run"
     index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
@@ -386,14 +406,14 @@ def test_a_full_file_system_under_two_ranks(
 
 
 def fill(folder: Path, left: int) -> None:
-    """Leaves so many bytes of a file system."""
+    """Fill a file system until ``left`` bytes remain."""
     free = os.statvfs(folder)
     with (folder / "filling").open("wb") as filling, contextlib.suppress(OSError):
         filling.write(bytes(free.f_bavail * free.f_frsize - left))
 
 
 def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:
-    """Not a byte is left while the run writes its metrics."""
+    """The final state is written although no byte is free while the run writes its metrics."""
     run_dir = full / "run"
     assert pretrain(f"run_dir={run_dir}", "train.steps=4") == 0
     fill(full, 0)
@@ -406,7 +426,9 @@ def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Com
 
 
 def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
-    """The processes that write its tensors stop before a file is on the disk, and leave their ids in a folder."""
+    """Train with writers that stop before a file is synced, and that store their process ids in a
+    folder.
+    """
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -422,7 +444,9 @@ def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
 def test_a_writer_that_hangs_does_not_hold_the_run_directory(
     pretrain: Command, settings: list[str], tmp_path: Path
 ) -> None:
-    """Its rank is killed while it is stopped before its file is on the disk; what it had half written is swept, whatever the step."""
+    """The rank is killed while its writer is stopped before the sync; the incomplete files are
+    removed, whatever the step.
+    """
     pids = tmp_path / "pids"
     pids.mkdir()
     try:
@@ -450,7 +474,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(
 def test_every_file_and_every_tensor_has_a_hash(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a save that forks no process: a fork copies the page tables of all that a rank has in memory."""
+    """The save also forks no process: a fork copies the page tables of all memory of a rank."""
     monkeypatch.delattr(os, "fork")
     assert pretrain("train.steps=4") == 0, pretrain.err
     step = pretrain.checkpoints / "step_00000004"

@@ -1,4 +1,6 @@
-"""Checkpoints as a user meets them: kills, signals, damage, other models, other layouts. Every run here is ``python -m pretrain``."""
+"""Tests of checkpoints from a user's view: kills, signals, damage, other models, other layouts.
+Every run is ``python -m pretrain``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def signalled(
     monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """These signals come to this process when it has made the step."""
+    """Send these signals to this process after it has completed the step."""
     original = Trainer._step
 
     def made(trainer: Trainer, stream: Any) -> Any:
@@ -84,7 +86,9 @@ def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
 
 
 def _steps(run_dir: Path) -> list[int]:
-    """Steps reported by the newest attempt: those after the last drop of the step number."""
+    """Return the steps reported by the newest attempt: those after the last decrease of the step
+    number.
+    """
     steps: list[int] = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         try:
@@ -114,7 +118,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ids=["TP2 + SP", "DeepSpeed, DP2", "Muon, DP2"],
 )
 def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: list[str]) -> None:
-    """SIGKILL on both ranks at random steps, twice: same losses, norms and final weights as a run never stopped."""
+    """Two SIGKILLs on both ranks at random steps give the losses, norms and final weights of an
+    uninterrupted run.
+    """
     layout = [*layout, "train.steps=20", "checkpoint.interval=3"]
     seed = random.randrange(10**6)
     dice = random.Random(seed)
@@ -141,7 +147,9 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: li
 def test_continues_at_another_layout(
     pretrain: Command, tmp_path: Path, settings: list[str]
 ) -> None:
-    """A checkpoint of TP2 x PP2 continues in one process as the run that one process did alone."""
+    """A checkpoint of TP2 x PP2 continues in one process like a run that used one process from the
+    start.
+    """
     assert pretrain() == 0
     other = tmp_path / "other"
     layout = [
@@ -176,7 +184,7 @@ def test_signal_saves_and_the_same_command_continues(
     number: signal.Signals,
     times: int,
 ) -> None:
-    """Schedulers send theirs twice; the run ends cleanly with one checkpoint and loses nothing."""
+    """Schedulers send a signal twice; the run ends cleanly with one checkpoint and loses no step."""
     assert pretrain(f"run_dir={tmp_path / 'whole'}", "checkpoint.interval=0") == 0
     with signalled(monkeypatch, 3, *[number] * times):
         assert pretrain("checkpoint.interval=0") == 0
@@ -194,7 +202,7 @@ def test_signal_saves_and_the_same_command_continues(
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Path) -> None:
-    """Without a traceback, and without the checkpoint that the first one asks for."""
+    """The run ends without a traceback and without the checkpoint that the first Ctrl-C requests."""
     with started(1, [DEMO, *settings], tmp_path / "out", held=(1, tmp_path / "never")) as (rank,):
         wait_until(lambda: bool(records(tmp_path / "run")), [rank])
         before = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -211,7 +219,9 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Pat
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> None:
-    """A truncated file in the newest, a changed pickle and a missing file in those before: the fourth from last is taken."""
+    """With a truncated file in the newest, a changed pickle and a missing file in earlier ones, the
+    fourth from last is used.
+    """
     quick = (
         "checkpoint.interval=3",
         "checkpoint.keep_last=4",
@@ -236,7 +246,9 @@ def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> Non
 
 
 def test_pickle_that_names_foreign_code_is_refused(pretrain: Command, tmp_path: Path) -> None:
-    """Even with its hash put right, a .metadata that would run a command is refused before anything of it runs."""
+    """A .metadata that would run a command is refused before any of its code runs, even if its hash
+    matches.
+    """
     assert pretrain("train.steps=4") == 0
     folder = pretrain.checkpoints / "step_00000004"
     witness = tmp_path / "ran"
@@ -262,7 +274,9 @@ class _Command:
 
 
 def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
-    """checkpoint.load takes the weights of the same model alone: a new run, from step 1, that starts where the old one ended."""
+    """checkpoint.load takes only weights of the same model: a new run from step 1 that starts at
+    the final loss of the old one.
+    """
     assert pretrain("optimizer.lr=1e-2", "checkpoint.interval=0") == 0
     old, start = losses(pretrain.run_dir), [f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
     changed = ["train.precision=bf16", "parallel.use_distributed_optimizer=false"]
@@ -278,7 +292,9 @@ def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
 
 
 def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:
-    """Within one pass over the data a longer run sees the same samples; past it the order would change under its feet."""
+    """Within one pass over the data a longer run reads the same samples; beyond it the order would
+    change.
+    """
     assert pretrain("train.steps=4") == 0
     assert pretrain("train.steps=6") == 0
     assert "at step 4" in pretrain.out
@@ -315,7 +331,7 @@ RUINED = (
 
 
 def bad_steps(checkpoints: Path) -> dict[int, int]:
-    """Step -> bad_steps_in_a_row, of every checkpoint there is."""
+    """Return step -> bad_steps_in_a_row for every checkpoint."""
     manifests = [json.loads((path / MANIFEST).read_text()) for path in checkpoints.glob("step_*")]
     return {
         manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"]
@@ -328,7 +344,9 @@ def bad_steps(checkpoints: Path) -> dict[int, int]:
 def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(
     pretrain: Command, how: str
 ) -> None:
-    """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
+    """With a checkpoint at every step and one to keep, those within bad steps replace each other,
+    never the one from before them.
+    """
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
     assert (
@@ -367,7 +385,7 @@ def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
 
 
 def _pretrain_on_a_disk_that_hangs(arguments: list[str]) -> None:
-    """No file of tensors comes to its end."""
+    """Train while no file of tensors can be synced."""
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -382,7 +400,9 @@ def _pretrain_on_a_disk_that_hangs(arguments: list[str]) -> None:
 def test_kill_while_writing_leaves_no_final_name(
     pretrain: Command, settings: list[str], tmp_path: Path
 ) -> None:
-    """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
+    """After a SIGKILL at the start of a save, files with a final name are complete, and the run
+    continues.
+    """
     with forked(
         1, _pretrain_on_a_disk_that_hangs, [DEMO, *settings], output=tmp_path / "out"
     ) as ranks:
@@ -398,7 +418,9 @@ def test_kill_while_writing_leaves_no_final_name(
 
 
 def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
-    """A worker that outlived its launcher still trains here: a second run would mix its checkpoints and metrics with the first's."""
+    """If a worker outlives its launcher and still trains, a second run would mix its checkpoints
+    and metrics with the first's.
+    """
     pretrain.run_dir.mkdir()
     with (pretrain.run_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -415,7 +437,7 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> None:
-    """torchrun passes it on to its ranks and waits for them; its own traceback is torch's."""
+    """torchrun forwards Ctrl-C to its ranks and waits for them; its own traceback comes from torch."""
     process = torchrun(2, [*settings, "train.steps=2000", "checkpoint.interval=0"])
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not _steps(tmp_path / "run"):
         assert process.poll() is None

@@ -1,4 +1,6 @@
-"""A run's YAML, overrides and contradictions: every mistake ends in one line that names key, value and what would do."""
+"""Tests of run YAMLs, overrides and contradictions: every mistake ends in one line that names key,
+value and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ PARALLEL = {
 
 
 def complaint(path: Path | str, *overrides: str, launched: int | None = 1) -> str:
-    """What a user who starts the run on ``launched`` processes is told; fails where nothing is wrong."""
+    """Return the error that a user sees who starts the run on ``launched`` processes; fail if it is
+    valid.
+    """
     with pytest.raises(ConfigError) as caught:
         config = load_run(path, overrides)
         validate(config, planned_world_size(config) if launched is None else launched)
@@ -53,14 +57,14 @@ def complaint(path: Path | str, *overrides: str, launched: int | None = 1) -> st
 
 
 def settings_of(row: str) -> tuple[int, list[str]]:
-    """Processes that were started, and what is set."""
+    """Return the number of started processes and the settings."""
     launched, *words = row.split()
     pairs = [word.partition("=") for word in words]
     return int(launched), [f"{PARALLEL.get(key, key)}={value}" for key, _, value in pairs]
 
 
 def write_tree(folder: Path, files: dict[str, str]) -> Path:
-    """A configs tree; returns its run/mine.yaml."""
+    """Write a configs tree and return its run/mine.yaml."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(text.encode("latin-1"))
@@ -104,7 +108,9 @@ def test_parts_bases_and_overrides_go_over_each_other_in_order(tmp_path: Path) -
 def test_a_section_may_be_a_file_named_by_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the working directory on the command line, from the file's folder in a file; absolute paths as they are."""
+    """Relative to the working directory on the command line, to the file's folder in a file;
+    absolute paths are unchanged.
+    """
     files = {
         "blends/two.yaml": "train: [{prefix: a, weight: 3}, {prefix: b}]\nseq_length: 64\n",
         "blends/deep/short.yaml": "base: ../two.yaml\nseq_length: 32\n",
@@ -141,7 +147,9 @@ PATHS = {
 def test_a_leading_tilde_is_expanded_in_every_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In YAML, quoted or not, in overrides, and in the path of a section's file; URLs and other texts stay as they are."""
+    """In YAML, quoted or not, in overrides, and in the path of a section's file; URLs and other
+    texts are unchanged.
+    """
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))
     (tmp_path / "work").mkdir()
@@ -239,7 +247,9 @@ def test_a_mistake_in_a_file_is_told_with_its_line_or_its_nearest_neighbour(
 def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """Unknown keys, types, parts, contradictions, paths: a line each, and every check of a section that is right."""
+    """Unknown keys, types, parts, contradictions, paths: one line each, and every check of a valid
+    section runs.
+    """
     text = "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate: {interval: 3}\n"
     path = write_tree(tmp_path, {"run/mine.yaml": text, "a_file": ""})
     overrides = [
@@ -274,7 +284,9 @@ def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(
 
 
 def test_a_warm_up_that_is_a_share_fits_a_run_of_any_length() -> None:
-    """The demo's is 15 of its 220 steps, and of 5 the first; a number of steps or tokens goes before a share, and must fit."""
+    """The demo's warm-up is 15 of 220 steps, and the first of 5. A number of steps or tokens
+    overrides a fraction, and must fit.
+    """
 
     def warmup(*words: str) -> int:
         config = load_run(DEMO, words)
@@ -342,7 +354,9 @@ def test_every_field_is_documented_and_the_page_is_up_to_date() -> None:
 def test_an_unwritable_run_directory_is_told_without_torch(
     place: str, stop: list[str], tmp_path: Path
 ) -> None:
-    """Root may write anywhere: the folder of another's is one that os.access, in this process, says no to."""
+    """Root may write anywhere, so the test simulates another user's folder by os.access in this
+    process.
+    """
     folder = tmp_path / "there"
     folder.mkdir() if "folder" in place else folder.touch()
     deny = f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from pretrain.__main__ import main; "
@@ -482,7 +496,9 @@ def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(
 
 
 def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
-    """In files, on the command line, and in a model's saved fields; beside the new name an older one is no key."""
+    """Older names work in files, on the command line and in a model's saved fields; together with
+    the new name they are unknown keys.
+    """
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n"

@@ -1,4 +1,6 @@
-"""The order of samples: blends, position, and an index cache that never serves other data than it was made for."""
+"""Tests of the order of samples: blends, position, and an index cache that never serves data other
+than its own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def groups() -> Iterator[None]:
 
 
 def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512) -> Any:
-    """The training blend, its order drawn for so many samples."""
+    """Return the training blend with an order for ``samples`` samples."""
     prepared = prepare(load_run(DEMO, settings), 1)
     assert prepared.facts is not None
     return build_datasets(
@@ -67,7 +69,9 @@ def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
 def test_position_is_exact_and_a_longer_request_keeps_the_order(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """Reading from sample 12 on is what reading from the start gives after 12 samples; no sample comes twice in a pass."""
+    """Reading from sample 12 equals reading from the start after 12 samples; no sample repeats
+    within a pass.
+    """
     train, longer = build(settings, tmp_path, 40), build(settings, tmp_path, 60)
     assert all(np.array_equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(40))
     whole, later = (
@@ -107,7 +111,7 @@ def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for
 
 
 def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_path: Path) -> None:
-    """Positions, and what leaves the loss; the tokens and labels are what they are without."""
+    """Positions restart and ends leave the loss; tokens and labels are unchanged."""
     train = build(settings, tmp_path, 40)
     end = int(train[0]["tokens"][10])  # any id may be one here
     cpu, asked = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
@@ -136,7 +140,9 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
 def test_a_plan_by_documents_is_the_count_over_training_s_samples(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """Attention's FLOPs of every document in every sample that the real index gives, as training reads them apart."""
+    """Attention FLOPs equal the sum over every document in every sample of the real index, with
+    documents read separately.
+    """
     drawn, prefixes = np.random.default_rng(1), []
     for name, longest in (("short", 30), ("long", 120)):
         sizes = drawn.integers(1, longest, 60_000 // longest)
@@ -176,7 +182,9 @@ def test_a_plan_by_documents_is_the_count_over_training_s_samples(
 def test_the_order_is_megatrons_own(
     settings: list[str], tiny_data: Path, tmp_path: Path, sources: int
 ) -> None:
-    """Whatever the cache's place and name, and by which path the data is named: what Megatron's builder gives for the same blend."""
+    """For any folder and name of the cache and any path of the data, the order equals that of
+    Megatron's builder for the same blend.
+    """
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -217,7 +225,9 @@ def test_the_order_is_megatrons_own(
 def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(
     tmp_path: Path, wrong: int, packing: str
 ) -> None:
-    """Also one that only pads the embedding has, one that Megatron takes for padding elsewhere, and the last label's."""
+    """Also for an id that exists only in the padded embedding, one that Megatron treats as padding
+    elsewhere, and the last label.
+    """
     write_pair(tmp_path / "good", [[1] * 200, [2] * 200], "int32")
     write_pair(tmp_path / "bad", [[3] * 32 + [wrong] + [3] * 200], "int32")
     blend = f"data.train=[{{prefix: {tmp_path / 'good'}}}, {{prefix: {tmp_path / 'bad'}}}]"

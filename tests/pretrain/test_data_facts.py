@@ -1,4 +1,6 @@
-"""What is read from .idx headers and manifests before a run, and every way in which data and configuration can disagree."""
+"""Tests of reading .idx headers and manifests before a run, and of every contradiction between data
+and configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ EOD = 499  # of `write_folder`'s tokenizer
 
 
 def run_on(folder: Path, *overrides: str) -> RunConfig:
-    """The demo, reading ``folder``."""
+    """Return the demo's configuration with ``folder`` as its data."""
     return load_run(
         DEMO,
         [f"data.{split}.0.prefix={folder / split}" for split in ("train", "valid", "test")]
@@ -39,7 +41,7 @@ def contents(folder: Path, *overrides: str) -> Contents:
 
 
 def complaint(folder: Path, *overrides: str) -> str:
-    """What a user is told who starts a run on the data; fails where nothing is wrong."""
+    """Return the error that a user sees who starts a run on the data; fail if the data is valid."""
     with pytest.raises(ConfigError) as caught:
         contents(folder, *overrides)
     assert "\n" not in str(caught.value)
@@ -109,7 +111,7 @@ def test_a_plan_needs_no_data_where_the_vocabulary_is_given(tmp_path: Path) -> N
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
-    """A JSON file changed in place."""
+    """Change a JSON file in place."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -120,7 +122,7 @@ def written(path: Path, text: str) -> None:
 
 
 def flip(path: Path, place: int) -> None:
-    """One bit of a file: its size, headers and times are right."""
+    """Flip one bit of a file; its size, headers and times stay valid."""
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
     path.write_bytes(raw)
@@ -142,7 +144,7 @@ def beside(
     eod: int | None = None,
     **changes: Any,
 ) -> list[str]:
-    """Another folder of data, named by a key of data."""
+    """Write another data folder and return the override that adds it."""
     other = write_folder(folder.with_name("other"), **changes)
     if eod is not None:
         edit(other / "manifest.json", lambda manifest: manifest["tokenizer"].update(eod_id=eod))
@@ -159,7 +161,7 @@ def with_another_pair(folder: Path) -> list[str]:
 
 
 def replaced(folder: Path, name: str) -> None:
-    """A file of as many bytes, of other documents."""
+    """Replace a file by one of equal size with other documents."""
     write_pair(folder.with_name("foreign"), [[8] * 300, [7] * 600])
     shutil.copy(folder.with_name("foreign").with_suffix(Path(name).suffix), folder / name)
 
@@ -239,7 +241,9 @@ def test_a_mistake_names_the_file_both_sides_and_what_to_do(
 @pytest.mark.parametrize("staged", ["", "one stage", "two stages"])
 @pytest.mark.parametrize("way", ["same", "dots", "link", "copy", "copy without manifest"])
 def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, staged: str) -> None:
-    """Through two stages one path may come again, which goes on in its documents, and a copy may not, which would begin anew."""
+    """Through two stages one path may repeat, which continues in its documents; a copy may not,
+    which would start again.
+    """
     other = {"same": folder, "dots": folder / "tokenizer" / ".."}.get(
         way, folder.with_name("other")
     )
@@ -285,7 +289,9 @@ def test_sources_of_one_size_with_other_tokens_are_a_blend(folder: Path) -> None
 
 
 def documents(ends: dict[int, int], count: int = 1000) -> list[list[int]]:
-    """Documents of 1 to 300 tokens, none of which is EOD but the last, or what ``ends`` has for the document: some blocks of a sample."""
+    """Return documents with 1 to 300 tokens, ending in EOD or in the value of ``ends``: several
+    blocks of a sample.
+    """
     return [[*range(number % 300), ends.get(number, EOD)] for number in range(count)]
 
 
@@ -301,7 +307,9 @@ def documents(ends: dict[int, int], count: int = 1000) -> list[list[int]]:
 def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
     tmp_path: Path, wording: Wording, setting: str, manifest: bool
 ) -> None:
-    """Without EOD, with another one, in the last document alone; of any source, by a plan too, and however documents are packed."""
+    """Without EOD, with another EOD, or only in the last document; for any source, in a plan too,
+    and for every packing.
+    """
     folder = write_folder(tmp_path / "data", documents=documents({}))
     other = write_folder(tmp_path / "other", documents=documents({}, 999))
     settings = [
@@ -337,7 +345,9 @@ def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
 
 
 def test_a_plan_reads_no_index_through(folder: Path) -> None:
-    """Every process, and every --plan, looks at headers and sizes alone; what reads gigabytes is ``check_contents``."""
+    """Every process and every --plan reads only headers and sizes; ``check_contents`` reads
+    gigabytes.
+    """
     flip(folder / "train.idx", -3)
     assert (
         prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None

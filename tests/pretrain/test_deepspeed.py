@@ -1,7 +1,9 @@
-"""DeepSpeed trains the same model as Megatron's engine in one process: every stage and layout, real gloo ranks, real DeepSpeed.
+"""DeepSpeed trains the same model as Megatron's engine in one process: every stage and layout, real
+gloo ranks, real DeepSpeed.
 
-Every case starts from the Megatron engine's checkpoint, so each of them resumes the other engine's optimizer state as well, most of them
-at another layout. Losses alone would not do: AdamW hides a gradient that is off by a factor.
+Every case starts from a checkpoint of the Megatron engine, so each case also resumes the other
+engine's optimizer state, mostly at another layout. Losses alone are not sufficient: AdamW hides a
+gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def settings_of(data: Path) -> list[str]:
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Done]:
-    """Of the cases that this session asks for; processes are shared by those of one world size."""
+    """Results of this session's cases; cases of one world size share processes."""
     folder, base = tmp_path_factory.mktemp("deepspeed"), settings_of(tiny_data)
     resumed = asked(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
     moves = {
@@ -170,7 +172,9 @@ def results(
 
 @pytest.mark.parametrize("name", quick_or_slow(CASES, QUICK))
 def test_equals_the_megatron_engine(results: dict[str, Done], name: str) -> None:
-    """fp32: 1e-6, a sum in another order. bf16: as between Megatron's own layouts (tests/pretrain/test_parity.py)."""
+    """Tolerance in fp32: 1e-6, a different order of summation. bf16: as between Megatron's own
+    layouts (tests/pretrain/test_parity.py).
+    """
     low = name.startswith("bf16")
     wanted = results["bf16 megatron" if low else "megatron"].steps[BEFORE:]
     for (loss, norm), (wanted_loss, wanted_norm) in zip(results[name].steps, wanted, strict=True):
@@ -203,7 +207,9 @@ def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], nu
 
 @pytest.mark.slow
 def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_path: Path) -> None:
-    """From the same initial weights, the whole command; and weights of the same names and shapes, which every export reads."""
+    """The full command, from equal initial weights, also writes weights with the names and shapes
+    that every export reads.
+    """
     curves, weights = {}, {}
     for name, more in {"megatron": [], "deepspeed": deepspeed(3)}.items():
         run = [f"run_dir={tmp_path / name}", "train.steps=50", "train.eval_interval=25"]
@@ -220,7 +226,9 @@ def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_pa
 
 
 def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]:
-    """Stage -> what the tests ask of it: trains a little, spoils two steps, restores, and looks inside; on a rank of its own."""
+    """Return stage -> observations for the tests: train a few steps, spoil two steps, restore, and
+    inspect; on a separate rank.
+    """
     platform.import_megatron()
     found = {}
     for stage in stages:
@@ -270,7 +278,7 @@ def _look(engine: Any) -> dict[str, Any]:
 
 
 def _entries(state: Any) -> Iterator[ShardedTensor]:
-    """Every sharded tensor in it, each here the whole of a small tensor: the group is of one rank."""
+    """Yield every sharded tensor of a state, each complete because the group has one rank."""
     for value in state.values():
         if isinstance(value, ShardedTensor):
             assert value.local_shape == value.global_shape
@@ -280,7 +288,7 @@ def _entries(state: Any) -> Iterator[ShardedTensor]:
 
 
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint would hold, by its names there."""
+    """Return the contents of a checkpoint by their stored names."""
     return {entry.key: entry.data.clone() for entry in _entries(engine.sharded_state())}
 
 
@@ -289,7 +297,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """What reading a checkpoint gives: tensors for what is asked, and the common part."""
+    """Return the result of reading a checkpoint: the requested tensors and the common part."""
     by_key = {entry.key: entry.data for entry in _entries(saved)}
 
     def values(state: dict[str, Any]) -> dict[str, Any]:
@@ -324,9 +332,10 @@ def looks(
 def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps(
     looks: dict[int, dict[str, Any]], stage: int
 ) -> None:
-    """A NaN in the loss, no token that counts in it, and one that is infinite while its gradients are not.
+    """Cases: a NaN in the loss, no token to learn from, and an infinite loss with finite gradients.
 
-    DeepSpeed's own loading shares one step tensor among all, which Adam then adds to for each, and copies the first group's settings.
+    DeepSpeed's own loading shares one step tensor among all groups, to which Adam then adds for
+    each, and copies the first group's settings.
     """
     found = looks[stage]
     assert found["skipped"] == [False, True, True, True, False]
@@ -350,9 +359,9 @@ QUICK_GUARDED = ("stage 0", "stage 2", "bf16 stage 1", "bf16 stage 3")
 
 
 def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Case -> the steps of an engine, what was asked, whether the state moved.
+    """Return case -> the steps of an engine, the guard's calls, and whether the state changed.
 
-    The second step is unwanted, the third is judged by nobody, and in the fourth no token counts.
+    The second step is rejected, the third is not judged, and the fourth has no token to learn from.
     """
     platform.import_megatron()
     heard: list[tuple[float, float]] = []
@@ -400,7 +409,9 @@ def skips(
 def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(
     skips: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """All steps see the same samples: after one that changed nothing the next, unjudged, has its loss and its norm to the last bit."""
+    """All steps read the same samples: after a skipped step the next, unjudged one has its loss and
+    norm bit for bit.
+    """
     found = skips[name]
     first, skipped, taken, empty = found["steps"]
     assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True] and found[
@@ -412,7 +423,9 @@ def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(
 
 
 def half_empty(settings: list[str]) -> list[tuple[float, float]]:
-    """(loss, norm) of a step whose tokens all count, and of one of which rank 0's count nowhere; neither updates anything."""
+    """Return (loss, norm) of a step in which all tokens count, and of one in which no token of rank
+    0 counts; neither updates weights.
+    """
     platform.import_megatron()
     with engine_of([*settings, "train.on_spike=skip"]) as engine:
         mine = 1.0 if torch.distributed.get_rank() else 0.0
@@ -429,7 +442,7 @@ def half_empty(settings: list[str]) -> list[tuple[float, float]]:
 def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
     engine: list[str], tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Both ranks read the same samples: the mean over one's tokens is that over both's."""
+    """Both ranks read the same samples, so the mean over the tokens of one equals that over both."""
     whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
     assert (
         half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1

@@ -1,4 +1,6 @@
-"""DeepSpeed's compiled operations: real locks of real processes, real compilations, faults as a machine has them."""
+"""Tests of DeepSpeed's compiled operations: real locks of real processes, real compilations,
+machine faults.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ time.sleep(300)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty TORCH_EXTENSIONS_DIR; what `prepare_environment` sets is undone afterwards."""
+    """An empty TORCH_EXTENSIONS_DIR; changes by `prepare_environment` are undone afterwards."""
     extensions = tmp_path / "extensions"
     (extensions / OP).mkdir(parents=True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
@@ -42,14 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def age(folder: Path) -> None:
-    """As if nothing had changed there for a long time: enough wherever an owner might not be seen."""
+    """Set old modification times, so that a lock without a visible owner counts as abandoned."""
     then = time.time() - 2 * ops.QUIET_SECONDS
     for path in (*folder.iterdir(), folder):
         os.utime(path, (then, then))
 
 
 def script(path: Path, text: str) -> Path:
-    """A program of the shell."""
+    """Write a shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -100,7 +102,7 @@ def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
 def test_the_environment_is_prepared_where_it_is_not_set(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operation's file needs no torch: `launch doctor` asks it."""
+    """The operation's file needs no torch, because `launch doctor` imports it."""
     code = f"import runpy, sys; runpy.run_path({ops.__file__!r}); sys.exit(bool({{'torch', 'deepspeed'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     ops.prepare_environment()
@@ -286,7 +288,9 @@ def test_an_interrupted_compilation_leaves_no_lock(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the operation is Linux's")
 def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For real, in the folder that training uses: minutes on a machine's first time, the seconds of an import afterwards."""
+    """A real compilation in the folder that training uses: minutes on a new machine, the seconds of
+    an import afterwards.
+    """
     for key, value in {
         "DS_ACCELERATOR": "cpu",
         "PATH": os.environ["PATH"],

@@ -1,4 +1,6 @@
-"""What the DeepSpeed engine refuses, what it tells DeepSpeed, and its memory plan. No torch is needed and no process starts."""
+"""Tests of the DeepSpeed engine's refusals, its settings for DeepSpeed, and its memory plan. No
+torch is needed and no process starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Evaluation while training: the real command once, and what becomes of evaluations that are slow, fail, are many, or are interrupted."""
+"""Tests of evaluation during training: the real command once, and evaluations that are slow, fail,
+are many, or are interrupted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ tasks:
 
 
 class NotNiced(subprocess.Popen[Any]):
-    """An evaluation as a process like others: niced, a second of the CPU would take it minutes beside busy processes of other tests."""
+    """An evaluation process with normal priority: with low priority a second of CPU time would take
+    minutes next to other tests.
+    """
 
     def __init__(self, command: list[str], **given: Any) -> None:
         super().__init__(
@@ -128,7 +132,7 @@ def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
 
 
 class Heard(Callback):
-    """What the loggers were told."""
+    """Record of the messages to loggers."""
 
     def __init__(self) -> None:
         self.values, self.messages = list[tuple[int, dict[str, float]]](), list[str]()
@@ -144,7 +148,9 @@ SCORE = '{"label": "held", "value": 2.5, "stderr": null, "metric": "nats_per_tok
 
 
 class Run:
-    """A training run of 40 steps whose evaluations run a line of shell; $OUT is their folder, $STEP their checkpoint's name."""
+    """A training run of 40 steps whose evaluations run a shell command; $OUT is their folder, $STEP
+    the name of their checkpoint.
+    """
 
     def __init__(
         self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
@@ -172,7 +178,7 @@ class Run:
         return self.callback
 
     def write(self, step: int) -> Path:
-        """A checkpoint by its name alone."""
+        """Create a checkpoint folder without contents."""
         last: Path = self.store.folder / f"step_{step:08d}"
         shutil.rmtree(last, ignore_errors=True)
         last.mkdir(parents=True)
@@ -185,7 +191,7 @@ class Run:
         self.callback.on_step(record)
 
     def until(self, holds: Any) -> None:
-        """Steps until something holds."""
+        """Run steps until a condition is true."""
         end = time.monotonic() + PATIENCE
         while not holds():
             assert time.monotonic() < end, self.heard.messages
@@ -202,7 +208,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file that commands wait for."""
+    """A file for which commands wait."""
     yield tmp_path / "gate"
     (tmp_path / "gate").touch()
 
@@ -292,7 +298,7 @@ def test_whatever_becomes_of_it_training_goes_on(
 def test_steps_that_are_trained_anew_are_evaluated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a rollback to step 10, with a damaged checkpoint of step 40 still there."""
+    """After a rollback to step 10, while a damaged checkpoint of step 40 still exists."""
     (tmp_path / NAME).write_text("".join(f'{{"step": {step}}}\n' for step in (10, 20, 30, 40)))
     run = Run(tmp_path, WRITE, monkeypatch, at_end=True)
     for step in (40, 10):
@@ -320,7 +326,7 @@ def test_steps_that_are_trained_anew_are_evaluated_anew(
 def test_the_end_waits_for_the_last_one(
     tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
-    """Which ends once it has been told of."""
+    """The training ends after the result of the last evaluation has been logged."""
     run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, interval=0, at_end=True)
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
     said = run.heard.on_message
@@ -349,7 +355,7 @@ def test_the_end_waits_for_the_last_one(
 def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
-    """Training that stops early does not wait; one that is complete waits until a signal comes."""
+    """A training that is stopped does not wait; a complete one waits until a signal arrives."""
     begun = tmp_path / "begun"
     run = Run(tmp_path, f"sleep 601 & echo $! > {begun}; sleep 600", monkeypatch, at_end=True)
     callback = run.start()
@@ -380,7 +386,7 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
 
 
 def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> None:
-    """A rank that is killed cleans nothing up."""
+    """A killed rank performs no cleanup."""
     code = (
         "import subprocess, sys, os, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '600'],"

@@ -1,4 +1,6 @@
-"""Runs that go on in another folder: in their parent's order bit for bit, or with other data, length, batch, schedule. Real trainings."""
+"""Tests of forks: bit for bit in their parent's order, or with other data, length, batch, schedule.
+Real trainings.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     engine: str, pretrain: Command, tmp_path: Path
 ) -> None:
-    """Through a kill in the decay, and after the trunk has gone on; where it begins is kept."""
+    """Holds after a kill in the decay and after further training of the trunk; the checkpoint of
+    the fork is kept.
+    """
     trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
     base = (*WSD, f"engine.name={engine}")
     assert pretrain(*base, "train.steps=10", f"run_dir={straight}") == 0
@@ -77,7 +81,9 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
 def test_another_validation_set_or_none_changes_no_training_step(
     pretrain: Command, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """A fork and a resume go on bit for bit; manifests without the training sources' own key still open."""
+    """A fork and a resume continue bit for bit; manifests without a separate key of the training
+    sources still open.
+    """
     base = (
         "optimizer.schedule=constant",
         "optimizer.warmup_steps=0",
@@ -108,7 +114,9 @@ def test_another_validation_set_or_none_changes_no_training_step(
 def test_a_fork_of_other_data_length_batch_and_schedule(
     pretrain: Command, tmp_path: Path, wording: Wording
 ) -> None:
-    """It begins at the first sample of its own order, counts tokens on, warms up anew, and resumes bit for bit."""
+    """It starts at the first sample of its own order, continues the token count, has a new warm-up,
+    and resumes bit for bit.
+    """
     assert pretrain("train.steps=4", *WSD[2:]) == 0
     new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
     other = ("data.seq_length=64", "train.global_batch_size=6", *WSD[2:])
@@ -171,7 +179,9 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
 
 @pytest.mark.slow
 def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
-    """The demo trains into runs/demo/fem, where its file names runs/demo/mixers/{mixer}; of another model or name it is not the run."""
+    """The demo trains into runs/demo/fem, while its file names runs/demo/mixers/{mixer}. Another
+    model or name is not the run.
+    """
     short, demo, new = (
         ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]),
         tmp_path / "demo",
@@ -202,7 +212,9 @@ def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: 
 
 @pytest.mark.slow
 def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
-    """Its scaling alone of the model, and longer sequences; weights and moments go on. So does a run from the weights alone."""
+    """Only RoPE scaling of the model and the sequence length change; weights and moments continue.
+    So does a run from the weights only.
+    """
     assert pretrain("train.steps=4", *WSD[2:]) == 0
     long = ("data.seq_length=64", "train.steps=6", "optimizer.warmup_steps=0", *WSD[2:])
     yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"

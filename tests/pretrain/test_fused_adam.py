@@ -1,4 +1,6 @@
-"""AdamW is fused in every engine, for every optimizer; its state, old checkpoints, and what it does on a GPU."""
+"""AdamW is fused in every engine and for every optimizer: its state, old checkpoints, and its
+behaviour on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ RUNS: dict[str, list[str]] = {
 def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(
     pretrain: Command, name: str
 ) -> None:
-    """Groups that say ``fused: None`` were written before; torch would load that as it is.
+    """Older groups contain ``fused: None``, which torch would load unchanged.
 
-    Element by element the two forms differ by roundings, so the state itself is a fused one's.
+    The two forms differ by rounding, so the state itself comes from a fused one.
     """
     assert pretrain(*RUNS[name]) == 0
     wanted = losses(pretrain.run_dir)
@@ -63,14 +65,18 @@ def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(
 
 
 def groups_of(common: dict[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's groups; Megatron's plain optimizer in fp32 stores them a level higher."""
+    """Return the optimizer's groups; Megatron's plain optimizer in fp32 stores them one level
+    higher.
+    """
     optimizer = common["optimizer"]
     groups: list[dict[str, Any]] = optimizer.get("optimizer", optimizer)["param_groups"]
     return groups
 
 
 def test_steps_are_on_their_parameters_device() -> None:
-    """Of every optimizer, fresh or loaded; ``meta`` stands for a GPU, on which the fused form reads them."""
+    """Holds for every optimizer, new or loaded; ``meta`` represents a GPU, on which the fused form
+    reads the steps.
+    """
     from pretrain.engines.megatron import _SplitState
     from pretrain.engines.muon import Muon
     from pretrain.engines.zero_state import ZeroState
@@ -106,7 +112,7 @@ def test_steps_are_on_their_parameters_device() -> None:
 
 
 def test_other_optimizers_are_left_alone() -> None:
-    """Transformer Engine's and apex's FusedAdam, which are no torch.optim.Adam, know no such key."""
+    """FusedAdam of Transformer Engine and apex is not a torch.optim.Adam and has no such key."""
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     fuse(other)
     fuse(None)  # of a rank without parameters
@@ -114,11 +120,12 @@ def test_other_optimizers_are_left_alone() -> None:
 
 
 def test_an_element_s_update_does_not_depend_on_where_a_tensor_is_cut() -> None:
-    """Copies of a tied embedding, on two pipeline stages, may be cut differently over their ranks.
+    """Copies of a tied embedding on two pipeline stages may be split differently over their ranks.
 
-    To the bit where cuts are at multiples of 16 elements, empty parts among them. Megatron's are: a
-    parameter begins at one of 64, a rank's share at one of 128 / ranks (param_and_grad_buffer.py:654
-    and 665, 0.16.1). torch's CPU kernel rounds the last numel % 16 elements differently.
+    The update is equal bit for bit if splits are at multiples of 16 elements, including empty
+    parts. Megatron's are: a parameter begins at a multiple of 64, a rank's share at one of 128 /
+    ranks (param_and_grad_buffer.py:654 and 665, 0.16.1). torch's CPU kernel rounds the last numel %
+    16 elements differently.
     """
     size, piece, steps = 4099, 16, 20
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +146,9 @@ def test_an_element_s_update_does_not_depend_on_where_a_tensor_is_cut() -> None:
 
 
 def updates_on_a_gpu() -> dict[str, dict[str, float]]:
-    """Optimizer -> bytes a parameter that the kernels of a bf16 step on an H100 move, by kernel."""
+    """Return optimizer -> bytes per parameter that the kernels of a bf16 step on an H100 move, by
+    kernel.
+    """
     from pretrain.rehearsal.steps import rehearse
 
     platform.import_megatron()

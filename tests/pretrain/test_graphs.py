@@ -1,4 +1,6 @@
-"""train.cuda_graphs as far as a CPU shows it: which layers may be captured, what a replay overwrites, and what a capture would see."""
+"""Tests of train.cuda_graphs on a CPU: layers that may be captured, memory that a replay
+overwrites, and host reads in a capture.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def pattern(names: list[str]) -> list[str]:
 @pytest.mark.parametrize("free_energy", [True, False])
 @pytest.mark.parametrize("name", OURS)
 def test_a_layer_whose_host_decides_in_each_call_is_refused(name: str, free_energy: bool) -> None:
-    """A graph would hold one form of its read for good. The rest of the refusals are of libraries, which a CPU does not show."""
+    """A graph would fix one form of its read. Other refusals concern libraries, which a CPU does
+    not show.
+    """
     shape = block(ModelConfig(fem=FemConfig(free_energy=free_energy)), name, 0).mixer
     layer = located(shape.layer_class)(shape, OneProcess())
     for weight in layer.parameters():
@@ -58,7 +62,9 @@ def test_a_layer_whose_host_decides_in_each_call_is_refused(name: str, free_ener
 
 
 class Graph(torch.autograd.Function):
-    """A replay: what is given is copied to where the capture read it, and all that comes back lies where the next replay writes."""
+    """A replay: inputs are copied to the addresses of the capture, and outputs are overwritten by
+    the next replay.
+    """
 
     @staticmethod
     def forward(
@@ -88,7 +94,9 @@ class Graph(torch.autograd.Function):
 def graphed(
     runs: Sequence[Callable[..., Tensor]], samples: Sequence[tuple[Tensor, ...]]
 ) -> list[Callable[..., Tensor]]:
-    """``torch.cuda.make_graphed_callables`` where there is none: its memory, and the Python of a replay once more."""
+    """Emulate ``torch.cuda.make_graphed_callables`` on a CPU: its memory, with the Python code run
+    again for each replay.
+    """
 
     def replay(run: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
         out = run(*given)
@@ -111,7 +119,9 @@ def graphed(
 
 
 def trained(settings: list[str]) -> tuple[list[Any], list[Tensor], list[int]]:
-    """Three steps of two micro-batches each, an evaluation after the first, the last looked at: what they told; weights; replays so far."""
+    """Run three steps of two micro-batches, an evaluation after the first, diagnostics in the last;
+    return outputs, weights, replay counts.
+    """
     graphed.calls, told, replays = list[Any](), list[Any](), list[int]()  # type: ignore[attr-defined]
     config = config_of(2, ["train.micro_batch_size=2", "train.global_batch_size=4", *settings])
     length = config.data.seq_length
@@ -166,7 +176,9 @@ NIGHT = pytest.mark.slow
 def test_replays_train_as_the_layers_do_to_the_bit(
     names: list[str], settings: list[str], tmp_path: Path
 ) -> None:
-    """Whoever read a replay's results after the next one, or let a replay's gradients be summed up in place, would have other numbers."""
+    """Code that reads a replay's results after the next one, or accumulates a replay's gradients in
+    place, would give other numbers.
+    """
     replays = answer(2, compared, [*pattern(names), *settings], output=tmp_path / "said")
     assert replays == [
         2 * len(names),
@@ -198,7 +210,9 @@ def on_paper(names: list[str]) -> tuple[set[str], float]:
 def test_an_h100_would_capture_every_layer_in_the_memory_that_is_planned(
     names: list[str], tmp_path: Path
 ) -> None:
-    """Its choices, on tensors without numbers: no host read while a layer is captured. The plan within what the layers' own is (15%)."""
+    """Simulated on meta tensors: no host read occurs in a capture, and memory agrees with the plan
+    within the layers' own tolerance (15%).
+    """
     reads, ratio = answer(1, on_paper, names, output=tmp_path / "said")
     assert reads == STEADY and ratio == pytest.approx(1, abs=0.15)
 

@@ -1,4 +1,6 @@
-"""The index cache: whole or absent, whoever builds it, whoever is killed; never another data's; built ahead by ``--index``."""
+"""Tests of the index cache: complete or absent with concurrent builders and kills; never of other
+data; built in advance by ``--index``.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_path: Path) -> None:
-    """The slower of two jobs throws its own away: the other may be reading."""
+    """The slower of two jobs discards its own cache, because the other job may be reading the
+    existing one.
+    """
     for said, damage in DAMAGES.items():
         cache = cache_in(tmp_path / str(len(said)))
         build(cache)
@@ -114,7 +118,7 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
 def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process replaces a damaged folder at any moment."""
+    """Another process may replace a damaged folder at any time."""
     cache, stat = cache_in(tmp_path), Path.stat
     build(cache)
 
@@ -130,7 +134,7 @@ def test_a_file_that_goes_while_it_is_looked_at_is_no_fault_of_the_disk(
 
 
 def builder(root: Path, damages: bool) -> None:
-    """Builds the cache again and again; the first of them damages what is there where ``damages``."""
+    """Build the cache repeatedly; the first builder damages the existing one if ``damages``."""
     cache, dice = cache_in(root), random.Random(0)
     for _ in range(30):
         build(cache)
@@ -140,7 +144,7 @@ def builder(root: Path, damages: bool) -> None:
 
 
 def holder(root: Path) -> None:
-    """Is in the middle of building."""
+    """Start to build the cache and wait."""
     with cache_in(root).building() as folder:
         (folder / "one.npy").write_bytes(b"half")
         print(folder.name, flush=True)
@@ -148,7 +152,7 @@ def holder(root: Path) -> None:
 
 
 def dies_at(root: Path, renames: int) -> None:
-    """Builds the cache; killed before that rename."""
+    """Build the cache and get killed before the rename with this number."""
     rename, left = os.rename, [renames]
 
     def dying(*arguments: Any) -> None:
@@ -225,7 +229,7 @@ def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(
 def test_the_lock_of_publication_works_as_nfs_wants_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There a lock of one's own is for those alone who may write the file."""
+    """On NFS an exclusive lock requires a file opened for writing."""
     modes = []
 
     def flock_of_nfs(descriptor: int, operation: int) -> None:
@@ -242,7 +246,7 @@ def test_the_lock_of_publication_works_as_nfs_wants_it(
 
 
 class Run(Command):
-    """As `conftest.Command`, on a small data folder of its own."""
+    """`conftest.Command` on a separate small data folder."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.data, self.cache = folder, folder / "data", folder / "cache"
@@ -270,7 +274,7 @@ class Run(Command):
         )
 
     def built(self) -> dict[str, tuple[int, int]]:
-        """Cache folder's name -> (inode, time of change) of its complete.json."""
+        """Return cache folder -> (inode, time of change) of its complete.json."""
         found = {path.parent.name: path.stat() for path in self.cache.glob(f"*/{COMPLETE}")}
         return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
 
@@ -331,7 +335,7 @@ def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run)
 
 
 def late_reader(arguments: list[str]) -> int:
-    """A run in which rank 1 comes late to every index file that rank 0 has built."""
+    """Run with rank 1 delayed at every index file that rank 0 has built."""
     load = numpy.load
 
     def late(*given: Any, **named: Any) -> Any:

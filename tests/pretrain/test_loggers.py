@@ -1,4 +1,6 @@
-"""Curves in TensorBoard and Weights & Biases after a rewind and a resume; records of JSON lines after half a line."""
+"""Tests of curves in TensorBoard and Weights & Biases after a rewind and a resume, and of JSON
+lines after an incomplete line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.ranks import PATIENCE
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The records of a file that an offline run writes: LevelDB's log format behind a header of 7 bytes."""
+    """Return the records of an offline run's file: LevelDB's log format after a header of 7 bytes."""
     messages: Any = import_module(
         "wandb.proto.wandb_internal_pb2"
     )  # a second; its classes are made as it is imported
@@ -37,7 +39,9 @@ def wandb_records(file: Path) -> list[Any]:
 
 
 def history(file: Path, name: str) -> list[tuple[int, int, float]]:
-    """wandb's own step, the metric ``step`` and the value of each row that has the value."""
+    """Return wandb's own step, the metric ``step`` and the value for each row that contains the
+    value.
+    """
     rows = [
         {
             item.key or item.nested_key[0]: json.loads(item.value_json)
@@ -51,10 +55,12 @@ def history(file: Path, name: str) -> list[tuple[int, int, float]]:
 def test_curves_go_on_after_a_rewind_and_a_resume(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spike at step 7 goes back to step 4; the run ends at step 8, is resumed at step 6 and goes on to step 10.
+    """A spike at step 7 rewinds to step 4; the run ends at step 8, is resumed at step 6 and
+    continues to step 10.
 
-    TensorBoard has each step once, Weights & Biases (for real; offline, because nobody is logged in) every value that was logged, and
-    half a line that a power loss left swallows no record of metrics.jsonl and attempts.jsonl.
+    TensorBoard has each step once, Weights & Biases (real, offline because no user is logged in)
+    every logged value. An incomplete line after a power loss does not hide a record of
+    metrics.jsonl and attempts.jsonl.
     """
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -143,7 +149,9 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
 def test_credentials_of_a_server_of_ones_own_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By wandb's own rules; a file of credentials for another server alone means offline, and WANDB_MODE decides before that."""
+    """By wandb's own rules: credentials only for another server mean offline, and WANDB_MODE has
+    precedence.
+    """
     import wandb
 
     netrc = tmp_path / "netrc"

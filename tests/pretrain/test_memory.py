@@ -1,4 +1,6 @@
-"""The planner's table of kept activations against what autograd keeps in the built model. The model runs on a rank of its own."""
+"""The planner's table of saved activations equals the memory that autograd keeps in the real model,
+which runs on a separate rank.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def head_bytes(config: RunConfig) -> float:
 
 
 def kept_bytes(config: RunConfig) -> float:
-    """Bytes a token of all tensors that a forward pass leaves to the backward pass, parameters aside, wherever they wait."""
+    """Return the bytes per token of all tensors that a forward pass saves for the backward pass,
+    without parameters, on any device.
+    """
     import torch
 
     from fem_megatron.megatron import model as fem_model
@@ -135,7 +139,7 @@ def kept_bytes(config: RunConfig) -> float:
 
 
 def measure(precision: str) -> dict[str, list[float]]:
-    """Case -> bytes a token of one layer, and of all that is not a layer."""
+    """Return case -> bytes per token of one layer, and of everything outside the layers."""
     from fem_megatron.megatron import platform
     from pretrain.engines.building import initialize_model_parallel
 
@@ -150,7 +154,7 @@ def measure(precision: str) -> dict[str, list[float]]:
 
 
 def training(precision: str, name: str) -> RunConfig:
-    """Large enough that the model's memory stands out against what the libraries hold."""
+    """Return a run whose model's memory is large relative to that of libraries."""
     model = ModelConfig(
         hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096
     )
@@ -169,7 +173,9 @@ def training(precision: str, name: str) -> RunConfig:
 
 
 def long(ranks: int) -> RunConfig:
-    """A sequence of 16,384 tokens, whose activations are nearly all that there is, over so many ranks."""
+    """Return a run with a sequence of 16,384 tokens over ``ranks`` ranks, whose memory is almost
+    only activations.
+    """
     model = ModelConfig(
         hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512
     )
@@ -185,7 +191,7 @@ def long(ranks: int) -> RunConfig:
 
 
 def large_vocabulary(chunk: int) -> RunConfig:
-    """Logits that are most of all there is; ``chunk`` as train.loss_chunk."""
+    """Return a run whose memory is mostly logits; ``chunk`` as train.loss_chunk."""
     model = ModelConfig(
         hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=32768
     )
@@ -201,7 +207,9 @@ def large_vocabulary(chunk: int) -> RunConfig:
 
 
 def measure_peak(config: RunConfig) -> int:
-    """Bytes that the resident set grows by, at its largest, while an engine is built and takes two steps."""
+    """Return the largest growth of the resident set in bytes while an engine is built and takes two
+    steps.
+    """
     import torch
 
     from fem_megatron.megatron import platform
@@ -250,9 +258,10 @@ def measure_peak(config: RunConfig) -> int:
     ],
 )
 def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: str) -> None:
-    """Within the 15% that ``--plan`` promises. glibc returns freed blocks here; left alone it keeps some, up to half as much again.
+    """Tolerance: the 15% that ``--plan`` promises. glibc is set to return freed blocks; by default
+    it keeps up to half as much again.
 
-    bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
+    bf16 is slow: a CPU without bf16 instructions multiplies sixty times slower, minutes per case.
     """
     planned = make_plan(training(precision, engine), 1, cuda=False).peak_memory
     measured = answer(
@@ -269,7 +278,9 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
 def test_the_loss_in_chunks_needs_no_memory_for_all_logits(
     tmp_path: Path, measure_whole: bool
 ) -> None:
-    """Peaks within 15% of the plan, as above; all logits of 4,096 tokens and 32,768 words would be 512 MiB."""
+    """Peaks are within 15% of the plan, as above; all logits of 4,096 tokens and 32,768 words would
+    be 512 MiB.
+    """
     planned = {
         chunk: make_plan(large_vocabulary(chunk), 1, cuda=False).peak_memory for chunk in (0, 256)
     }
@@ -288,7 +299,7 @@ def test_the_loss_in_chunks_needs_no_memory_for_all_logits(
 
 @pytest.mark.slow
 def test_of_a_long_sequence_each_of_two_ranks_keeps_half(tmp_path: Path) -> None:
-    """Peaks of 16,384 tokens within 10% of the plan, which halves the activations."""
+    """Peaks for 16,384 tokens are within 10% of the plan, which halves the activations."""
     planned = {ranks: make_plan(long(ranks), ranks, cuda=False).memory[0] for ranks in (1, 2)}
     assert planned[2].activations == pytest.approx(planned[1].activations / 2, rel=1e-6)
     for ranks, plan in planned.items():
@@ -338,7 +349,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", quick_or_slow(LAYOUTS, ("PP2",)))
 def test_offloaded_activations_change_no_bit(tiny_data: Path, tmp_path: Path, layout: str) -> None:
-    """Losses and gradient norms of two steps, in every kind of recomputation, of tensor and pipeline parallelism, under ZeRO."""
+    """Losses and gradient norms of two steps, for every recomputation, tensor and pipeline
+    parallelism, and ZeRO.
+    """
     data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
     base = [*data, *SMALL, FAMILIES, "model.num_layers=8", "model.mlp=swiglu", "data.seq_length=16"]
     jobs = [

@@ -1,4 +1,6 @@
-"""A run's checkpoints elsewhere: against a real S3 server, behind a proxy that fails as networks and stores do."""
+"""Tests of mirrored checkpoints with a real S3 server behind a proxy that simulates failures of
+networks and stores.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tools.checkpoint.mirror import Mirror
 
 
 def write_step(run_dir: Path, step: int, size: int = 300_000, files: int = 5) -> Path:
-    """What looks like a checkpoint: files of random bytes, and a manifest."""
+    """Write a folder like a checkpoint: files of random bytes and a manifest."""
     folder = run_dir / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     dice = random.Random(step)
@@ -55,7 +57,7 @@ def mirrored_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Command, list[str]]:
-    """A run in ``run``, and its settings with the store as its mirror."""
+    """Return a run in ``run``, and its settings with the store as its mirror."""
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
     data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
@@ -77,7 +79,7 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the bits of a run that was never elsewhere."""
+    """The run continues bit for bit like one that never lost its folder."""
     pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
     assert pretrain("train.steps=16", "checkpoint.interval=0", f"run_dir={tmp_path / 'whole'}") == 0
     assert pretrain(*mirrored) == 0
@@ -104,7 +106,9 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
 def test_kills_in_the_middle_leave_nothing_that_counts(
     tmp_path: Path, store: Store, kills: int
 ) -> None:
-    """Each a little later after the sending has begun; what has a manifest there is whole."""
+    """Each kill is a little later after the start of sending; a checkpoint with a manifest is
+    complete.
+    """
     write_step(tmp_path, 1)
     assert store.run("mirror", tmp_path, store.url)[0] == 0
     sending = threading.Event()
@@ -132,7 +136,7 @@ def test_kills_in_the_middle_leave_nothing_that_counts(
 
 
 def flipped(client: socket.socket, data: bytes) -> bytes:
-    """A byte of a large body is another one on its way."""
+    """Change a byte of a large body in transit."""
     return data if len(data) < 20_000 else data[:10_000] + bytes([data[10_000] ^ 1]) + data[10_001:]
 
 
@@ -213,7 +217,7 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
 def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3 compares a checksum itself; not every place does."""
+    """S3 compares a checksum itself; not every store does."""
     place = Mirror(str(tmp_path / "mirror"))
     (tmp_path / "file").write_bytes(b"content")
     opened = place.fs.open
@@ -318,7 +322,9 @@ raise SystemExit(code)
 
 @pytest.mark.slow
 def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Store) -> None:
-    """Of four files at a time some blocks of 8 MiB are held: read, buffered, signed, sent, read back."""
+    """For four files at a time a few blocks of 8 MiB are in memory: read, buffered, signed, sent,
+    read back.
+    """
     peaks = []
     for step, size in ((1, 10_000), (2, 320_000_000)):
         write_step(tmp_path, step, size=size, files=4)

@@ -1,4 +1,6 @@
-"""Runs over mirrors that fail: damage at either place, a store that is away, kills of the run and of its sender. A real S3 server."""
+"""Tests of runs with failing mirrors: damage on either side, an unavailable store, kills of the run
+and of its sender. A real S3 server.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A damaged newest checkpoint there is passed over; one here is brought from there."""
+    """A damaged newest checkpoint in the mirror is skipped; a damaged local one is replaced from
+    the mirror.
+    """
     pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
     for steps in (12, 16):
         assert pretrain(*mirrored, f"train.steps={steps}") == 0
@@ -105,13 +109,17 @@ def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
 
 
 def slowly(environ: dict[str, str], arguments: list[str]) -> None:
-    """``python -m pretrain`` on this rank: half a second a step, in which a sender can do something."""
+    """Run ``python -m pretrain`` on this rank with half a second per step, so that a sender can
+    work in between.
+    """
     os.environ.update(environ)
     _pretrain(arguments, {0: 0.25})
 
 
 def newest_whole(folder: Path, store: Store) -> int:
-    """The step of the newest checkpoint that is whole, every byte of it, here or there; 0: none is."""
+    """Return the step of the newest complete checkpoint, local or mirrored, with every byte
+    verified; 0 if none is.
+    """
     here = [
         path.name
         for path in newest_first(folder)
@@ -129,9 +137,10 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the rank and of its sender, in turn amid a save and amid an upload, over a store that fails, and checkpoints that come to harm.
+    """Kills of the rank and of its sender, alternately during a save and an upload, with a failing
+    store and damaged checkpoints.
 
-    Each attempt goes on from the newest that is whole, of both places, and says so.
+    Each attempt continues from the newest complete checkpoint of both sides, and reports it.
     """
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,6 @@
-"""A mirror belongs to one run: other runs, forks and copies are refused before anything of them is mixed. Mirrors are folders."""
+"""A mirror belongs to one run: other runs, forks and copies are refused before any data is mixed.
+The mirrors are folders.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def run_of(manifest: Path) -> str:
 
 
 def forget(mirror: Path) -> None:
-    """As an older version left it."""
+    """Change a mirror to the state that an older version created."""
     (mirror / "run" / RUN_ID).unlink()
     for path in mirror.glob(f"step_*/{MANIFEST}"):
         manifest = json.loads(path.read_text())
@@ -99,7 +101,9 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
 def test_a_place_is_claimed_by_one_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its copies are other runs, it may move, and a place of an older version is claimed by a run of its model and data."""
+    """Copies of the run directory are other runs, the original may move, and an older mirror is
+    claimed by a run with its model and data.
+    """
     one, two, copy, moved, mirror = (
         tmp_path / name for name in ("one", "two", "copy", "moved", "mirror")
     )

@@ -1,4 +1,6 @@
-"""Every mixer learns the demo's kind of text in 200 steps. Slow: it trains each; docs/mixers.md has the numbers of larger models."""
+"""Every mixer learns the demo's text in 200 steps. Slow: it trains each mixer; docs/mixers.md has
+the numbers of larger models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Muon: each linear map by itself against a naive loop, every layout and engine against one process, checkpoints, muP."""
+"""Tests of Muon: each linear map against a naive loop, every layout and engine against one process,
+checkpoints, muP.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def deepspeed(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(3, 8, 40), (2, 40, 8), (2, 16, 16), (4, 1, 24)])
 def test_the_iteration_is_torch_s(shape: tuple[int, int, int]) -> None:
-    """In bfloat16, which torch's alone computes in: 5 steps of products rounded to 8 bits. In float32 singular values are near 1."""
+    """In bfloat16, the only dtype of torch's: 5 steps of products rounded to 8 bits. In float32
+    singular values are near 1.
+    """
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -47,7 +51,9 @@ def test_the_iteration_is_torch_s(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("mixer", ["fem_softmax", "cem", "gated_deltanet"])
 def test_each_map_of_each_head_by_itself(settings: list[str], mixer: str) -> None:
-    """Three steps against loops over heads and slices in float64: fp32's rounding of a weight, and 1e-5 of an update through five steps."""
+    """Three steps against loops over heads and slices in float64. Tolerance: fp32's rounding of a
+    weight, and 1e-5 of an update after five steps.
+    """
     settings = [
         *settings,
         f"model.mixer={mixer}",
@@ -84,7 +90,7 @@ def test_each_map_of_each_head_by_itself(settings: list[str], mixer: str) -> Non
 
 
 def maps_of(name: str, model: ModelConfig, shape: torch.Size) -> list[slice]:
-    """Written out: each slice of each head; gate and up; all others are one map."""
+    """Return the maps of a weight: each slice of each head; gate and up; other weights are one map."""
     heads, rows = model.num_attention_heads, shape.numel() // shape[-1]
     if name.endswith("gate_up"):
         return [slice(0, rows // 2), slice(rows // 2, rows)]
@@ -105,7 +111,9 @@ def maps_of(name: str, model: ModelConfig, shape: torch.Size) -> list[slice]:
 
 
 def naive(x: torch.Tensor) -> torch.Tensor:
-    """0.2 sqrt(max(rows, columns)) times the five steps of one matrix, with its Gram matrix on the right."""
+    """Return 0.2 sqrt(max(rows, columns)) times the five steps for one matrix, with its Gram matrix
+    on the right.
+    """
     y = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = y.T @ y
@@ -165,7 +173,7 @@ QUICK = ("DP2, stage 1", "TP2 x DP2")
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Done]:
-    """Of the layouts that this session asks for."""
+    """Results of this session's layouts."""
     folder = tmp_path_factory.mktemp("muon")
     model = [
         "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
@@ -231,9 +239,10 @@ def results(
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", quick_or_slow(LAYOUTS, QUICK))
 def test_every_layout_and_engine_equals_one_process(results: dict[str, Done], name: str) -> None:
-    """1e-6 in fp32, as for AdamW: sums in another order, and products of the iteration over other batches of maps.
+    """Tolerance 1e-6 in fp32, as for AdamW: other orders of summation, and products of the
+    iteration over other batches of maps.
 
-    Resumed where it was written, bit for bit.
+    A resume at the same layout is equal bit for bit.
     """
     wanted = results["whole"].steps[BEFORE:]
     assert results[name].steps == (
@@ -305,7 +314,9 @@ def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:
 def test_under_mup_an_update_s_norm_follows_the_root_of_out_over_in(
     base: Weight, weight: Weight, power: float
 ) -> None:
-    """arXiv 2310.17813, condition 1; at the base, and in the standard parametrization, its numbers are of the size of AdamW's."""
+    """Condition 1 of arXiv 2310.17813; at the base and in the standard parametrization the update
+    has the size of AdamW's.
+    """
     mup = MupConfig(base_hidden_size=32)
     narrow, wide = (
         ModelConfig(hidden_size=width, parametrization="mup", mup=mup) for width in (32, 128)

@@ -1,4 +1,6 @@
-"""muP in training: groups of parameters, the base's run to the bit, the same run as with a multiplier, layouts, resuming, exports."""
+"""Tests of muP in training: groups of parameters, the base's run bit for bit, equivalence with a
+multiplier, layouts, resuming, exports.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def train(engine: Any, steps: int = STEPS) -> list[Any]:
 
 
 def groups(engine: Any) -> dict[tuple[float, float], int]:
-    """(lr_mult, wd_mult) -> how many numbers."""
+    """Return (lr_mult, wd_mult) -> number of elements."""
     return {
         (group["lr_mult"], group["wd_mult"]): sum(p.numel() for p in group["params"])
         for group in engine.optimizer.param_groups
@@ -40,7 +42,9 @@ def groups(engine: Any) -> dict[tuple[float, float], int]:
 
 @pytest.mark.parametrize(("base", "m"), [(8, 4.0), (128, 0.25)])
 def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, m: float) -> None:
-    """Every parameter is in the group of its powers, vectors undecayed, lr x decay the base's; the rate told is the schedule's own."""
+    """Every parameter is in the group of its powers, vectors have no decay, lr x decay is the
+    base's; the logged rate is the schedule's.
+    """
     with engine_of(
         [*settings, *MUP, f"model.mup.base_hidden_size={base}", "model.mixer=cem"]
     ) as engine:
@@ -73,7 +77,7 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
 def test_vectors_are_not_decayed_however_they_are_stored(
     settings: list[str], mixer: str, engine: str
 ) -> None:
-    """differential's four lambda vectors are one parameter of two dimensions."""
+    """The four lambda vectors of differential attention are one parameter with two dimensions."""
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
     with engine_of([*settings, f"model.mixer={mixer}", f"engine.name={engine}"]) as made:
@@ -126,7 +130,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Done]:
-    """One process of 2 + 3 steps in one go, saved after 2; resumed from there where this session's cases say."""
+    """One process with 2 + 3 steps without interruption, saved after 2, and this session's cases
+    resumed from that checkpoint.
+    """
     folder = tmp_path_factory.mktemp("mup")
     model = [
         "model.pattern=[cem, cem, transformer, transformer]",
@@ -155,7 +161,9 @@ def results(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resumes_with_its_groups_at_every_layout(results: dict[str, Done], name: str) -> None:
-    """To the bit at the same one; else to 1e-6, as in test_parity: an fp32 sum in another order."""
+    """Equal bit for bit at the same layout; else to 1e-6, as in test_parity: another order of
+    summation in fp32.
+    """
     wanted = results["whole"].steps[2:]
     assert results[name].steps == (
         wanted if name == "resumed" else [pytest.approx(step, rel=1e-6) for step in wanted]
@@ -164,7 +172,7 @@ def test_resumes_with_its_groups_at_every_layout(results: dict[str, Done], name:
 
 
 def test_another_base_is_another_model(pretrain: Command) -> None:
-    """A run started under muP does not go on at another base, or without it."""
+    """A run with muP does not continue with another base, or without muP."""
     base = "model.mup.base_hidden_size=8"
     assert pretrain(*MUP, base, "train.steps=4") == 0
     for words in (
@@ -195,8 +203,9 @@ EXPORTED = {
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -> None:
-    """Exported, loaded by stock transformers: the training model's logits, float32, 1e-5 of their size (sums in another order); imported:
-    the configuration with its base."""
+    """An export loaded by stock transformers gives the training model's logits in float32 to 1e-5
+    of their size (other orders of summation). Its import has the configuration with the base.
+    """
     from transformers import AutoModelForCausalLM
 
     from fem_megatron.megatron.model import Layout, build
@@ -228,7 +237,9 @@ def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -
 
 
 def test_an_export_s_fresh_weights_start_as_training_s() -> None:
-    """Of the configuration alone: an output layer of 1 / m, matrices of 1 / sqrt(m). Within five times a draw's scatter, 1 / sqrt(2 n)."""
+    """From the configuration only: an output layer of 1 / m, matrices of 1 / sqrt(m). Tolerance:
+    five times the scatter of a draw, 1 / sqrt(2 n).
+    """
     from tools.hf.configuration_fem import FemLMConfig
     from tools.hf.modeling_fem import FemLMForCausalLM
 
@@ -244,10 +255,12 @@ def test_an_export_s_fresh_weights_start_as_training_s() -> None:
 
 
 def test_it_trains_as_an_output_multiplier_does(settings: list[str]) -> None:
-    """Lemma J.1, table 8's form: an output layer m times as large, with the base's rate and decay, behind a multiplier 1 / m.
+    """Lemma J.1, table 8's form: an output layer m times as large, with the base's rate and decay,
+    followed by a multiplier 1 / m.
 
-    m = 4 is a power of two, so that both runs round alike. What differs is Adam's epsilon, taken down here, and what clipping sees, which
-    is off: the losses are the same but for how a rate of lr / 4 times a moment is rounded, 1e-6.
+    m = 4 is a power of two, so both runs round alike. Differences are Adam's epsilon, which is
+    reduced, and the input of clipping, which is disabled. Losses agree up to the rounding of a rate
+    of lr / 4 times a moment, 1e-6.
     """
     plain = [
         "model.mixer=transformer",

@@ -1,4 +1,6 @@
-"""CONTRIBUTING.md's mixer, added to a copy of the house as the page says: the contract of every mixer holds for it with no other line."""
+"""The mixer of CONTRIBUTING.md, added to a copy of the repository as the page describes, passes the
+tests of every mixer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ CONTRACT = (
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A copy of the house with the page's mixer."""
+    """A copy of the repository with the page's mixer."""
     for room in ROOMS:
         # __pycache__: other test processes write there.
         shutil.copytree(
@@ -69,7 +71,9 @@ def house(tmp_path: Path) -> Path:
 def test_the_page_s_mixer_keeps_the_contract(
     house: Path, files: tuple[str, ...], least: int
 ) -> None:
-    """Has the right gradients, decodes step by step; trains, splits over ranks, exports."""
+    """The mixer has correct gradients, decodes step by step, trains, splits over ranks, and is
+    exported.
+    """
     chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"  # of the two models that it is in, one
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}

@@ -1,4 +1,6 @@
-"""Every layer looked at during training: to the loss's loggers, at the interval, the same at every layout, and training does not notice."""
+"""Tests of layer diagnostics in training: sent to the loggers at the interval, equal at every
+layout, without effect on training.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ HYBRID += ["log.diagnostics_interval=1"]
 
 
 def looks(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Step -> what was seen in it."""
+    """Return step -> its diagnostics."""
     found = [
         {
             key: value
@@ -111,7 +113,9 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
 def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
-    """What ends the snapshot, a signal even, leaves the trace; what fails ends no run. No GPU: torch's two functions are stand-ins."""
+    """A failure or signal in the snapshot leaves the trace, and a failure does not end the run.
+    Without a GPU, torch's two functions are replaced.
+    """
     recorded, history = list[Any](), torch.cuda.memory._record_memory_history
     name = tmp_path / "profile/step_00000007_rank_00000"
     trace, snapshot = name.with_suffix(".json.gz"), name.with_suffix(".pickle")
@@ -152,7 +156,9 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path) -> None:
-    """TP 2 with SP (x PP 2) sees what one process sees; the weights of the first step are the same at every layout."""
+    """TP 2 with SP (x PP 2) gives the values of one process; the weights of the first step are
+    equal at every layout.
+    """
     several = tmp_path / "several"
     layout = [
         "tensor_model_parallel_size=2",

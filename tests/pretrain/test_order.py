@@ -1,4 +1,6 @@
-"""How long an order of training samples may become: what is accepted against the orders that megatron-core really draws."""
+"""Tests of the longest possible order of training samples, against the orders that megatron-core
+draws.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def groups() -> Iterator[None]:
 
 
 class Blend:
-    """Sources of so many tokens, each with ids of its own that rise by one from token to token."""
+    """Sources with given numbers of tokens, each with separate ids that increase by one per token."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Blend:
         return {*passes_drawn(self.prepared.config, self.prepared.facts, samples)} == {(1, False)}
 
     def order(self, samples: int) -> list[int]:
-        """The first token of each sample."""
+        """Return the first token of each sample."""
         config, facts = self.prepared.config, self.prepared.facts
         assert facts is not None
         given: dict[str, Any] = {
@@ -86,7 +88,9 @@ class Blend:
 def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(
     tmp_path: Path, seed: int
 ) -> None:
-    """Random blends, and lengths at the longest accepted one and beyond: through one pass over the data nothing is read twice."""
+    """Random blends, with lengths at and beyond the longest accepted one: within one pass over the
+    data no token is read twice.
+    """
     dice = random.Random(seed)
     for number in range(6):
         length, count = dice.randint(2, 24), dice.choice([1, 1, 2, 3])
@@ -121,7 +125,9 @@ def test_an_order_that_is_accepted_as_longer_begins_with_the_shorter_one(
 def test_at_the_edge_of_a_pass(
     tmp_path: Path, tokens: list[int], weights: list[float], drawn: int, wanted: int, longest: int
 ) -> None:
-    """The last label takes a token more, and Megatron draws samples of a blend's source in excess of its share."""
+    """The last label needs one more token, and Megatron draws samples of a blend's source in excess
+    of its share.
+    """
     blend = Blend(tmp_path / "blend", 16, tokens, weights, random.Random(0))
     assert blend.longest(drawn, wanted) == longest
     read_again = {*blend.order(wanted)[drawn:]} & {*blend.order(drawn)}

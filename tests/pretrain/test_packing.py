@@ -1,4 +1,6 @@
-"""Best-fit packing: what fits is whole, nothing is lost, padding is nowhere felt; and it is the definition's, not nearly so."""
+"""Tests of best-fit packing: fitting documents stay complete, no token is lost, padding has no
+effect, and the result follows the definition.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ SIZES = (
 
 
 def corpus(folder: Path, seed: int = 0) -> list[list[int]]:
-    """Documents of 1, length + 1, length + 2, 2 * length + 1, ... tokens, in a data folder: the first one longer than a sequence."""
+    """Return documents with 1, length + 1, length + 2, 2 * length + 1, ... tokens in a data folder;
+    the first is longer than a sequence.
+    """
     dice = random.Random(seed)
     sizes = [40, *(dice.randint(*limits) for limits in SIZES)]
     documents = [[*(dice.randrange(1, 60) for _ in range(size - 1)), EOD] for size in sizes]
@@ -58,7 +62,7 @@ def packed(folder: Path, *more: str) -> list[str]:
 
 
 def sequences(lengths: list[int], length: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """(document, first token, end) of each sequence's pieces."""
+    """Return (document, first token, end) for the pieces of each sequence."""
     array = np.array(lengths, np.int32)
     packing = pack(array, length, seed)
     pieces = [(document, before * length) for document, before in packing.pieces.tolist()]
@@ -72,7 +76,9 @@ def sequences(lengths: list[int], length: int, seed: int) -> list[list[tuple[int
 
 
 def naive(sizes: list[int], room: int) -> list[list[int]]:
-    """The definition: one after another, the largest first, into the fullest that has room."""
+    """Pack by the definition: one after another, the largest first, into the fullest bin with
+    enough space.
+    """
     bins: list[list[int]] = []
     for size in sorted(sizes, reverse=True):
         fitting = [some for some in bins if sum(some) + size <= room]
@@ -84,7 +90,9 @@ def naive(sizes: list[int], room: int) -> list[list[int]]:
 
 
 def test_the_plan_counts_the_parts_that_sequences_hold() -> None:
-    """A sequence's last token, a label alone, is counted as read where no padding follows: one of 33 here."""
+    """The last token of a sequence, which is only a label, counts as read if no padding follows:
+    one of 33 in this test.
+    """
     dice = random.Random(1)
     lengths = [dice.randint(1, 90) for _ in range(400)]
     tokens = np.zeros(LENGTH + 1)
@@ -99,7 +107,9 @@ def test_the_plan_counts_the_parts_that_sequences_hold() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_best_fit_decreasing(seed: int) -> None:
-    """What every sequence has left, and the sizes that meet where nothing but equal rooms could be exchanged; few moves."""
+    """The remaining space of every sequence and the sizes that meet agree up to exchanges of equal
+    spaces; few moves.
+    """
     dice = random.Random(seed)
     room = dice.randint(1, 60)
     sizes = [dice.randint(1, dice.randint(1, room)) for _ in range(dice.randint(0, 300))]
@@ -122,7 +132,9 @@ def test_it_is_best_fit_decreasing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_fits_is_whole_and_every_token_is_there_once(seed: int) -> None:
-    """A cut's token is the label of one sequence and the first of another: pieces overlap there, and nowhere else."""
+    """The token at a split is the label of one sequence and the first of another: pieces overlap
+    only at splits.
+    """
     dice = random.Random(seed)
     length, most = dice.choice([(1, 5), (2, 9), (7, 15), (7, 40), (32, 300)])
     lengths = [dice.randint(0, dice.randint(0, most)) for _ in range(300)] + [
@@ -157,9 +169,12 @@ def test_what_fits_is_whole_and_every_token_is_there_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_padding_is_within_the_known_bound(seed: int) -> None:
-    """Pieces of sequences that were full: the best packing is known, and best-fit-decreasing needs 11/9 of it and 6/9 at most (Johnson).
+    """Pieces of full sequences: the optimal packing is known, and best-fit-decreasing needs at most
+    11/9 of it plus 6/9 (Johnson).
 
-    Documents as the web has them: below 0.1% where a document in twenty is longer than a sequence."""
+    With document lengths of the web, where one document in twenty is longer than a sequence: below
+    0.1%.
+    """
     dice, room, counts = random.Random(seed), 257, [0] * 258
     for _ in range(200):
         ends = sorted({0, room, *(dice.randrange(1, room) for _ in range(dice.randint(0, 5)))})
@@ -172,7 +187,7 @@ def test_the_padding_is_within_the_known_bound(seed: int) -> None:
 
 
 def test_every_pass_is_whole_and_of_its_own_order() -> None:
-    """And a longer run begins as the shorter one did, over as many passes."""
+    """A longer run begins like the shorter one, over as many passes."""
     order = passes(50, 101, 3)
     assert len(order) == 150 and len(passes(50, 100, 3)) == 100 and len(passes(50, 0, 3)) == 50
     first, second = order[:50].tolist(), order[50:100].tolist()
@@ -190,7 +205,9 @@ def groups() -> Iterator[None]:
 
 @pytest.mark.usefixtures("groups")
 def test_samples_are_their_pieces_and_padding_is_a_document_of_its_own(tmp_path: Path) -> None:
-    """Over two passes, token by token: what counts is what a document goes on with, and a whole document's first token behind an end."""
+    """Checked token by token over two passes: tokens that continue a document count in the loss,
+    and the first of a complete document after an end.
+    """
     documents = corpus(tmp_path / "data")
     made = sequences([len(document) for document in documents], LENGTH, 42)
     train = build(packed(tmp_path / "data"), tmp_path / "cache", len(made) + 1)
@@ -308,7 +325,9 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
 def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
     pretrain: Command, tmp_path: Path
 ) -> None:
-    """96 samples, of fewer a pass; what a longer stream would be refused for is no other order here."""
+    """96 samples, more than one pass; a length at which a stream would be refused does not change
+    the order.
+    """
     corpus(tmp_path / "data")
     words = [
         *packed(

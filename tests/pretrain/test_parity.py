@@ -1,8 +1,11 @@
-"""Every layout trains the same model: from one checkpoint, loss and gradients of each step equal one process's. Real gloo ranks.
+"""Every layout trains the same model: from one checkpoint, loss and gradients of each step equal
+those of one process. Real gloo ranks.
 
-Loss alone would not do: AdamW hides a gradient that is off by a factor; nor would the norm of all gradients, which hides a small one: each
-tensor's is compared. The starting checkpoint has optimizer state, of some steps. The quick cases have each layout once, and each property
-of a model where it can go wrong; the slow ones have more pairs of them, and each mixer alone at every layout.
+The loss alone is not sufficient, because AdamW hides a gradient that is wrong by a factor; nor is
+the norm of all gradients, which hides a small one. Therefore the gradient of each tensor is
+compared. The starting checkpoint has optimizer state of several steps. The quick cases contain each
+layout once, and each property of a model where it can fail; the slow ones contain more pairs, and
+each mixer at every layout.
 """
 
 from __future__ import annotations
@@ -227,12 +230,16 @@ Results = dict[str, Done]
 
 
 def steps_after(model: str) -> int:
-    """Of the two runs that are compared. In 8 bits two updates that differ by roundings move the third step's norm by 3e-3."""
+    """Return the number of compared steps. In 8 bits two updates that differ by rounding change the
+    third step's norm by 3e-3.
+    """
     return 2 if "fp8" in model else 3
 
 
 def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> Results:
-    """``MODEL`` -> in one process, its checkpoint in passing; ``MODEL, bf16``; ``MODEL, LAYOUT`` -> from that checkpoint on."""
+    """Train ``MODEL`` in one process with a checkpoint on the way, then ``MODEL, bf16`` and
+    ``MODEL, LAYOUT`` from that checkpoint.
+    """
     base = [
         f"data.train.0.prefix={data / 'train'}",
         f"data.valid.0.prefix={data / 'valid'}",
@@ -300,7 +307,7 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
-    """Of the cases that this session asks for."""
+    """Results of this session's cases."""
     asked = [
         item.callspec.params
         for item in request.session.items

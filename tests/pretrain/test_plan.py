@@ -1,4 +1,6 @@
-"""The plan's arithmetic against counts made another way, and its speed: no torch, no start."""
+"""Tests of the plan's arithmetic against independent counts, and of its speed: no torch, no
+processes.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
 
 
 def parts_of(document: int, phase: int, length: int) -> list[int]:
-    """Tokens of the document's parts where it begins at the ``phase``-th token of a sequence of ``length``."""
+    """Return the tokens in each part of a document that begins at token ``phase`` of a sequence of
+    ``length``.
+    """
     edges = [phase, *(edge for edge in range(length, phase + document, length)), phase + document]
     return [end - begin for begin, end in zip(edges, edges[1:], strict=False)]
 
@@ -203,7 +207,9 @@ def test_documents_parts_are_those_of_every_place_where_they_may_begin(
 
 
 def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
-    """Linear costs to rounding; what falls with the length, as what is done once a document does, within a millionth."""
+    """Linear costs agree up to rounding; costs that decrease with the length, such as costs once
+    per document, to a millionth.
+    """
     shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
     pieces, asked, length = Pieces(shares, 9000.0, 500, 500), list[int](), np.arange(1, 32769)
 
@@ -221,7 +227,7 @@ def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
 
 
 def by_documents(folder: Path, documents: list[list[int]], *words: str) -> Plan:
-    """The plan of the demo on documents of these lengths, which are read apart."""
+    """Return the plan of the demo on documents of these lengths, read separately."""
     write_folder(folder, documents=[[*document[:-1], 499] for document in documents])
     words = (
         f"data.train=[{{prefix: {folder / 'train'}}}]",
@@ -276,7 +282,9 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(
 def test_of_very_many_documents_a_part_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more than are read, runs all over the file stand for them, and the plan says so."""
+    """If documents exceed the limit, samples from all of the file represent them, and the plan
+    reports it.
+    """
     monkeypatch.setattr("pretrain.data.pieces._DOCUMENTS", 1 << 9)
     monkeypatch.setattr("pretrain.data.pieces._RUN", 1 << 3)
     lengths = np.random.default_rng(1).geometric(1 / 20, 2000)
@@ -474,7 +482,9 @@ def test_the_papers_recipes_fit_their_gpus() -> None:
     ],
 )
 def test_offloaded_activations_move_to_the_host(words: list[str]) -> None:
-    """To the byte, but for a layer's that are back in the backward pass; on a CPU, whose memory is the host's, nothing moves."""
+    """The bytes are exact, except for those of a layer in its backward pass; on a CPU, whose memory
+    is the host's, no byte moves.
+    """
     for cuda in (True, False):
         kept, sent = (
             make_plan(small(*words, *more), 2, cuda=cuda)
@@ -508,7 +518,9 @@ def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
 
 
 def test_the_page_tells_what_ranks_send() -> None:
-    """docs/long_context.md's table: KiB a token and layer, both ways, by the formula that real collectives are held to."""
+    """The table of docs/long_context.md: KiB per token and layer, both directions, by the formula
+    that other tests compare with real collectives.
+    """
     text = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -547,7 +559,7 @@ def test_the_page_tells_what_ranks_send() -> None:
 
 
 def test_what_does_not_fit_is_told_the_smallest_cut_that_does() -> None:
-    """131,072 tokens: an eighth fits an H100 and a quarter does not, by plans of their own."""
+    """131,072 tokens: by separate plans, an eighth fits an H100 and a quarter does not."""
     fields = [
         "data.seq_length=131072",
         "train.micro_batch_size=1",

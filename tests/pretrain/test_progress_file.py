@@ -1,4 +1,6 @@
-"""What a launcher reads and sends: progress.json, exit codes, signals at any moment, a run directory that a launcher uses too."""
+"""Tests of the interface to launchers: progress.json, exit codes, signals at any time, a run
+directory shared with a launcher.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def checkpoint(step: int) -> str:
 
 @contextmanager
 def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
-    """Everything that progress.json has been meanwhile: (state, step, checkpoint); who reads at any moment never meets half a file."""
+    """Yield all states of progress.json, (state, step, checkpoint), and check that a reader never
+    sees an incomplete file.
+    """
     seen, broken = list[tuple[str, int, str | None]](), list[str]()
     over, tell = threading.Event(), ProgressFile.tell
 
@@ -81,7 +85,9 @@ def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
 
 @pytest.fixture
 def ignored() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 ignored outside training, as a launcher starts ranks; what the tests send cannot hit pytest."""
+    """SIGTERM and SIGUSR1 are ignored outside training, as a launcher starts ranks, so that the
+    tests' signals cannot end pytest.
+    """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}
     yield
     for number, handler in before.items():
@@ -89,7 +95,7 @@ def ignored() -> Iterator[None]:
 
 
 def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
-    """Signals to this process as soon as ``holds``."""
+    """Send signals to this process as soon as ``holds`` is true."""
 
     def send() -> None:
         while not holds():
@@ -110,7 +116,9 @@ def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
     ],
 )
 def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
-    """Every word in its order; a complete run started again has nothing to do; a longer one goes on."""
+    """Every state occurs in order; a complete run that is started again has no work, and a longer
+    one continues.
+    """
     with watching(pretrain.run_dir) as seen:
         assert pretrain(how) == 0
     assert seen[0] == ("starting", 0, None)
@@ -153,7 +161,9 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
 
 
 def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
-    """What the run itself gives up on, what the configuration has wrong after the claim, and what nobody expected."""
+    """Cases: the run gives up, the configuration is invalid after the directory was claimed, and an
+    unexpected error.
+    """
     assert (
         pretrain(
             "optimizer.lr=1e18",
@@ -194,7 +204,9 @@ def test_a_message_is_one_line_without_secrets_and_other_ranks_write_nothing(
 
 
 def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> None:
-    """A symbolic link to itself: an OSError that no wrong path gives, here as rank 0 looks for the checkpoint, builds, and claims."""
+    """A symbolic link to itself gives an OSError that no wrong path gives: when rank 0 searches the
+    checkpoint, builds, and claims.
+    """
     assert pretrain("train.steps=4") == 0
     manifest, place = pretrain.run_dir / checkpoint(4) / MANIFEST, pretrain.run_dir / "place"
     content = manifest.read_text()
@@ -232,7 +244,9 @@ CANARIES = {
 def test_what_a_run_leaves_holds_no_value_of_a_secret(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All files of a run that failed for a path with a secret in it, except what tells the configuration as the user typed it."""
+    """All files of a run that failed for a path with a secret in it, except those that record the
+    configuration as typed.
+    """
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     load = pretrain.run_dir / CANARIES["HUB_API_KEY"]
@@ -253,7 +267,9 @@ def test_what_a_run_leaves_holds_no_value_of_a_secret(
 def test_signals_before_the_first_step_are_not_lost(
     pretrain: Command, ignored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sent as soon as training's handlers are there, again and again: no step, no checkpoint; nothing is lost for the next attempt."""
+    """Signals are sent repeatedly as soon as training's handlers exist: no step, no checkpoint, and
+    the next attempt loses no data.
+    """
     run = Trainer.run
 
     def later(trainer: Trainer) -> Outcome:
@@ -298,7 +314,9 @@ def test_a_signal_after_the_last_step_changes_nothing(pretrain: Command, ignored
 
 
 def test_started_by_a_launcher(pretrain: Command, tmp_path: Path) -> None:
-    """From launch/config.yaml in the run directory, as torchrun does it, SIGUSR1 pending since before the program began."""
+    """From launch/config.yaml in the run directory, as torchrun does it, with SIGUSR1 pending since
+    before the program started.
+    """
     run_dir = tmp_path / "run"
     (run_dir / "attempts" / "0001").mkdir(parents=True)
     (run_dir / "launch").mkdir()

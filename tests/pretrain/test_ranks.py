@@ -1,4 +1,6 @@
-"""Several ranks: rank 0's answer reaches all, the slowest is named, one that stops is seen; real ranks, and times made up."""
+"""Tests of several ranks: rank 0's result reaches all, the slowest is identified, a stopped one is
+noticed; with real ranks and simulated times.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ CASES = {
 def test_a_gpu_s_rank_connects_the_default_group_alone(
     monkeypatch: pytest.MonkeyPatch, tensor: int, context: int, given: str | None, found: str | None
 ) -> None:
-    """Without a device_id, which would connect each group of Megatron's, too; kernels in order where collectives overlap with products."""
+    """Without a device_id, which would also connect each group of Megatron's; kernels are in order
+    where collectives overlap with products.
+    """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv(name, given or "")  # monkeypatch takes away afterwards what the call sets
@@ -77,7 +81,7 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
 
 
 def ask_rank_0(folder: Path) -> None:
-    """Prints what every case ends in, a line each; on each of two ranks."""
+    """Print the outcome of every case, one line each, on each of two ranks."""
     platform.initialize_distributed()
     rank = torch.distributed.get_rank()
 
@@ -160,7 +164,9 @@ def job(
     busy_factor: float,
     matmul_factor: float,
 ) -> tuple[list[Place], ...]:
-    """Megatron's order of ranks (TP fastest, PP slowest); two ranks a node; stages of very different times; 2 % of noise."""
+    """Simulate Megatron's order of ranks (TP fastest, PP slowest) with two ranks per node, stages
+    of different times, and 2 % noise.
+    """
     places = [
         Place(f"node{(s * dp + r) * tp // 2}", r, s)
         for s in range(pp)
@@ -179,7 +185,9 @@ def job(
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), LAYOUTS)
 def test_the_slowest_is_named_at_every_layout(dp: int, tp: int, pp: int) -> None:
-    """A slow device by its rank; slow data by the replica, and no more is said; nobody by the stage it has."""
+    """A slow device is identified by its rank, slow data only by the replica, and a slow stage is
+    not reported.
+    """
     dice = random.Random(dp * 100 + tp * 10 + pp)
     for slow in dice.sample(range(dp * tp * pp), min(5, dp * tp * pp)):
         for busy_factor, matmul_factor in ((1.5, 1.5), (1.3, 1.0), (1.0, 1.0)):
@@ -236,7 +244,9 @@ QUIET = [
 def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """The same run twice: compared at every second step with rank 1's data slow, and never compared with rank 1 stopped for a while."""
+    """The same run twice: compared every second step with slow data on rank 1, and not compared
+    with rank 1 stopped for some time.
+    """
     compared, stopped = tmp_path / "compared", tmp_path / "stopped"
     slow = [DEMO, *settings, *QUIET, f"run_dir={compared}", "log.straggler_interval=2"]
     with started(2, slow, tmp_path / "slow", naps={1: NAP}) as ranks:

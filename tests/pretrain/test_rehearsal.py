@@ -1,4 +1,6 @@
-"""The rehearsal against real runs on gloo ranks: the same recorder sees both, on tensors without numbers and on real ones."""
+"""Tests of the rehearsal against real runs on gloo ranks: the same recorder observes both, on meta
+tensors and on real ones.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,7 @@ def told(rank: Rank) -> Told:
 
 
 def rehearsed(cases: Cases) -> dict[str, list[Told]]:
-    """Case -> of the first rank of each pipeline stage."""
+    """Return case -> records of the first rank of each pipeline stage."""
     platform.import_megatron()
     return {
         name: [told(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks]
@@ -204,7 +206,7 @@ def rehearsed(cases: Cases) -> dict[str, list[Told]]:
 
 
 def real(cases: Cases) -> dict[str, Told]:
-    """Case -> of this rank."""
+    """Return case -> records of this rank."""
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
@@ -240,8 +242,9 @@ def real(cases: Cases) -> dict[str, Told]:
     ],
 )
 def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: Cases) -> None:
-    """Collectives call by call; weights, gradients and optimizer to the byte; the peak but for a hidden state (of 75 such): gloo holds what
-    it sends until it is waited for."""
+    """Collectives are equal call by call; weights, gradients and optimizer to the byte; the peak up
+    to one hidden state (of 75), because gloo keeps sent data until it is waited for.
+    """
     on_paper = answer(1, rehearsed, cases, output=tmp_path / "paper", patience=600)
     for world in {world for world, _ in cases.values()}:
         here = {name: case for name, case in cases.items() if case[0] == world}
@@ -270,9 +273,10 @@ def on_a_gpu(
     tuple[int, int],
     dict[str, Any],
 ]:
-    """Layout of these -> each rank's host reads, and (forward, backward) FLOPs of its first; those of 8-bit floats; a plan; what it prints.
+    """Return, for layouts on a simulated GPU: host reads per rank, (forward, backward) FLOPs, those
+    in 8 bits, a plan, and printed text.
 
-    Before the last ZeRO-1's gradients, as planned and as held.
+    Also the gradients of the last ZeRO-1, planned and rehearsed.
     """
     platform.import_megatron()
     found = {
@@ -368,7 +372,9 @@ def sized(size: str, *more: str, world: int = 1) -> RunConfig:
 def planned_and_kept(
     world: int, more: list[str], sizes: list[str]
 ) -> dict[str, tuple[float, float]]:
-    """Size and mixer -> bytes a token that its layer keeps, of two models that have a layer of each; and the whole models' peaks."""
+    """Return size and mixer -> bytes per token that its layer saves, from two models with a layer
+    of each; and the peaks of the full models.
+    """
     platform.import_megatron()
     found = {}
     for size, names in itertools.product(sizes, (PLANNED, [MOVING])):
@@ -433,7 +439,7 @@ def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
 
 
 def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
-    """Size, way and stage -> a rank's planned and rehearsed peak."""
+    """Return size, layout and stage -> planned and rehearsed peak of a rank."""
     platform.import_megatron()
     found = {}
     for size, (way, (world, more)) in itertools.product(LIKE, WAYS.items()):

@@ -1,4 +1,4 @@
-"""A resume runs what its configuration says, or refuses: every key, on both engines."""
+"""A resume uses the current configuration, or refuses it: every key, with both engines."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ MUP = [
 
 
 def leaves() -> list[str]:
-    """Every key of a run that is no section and no list of sections."""
+    """Return every key of a run that is neither a section nor a list of sections."""
     keys = [key for key, _, _ in walk(RunConfig)]
     return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
 
 
 def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
-    """The optimizer's groups; Megatron's plain optimizer in fp32 stores them a level higher."""
+    """Return the optimizer's groups; Megatron's plain optimizer in fp32 stores them one level
+    higher.
+    """
     optimizer = read_common(checkpoint)["optimizer"]
     groups: list[dict[str, Any]] = optimizer.get("optimizer", optimizer)["param_groups"]
     return groups
@@ -86,7 +88,9 @@ def test_every_key_of_the_optimizer_is_changed_here() -> None:
 def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(
     pretrain: Command, tmp_path: Path, engine: str
 ) -> None:
-    """Read back from the groups in the next checkpoint, whose rates are the schedule's: those of a run that had the values all along."""
+    """The groups in the next checkpoint have the new values and the schedule's rates: those of a
+    run that had the values from the start.
+    """
     common = [*ENGINES[engine], *MUP]
     new = [f"optimizer.{key}={value}" for key, value in CHANGED.items()]
     assert pretrain(*common, "train.steps=4") == 0
@@ -118,7 +122,9 @@ def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(
 
 @pytest.mark.slow
 def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: Path) -> None:
-    """One checkpoint, every key of the optimizer changed: the same losses and norms from both, others than without the change."""
+    """From one checkpoint with every optimizer key changed, both engines give equal losses and
+    norms, different from those without the change.
+    """
     assert pretrain("train.steps=4") == 0
     curves = {}
     for engine, change in (("megatron", True), ("deepspeed", True), ("megatron", False)):
@@ -164,7 +170,7 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
 
 
 def test_changes_are_told_and_recorded(pretrain: Command) -> None:
-    """What changes no number of the training is in the record alone; where nothing has changed nothing is said."""
+    """Changes without effect on training are only recorded; without changes no message is printed."""
     assert pretrain("train.steps=4") == 0
     assert pretrain("train.steps=4") == 0 and "changed since" not in pretrain.out
     assert pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3") == 0
@@ -195,7 +201,7 @@ REFUSED = {
 
 
 def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
-    """Each by itself and all together; nothing of the run directory is rewritten by an attempt that was refused."""
+    """Each key separately and all together; a refused attempt changes no file of the run directory."""
     assert {key.split("=")[0].replace(".0.", ".").removesuffix(".kind") for key in REFUSED} == {
         key if RULES[key] != RULES["model"] else "model.hidden_size"
         for key in RULES
@@ -220,7 +226,7 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
 
 
 def test_a_field_added_since_counts_as_its_default() -> None:
-    """In a section that is new and in one that was there; set to something else it is another model."""
+    """In a new section and in an existing one; with another value it is another model."""
     place = Path("runs/old/checkpoints/step_00000001")
     here = RunConfig(model=ModelConfig(vocab_size=100, hidden_size=96))
     written = json.loads(json.dumps(plain(here)))
@@ -288,7 +294,7 @@ def test_weights_alone_ask_for_the_same_model_and_nothing_more(
 
 
 def test_random_numbers_go_on(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer draws in a step, as dropout would, is what it would have drawn in a run that nobody stopped."""
+    """Random numbers of a layer, as for dropout, continue as in an uninterrupted run."""
     drawn, step = list[float](), Trainer._step
 
     def drawing(trainer: Trainer, stream: Any) -> Any:
@@ -305,7 +311,9 @@ def test_random_numbers_go_on(pretrain: Command, monkeypatch: pytest.MonkeyPatch
 
 
 class CudaStates:
-    """Random states of the sizes that a CUDA rank has, in a process without a GPU; torch's own, of the CPU, is real."""
+    """Random states with the sizes of a CUDA rank in a process without a GPU; torch's CPU state is
+    real.
+    """
 
     of_device = {"cuda": torch.arange(16, dtype=torch.uint8)}
     tracker = {
@@ -336,9 +344,10 @@ class CudaStates:
 def test_a_checkpoint_of_another_kind_of_device_resumes(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
-    """Everything goes on but the random states, which are then those of a run's start; of the same kind they go on, too.
+    """Everything continues except the random states, which are those of a new run; on the same kind
+    of device they continue too.
 
-    An older manifest does not name the kind of device.
+    An older manifest does not contain the kind of device.
     """
     drawn, step = list[float](), Trainer._step
 
@@ -347,7 +356,7 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
         return step(trainer, stream)
 
     def train(kind: str) -> bool:
-        """Whether states of CUDA were restored."""
+        """Return True if states of CUDA were restored."""
         drawn.clear()
         with monkeypatch.context() as patch:
             states = CudaStates(patch) if kind == "cuda" else None

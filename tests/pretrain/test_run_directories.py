@@ -1,4 +1,4 @@
-"""Run directories that were moved, and records in them that are odd: what a start does with them."""
+"""Tests of starts in moved run directories and with unusual records in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pretrain.conftest import DEMO, SMALL, Command
 
 @pytest.fixture(scope="module")
 def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run of two steps."""
+    """Run directory of a run with two steps."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     data = [
         f"data.train.0.prefix={tiny_data / 'train'}",
@@ -45,14 +45,14 @@ def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moved(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it in another place, where it was moved to."""
+    """A copy of it in another folder, as after a move."""
     return Path(shutil.copytree(trained, tmp_path / "moved"))
 
 
 def test_a_moved_run_continues_where_it_is(
     pretrain: Command, moved: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config.yaml by itself is refused, however it is started; the folder is a run."""
+    """Its config.yaml is refused for every kind of start; the folder is accepted as a run."""
     before = sorted(trained.rglob("*"))
     for words in (
         [],
@@ -109,7 +109,7 @@ ODD: tuple[Any, ...] = (
 
 
 def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A record of JSON with one key deleted, added, or of another value, key by key."""
+    """Yield a JSON record with one key deleted, added, or changed, for every key."""
 
     def places(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if isinstance(value, dict) and len(above) < deep:
@@ -142,7 +142,7 @@ def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[s
 
 
 def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
-    """No other outcome, whatever is in the place of any key; what is taken can be used."""
+    """No other outcome for any value of any key; an accepted manifest can be used."""
     path, config = trained / "checkpoints/step_00000002", load_run(trained / "config.yaml")
     good = json.loads((path / MANIFEST).read_text())
     wrong = dict[str, str | None]()
@@ -197,7 +197,7 @@ def test_a_manifest_that_is_none_is_damage(moved: Path, text: str) -> None:
 def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(
     pretrain: Command, moved: Path
 ) -> None:
-    """The checkpoint of a newer version stays where it is, and nothing is trained in its place."""
+    """The checkpoint of a newer version stays, and no training replaces it."""
     step = moved / "checkpoints/step_00000002"
     good = json.loads((step / MANIFEST).read_text())
     newer = good | {"progress": good["progress"] | {"history": []}}

@@ -1,4 +1,6 @@
-"""Lengths and learning rates where the batch size changes: on resumes, at forks, in random histories."""
+"""Tests of lengths and learning rates after changes of the batch size: on resumes, at forks, in
+random histories.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, list[float]]] = {
 def ten_steps(
     tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, Path], None]:
-    """Copies a run that has done ten steps of four samples, of an engine, to a folder."""
+    """Copies of a run of an engine with ten steps of four samples."""
     made = dict[str, Path]()
 
     def copied(engine: str, run_dir: Path) -> None:
@@ -143,7 +145,9 @@ def test_a_resume_with_another_batch_size(
 def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
     pretrain: Command, ten_steps: Callable[[str, Path], None], tmp_path: Path
 ) -> None:
-    """By consumed samples the cosine is that of a run never changed; the checkpoint at step 10 is from before changes were recorded."""
+    """Over consumed samples the cosine equals that of an unchanged run; the checkpoint of step 10
+    predates the record of changes.
+    """
     ten_steps("megatron", pretrain.run_dir)
     manifest = step_of(pretrain.run_dir, 10) / MANIFEST
     old = json.loads(manifest.read_text())
@@ -201,7 +205,9 @@ def test_a_fork_with_another_batch_size(
     ten_steps: Callable[[str, Path], None],
     tmp_path: Path,
 ) -> None:
-    """Its steps before are its parent's, also after a kill of a fork that is older than the record of changes."""
+    """Its earlier steps are its parent's, also after a kill of a fork that predates the record of
+    changes.
+    """
     ten_steps("megatron", pretrain.run_dir)
     new = tmp_path / "new"
     for gone in [(), range(13, 21)][: 2 if "optimizer.warmup_steps=8" in more else 1]:
@@ -222,7 +228,9 @@ def test_a_fork_with_another_batch_size(
 def test_training_goes_back_from_a_spike_up_to_the_change(
     pretrain: Command, ten_steps: Callable[[str, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At step 11 the checkpoint that far back is from before the change: the step is skipped. At step 12 it is that of the change."""
+    """At step 11 the checkpoint is from before the change, so the step is skipped. At step 12 it is
+    that of the change.
+    """
     spikes = iter(["loss", "loss"])
     monkeypatch.setattr(Spikes, "found", lambda *given: next(spikes, None))
     ten_steps("megatron", pretrain.run_dir)
@@ -269,7 +277,9 @@ def config_of(train: dict[str, Any], optimizer: dict[str, Any]) -> RunConfig:
 
 @some.composite
 def histories(draw: some.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]]:
-    """Settings of train and optimizer, and (steps, batch size) in turn; warm-up and decay fit into the run at every batch size."""
+    """Draw settings of train and optimizer, and a list of (steps, batch size); warm-up and decay
+    fit the run at every batch size.
+    """
     in_steps = draw(some.booleans())
     train = (
         {"steps": draw(some.integers(30, 60))}
@@ -295,9 +305,11 @@ def histories(draw: some.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[t
 def test_the_rate_through_random_changes_of_the_batch_size(
     history: tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]]],
 ) -> None:
-    """At a change it is, after the same samples, what it was; it rises in warm-up alone; it ends at min_lr, at the last step.
+    """The rate is continuous at a change for equal samples, increases only in the warm-up, and is
+    min_lr at the last step.
 
-    In a run of steps, whose warm-up and decay are steps too, it is that of the batch size of the beginning, step by step.
+    In a run in steps, with warm-up and decay in steps, it equals that of the initial batch size
+    step by step.
     """
     train, optimizer, batches = history
     curve, changes, step, consumed = list[float](), list[tuple[int, int]](), 0, 0

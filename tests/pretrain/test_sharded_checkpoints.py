@@ -1,4 +1,6 @@
-"""Checkpoints of split optimizers: each rank writes and reads what it holds, and any layout of any engine reads any other's bits."""
+"""Checkpoints of split optimizers: each rank writes and reads its part, and any layout and engine
+reads the others' bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_boxes_are_the_range() -> None:
-    """In order, without a gap, each contiguous and within the limit; without one at most 2n - 1 of n dimensions."""
+    """Boxes are in order, without gaps, contiguous and within the limit; without a limit at most 2n
+    - 1 for n dimensions.
+    """
     dice = random.Random(0)
     for _ in range(300):
         shape = tuple(dice.randint(1, 6) for _ in range(dice.randint(0, 4)))
@@ -85,7 +89,7 @@ FEW = ["TP2 + SP", "PP2", "ZeRO-3", "CP2, ZeRO-2", "DP2 again"]
 
 
 def everything(step: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, as torch's own reader gives them; without random states."""
+    """Return all full tensors of a checkpoint as read by torch, without random states."""
     reader = FileSystemReader(step)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     state = {
@@ -103,7 +107,9 @@ def everything(step: Path) -> dict[str, torch.Tensor]:
 def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_read(
     tiny_data: Path, tmp_path: Path, layouts: list[str]
 ) -> None:
-    """From one that holds whole tensors, as they once were written at DP2, through every layout: weights and state stay what they were."""
+    """From an old checkpoint with full tensors, written at DP2, through every layout: weights and
+    state never change.
+    """
     with tarfile.open(ROOT / "tests/fixtures/older_checkpoint.tar.xz") as older:
         older.extractall(tmp_path / "older", filter="data")
     jobs, last = [], str(tmp_path / "older/step_00000002")
@@ -133,7 +139,7 @@ def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_re
 
 
 def _peak_beside(work: Callable[[], object]) -> int:
-    """Bytes of memory that this process held at most while it did the work, beyond what it held before."""
+    """Return the additional peak memory of this process during the work, in bytes."""
 
     def kilobytes(name: str) -> int:
         status = Path("/proc/self/status").read_text().splitlines()
@@ -146,13 +152,15 @@ def _peak_beside(work: Callable[[], object]) -> int:
 
 
 def _bytes_moved(way: str) -> int:
-    """Bytes that this process, and those of its own that have ended, read ("rchar") or wrote ("wchar")."""
+    """Return the bytes that this process and its ended children read ("rchar") or wrote ("wchar")."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters[way])
 
 
 def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, float]:
-    """A run's asynchronous save, and a load from ``source``, with what they took; figures of memory are the worst rank's."""
+    """Measure a run's asynchronous save and a load from ``source``; figures of memory are those of
+    the worst rank.
+    """
     from pretrain.checkpoint.folder import TENSORS, Progress, find
     from pretrain.checkpoint.store import Checkpoints
     from pretrain.ranks import sum_over_ranks
@@ -217,7 +225,9 @@ SIZES = {512: (15e6, 17e6), 1024: (60e6, 70e6)}  # hidden size -> limits of the 
 def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_each_byte_once(
     tiny_data: Path, tmp_path: Path, ranks: int, writers: int, hidden: int
 ) -> None:
-    """16 or 64 million parameters, 16 bytes each in fp32: weights and state. While it is written each rank has its part of them twice."""
+    """16 or 64 million parameters, 16 bytes each in fp32: weights and state. During the save each
+    rank has its part twice.
+    """
     overrides = [
         f"run_dir={tmp_path}",
         *(

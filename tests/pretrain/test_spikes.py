@@ -1,4 +1,6 @@
-"""The spike guard: what it calls a spike, and that a run with it resumes to the bit; at the end on several ranks, by both engines."""
+"""Tests of the spike guard: its definition of a spike, and bit-for-bit resumes with it, also on
+several ranks with both engines.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ GUARD = Spikes(deviations=6.0, window=100)
 
 
 def series(steps: int, seed: int) -> list[tuple[float, float]]:
-    """Losses that fall as a run's do, 8 to 3 nats, and norms that fall from a start ten times as large; both scatter from step to step."""
+    """Return losses that decrease like a run's from 8 to 3 nats, and norms that decrease from a
+    start ten times as large; both with scatter.
+    """
     dice = random.Random(seed)
     losses = [3 + 5 / (1 + step / 20) + dice.gauss(0, 0.08) for step in range(steps)]
     return [
@@ -57,7 +61,9 @@ def alarms(steps: list[tuple[float, float]], guard: Spikes = GUARD) -> dict[int,
 
 
 def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
-    """Ten runs of 2000 steps without an alarm: 6 deviations of a Gaussian are 1e-9 a step. Then with one of each."""
+    """Ten runs of 2000 steps without an alarm: 6 deviations of a Gaussian have probability 1e-9 per
+    step. Then with one of each.
+    """
     for seed in range(10):
         steps = series(2000, seed)
         assert not alarms(steps)
@@ -77,7 +83,9 @@ def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
 
 
 def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
-    """With a guard that takes any rise for a spike. Skipped steps are told with their samples; what is unlike is not the finite loss."""
+    """The guard treats any increase as a spike. Skipped steps are reported with their samples; the
+    finite loss is unaffected.
+    """
     guard = (
         "train.on_spike=skip",
         "train.spike_window=2",
@@ -142,7 +150,9 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
 def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     kept: int, of: str, pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spike at the seventh of twelve steps; killed after the checkpoint that follows it, before that one, and before the spike."""
+    """A spike at the seventh of twelve steps; kills after the next checkpoint, before it, and
+    before the spike.
+    """
     bad, begun, most = set[float](), list[int](), [99.0]
     monkeypatch.setattr(
         Spikes,
@@ -204,7 +214,9 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A blend's order has no samples to spare and is drawn further; one that ends with its only source's tokens begins again."""
+    """A blend's order has no spare samples and is extended; one that ends with the tokens of its
+    only source starts again.
+    """
     heard, read = list[float](), list[tuple[int, ...]]()
 
     def found(ours: Spikes, recent: Recent, loss: float, norm: float) -> str | None:
@@ -274,7 +286,7 @@ STATE = (100.0, 3.0, 0.1, 0.5, 0.2)
 
 @pytest.fixture
 def ids(tmp_path: Path) -> dict[str, str]:
-    """Name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents of one token."""
+    """Return name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents with one token."""
     dice, found = random.Random(0), {}
     for name, most in (("low", 8), ("high", 400), ("ends", 0)):
         documents = [
@@ -345,7 +357,9 @@ def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(
 def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
     engine: str, pretrain: Command, ids: dict[str, str]
 ) -> None:
-    """The loss goes up by 9 nats; the norm of a batch of 1 scatters more than that of 8. Within "again" the guard stays awake."""
+    """The loss increases by 9 nats; the norm of a batch of 1 scatters more than that of 8. Within
+    "again" the guard stays active.
+    """
     stages = "{name: low, steps: 60}, {name: again, steps: 4, lr: 1e-2, schedule: constant}, "
     stages += f"{{name: high, steps: 12, data: {ids['high']}}}, "
     stages += "{name: one, steps: 12, global_batch_size: 1, micro_batch_size: 1}"
@@ -390,7 +404,7 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
 def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measured(
     engine: str, every: bool, pretrain: Command, ids: dict[str, str], tmp_path: Path
 ) -> None:
-    """After six steps and two more: how many the guard has learned from."""
+    """After six steps and two more: the number of steps that the guard has learned from."""
     base = [
         *TINY,
         f"data.train={ids['low']}",
@@ -455,7 +469,9 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two steps that the guard learns from, in an order of samples that begins at step 3, then spikes alone."""
+    """Two steps that the guard learns from, in an order of samples that begins at step 3, then only
+    spikes.
+    """
     monkeypatch.setattr(
         Spikes, "found", lambda ours, recent, loss, norm: "loss" if recent[:1] > (1.0,) else None
     )
@@ -514,7 +530,7 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
 def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(
     engine: str, pretrain: Command, ids: dict[str, str]
 ) -> None:
-    """Documents that are their end alone. Validation has no token that counts either."""
+    """Documents that consist only of their end. Validation has no token to score either."""
     blends = [f"data.train={ids['ends']}", f"data.valid={ids['ends'].replace('/train', '/valid')}"]
     assert (
         pretrain(
@@ -558,9 +574,10 @@ Asked = list[tuple[float, float]]
 
 
 def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
-    """``python -m pretrain`` on this rank: its exit code, and the (loss, norm) that its guard was asked about.
+    """Run ``python -m pretrain`` on this rank; return its exit code, and the (loss, norm) pairs
+    that its guard judged.
 
-    bad: the loss, to the last bit, that is a spike. lost: of the run's steps, those whose samples the data gives to nobody.
+    bad: the exact loss that is a spike. lost: the steps whose samples the data does not deliver.
     """
     from pretrain.__main__ import main
 
@@ -588,7 +605,9 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
     layout: str, settings: list[str], tmp_path: Path
 ) -> None:
-    """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
+    """Each rank decides by its own copy of the loss. The data of the straight run lacks the samples
+    of the three steps.
+    """
     base = [
         *settings,
         "train.eval_interval=0",

@@ -1,4 +1,6 @@
-"""Runs of stages: what each reads, where it begins, that a kill changes nothing. Real trainings of a second, real indices."""
+"""Tests of runs with stages: what each reads, where it starts, and kills without effect. Real
+trainings of a second, real indices.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ STAGED = (
 
 
 def test_no_document_comes_again_before_all_have_come() -> None:
-    """By counting: what stages take of 50 documents, through two passes over them and a half."""
+    """Counts the documents that stages take from 50, through two and a half passes."""
     lengths = np.random.RandomState(0).randint(0, 40, 50)
     whole = int(lengths.sum())
     needs = [whole // 3, whole // 5, 0, whole, whole]
@@ -97,7 +99,9 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
 def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
     pretrain: Command, tmp_path: Path, first_gone: tuple[int, ...]
 ) -> None:
-    """Killed within each stage and at each boundary: what is newer than a step is gone, and the same command is given again."""
+    """Kills within each stage and at each boundary: files newer than a step are removed, and the
+    same command runs again.
+    """
     assert (
         pretrain(*STAGED, "--index") == 0 and pretrain.out.count(" samples of training and ") == 3
     )
@@ -131,7 +135,9 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
 def test_ranks_share_out_the_documents_that_each_stage_reads(
     pretrain: Command, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At DP 1, 2 and 4: every sample of a stage once, of the (source, document) pairs that the plan sets apart for it."""
+    """At DP 1, 2 and 4 every sample of a stage is read once, from the (source, document) pairs that
+    the plan assigns to it.
+    """
     built = list[datasets.Datasets]()
 
     def noted(*given: Any, **settings: Any) -> datasets.Datasets:
@@ -186,7 +192,7 @@ def test_ranks_share_out_the_documents_that_each_stage_reads(
 def test_stages_are_those_of_one_process_where_ranks_share_each_sequence(
     pretrain: Command, settings: list[str], tmp_path: Path, more: list[str]
 ) -> None:
-    """Each stage cuts sequences of its own length, the last one's documents apart."""
+    """Each stage splits sequences of its own length, with separate documents in the last one."""
     cut = tmp_path / "cut"
     finished(
         2,
@@ -206,7 +212,9 @@ def test_stages_are_those_of_one_process_where_ranks_share_each_sequence(
 def test_twenty_kills_over_three_stages_with_muon_change_no_bit(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """SIGKILL to both ranks at random steps and at both boundaries, with a guard whose moments go over them too."""
+    """SIGKILL to both ranks at random steps and at both boundaries, with a guard whose moments pass
+    the boundaries too.
+    """
     seed = random.randrange(10**6)
     dice = random.Random(seed)
     stages = (

@@ -1,4 +1,6 @@
-"""Tokens from a store: the samples of a local folder, through a real S3 server and a proxy that fails as networks and stores do."""
+"""Tests of tokens from a store: the samples equal those of a local folder, with a real S3 server
+and a proxy that simulates failures.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def sources(place: object, *splits: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder of 12 MB of short documents: three times what its manifest's sample is of."""
+    """A data folder with 12 MB of short documents: three times the sample in its manifest."""
     dice = random.Random(1)
     folder = write_folder(
         tmp_path_factory.mktemp("large"),
@@ -58,7 +60,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(
     large: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[float, float]]:
-    """The losses of a run on it from the folder."""
+    """Losses of a run on the local folder."""
     folder = tmp_path_factory.mktemp("local")
     with forked(
         1,
@@ -73,7 +75,7 @@ def expected(
 
 
 class Heard:
-    """The ranges of .bin files that the store is asked for, in their order."""
+    """Record of the requested ranges of .bin files, in order."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.ranges = store, list[tuple[int, int]]()
@@ -89,7 +91,7 @@ class Heard:
 
 @pytest.fixture
 def here(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The store, with its variables in this process, which brings the small files itself."""
+    """The store with its variables in this process, which downloads the small files itself."""
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
     bring_here(monkeypatch)
@@ -97,7 +99,9 @@ def here(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def trained(environ: dict[str, str], patience: float, arguments: list[str]) -> None:
-    """``python -m pretrain`` on this rank, which gives up on a store after so many seconds."""
+    """Run ``python -m pretrain`` on this rank, which gives up on a store after ``patience``
+    seconds.
+    """
     from pretrain.data import store_reader
 
     os.environ.update(environ)
@@ -108,7 +112,7 @@ def trained(environ: dict[str, str], patience: float, arguments: list[str]) -> N
 def train(
     store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience: float = 600.0
 ) -> tuple[list[int | None], str]:
-    """(exit codes, what they said) of a run."""
+    """Run a training and return (exit codes, output)."""
     arguments = [DEMO, f"run_dir={run_dir}", *SMALL, *settings]
     with forked(
         ranks, trained, store.environ, patience, arguments, output=run_dir.with_suffix(".said")
@@ -126,9 +130,12 @@ def train(
 def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
     tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second source is a folder both times; nothing but the prefix differs. Packed best-fit; the other tests stream.
+    """The second source is a folder in both runs; only the prefix differs. Packed best-fit; the
+    other tests use streams.
 
-    What `tools.tokens` says of a step differs by prefixes and ids, which lie in the store."""
+    The output of `tools.tokens` for a step differs only by prefixes and by ids, which are in the
+    store.
+    """
     url = store.upload(tiny_data)
     for place, run_dir in ((tiny_data, tmp_path / "local"), (url, tmp_path / "stored")):
         blend = [
@@ -169,7 +176,9 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
 
 
 def damaged(prefix: Path) -> None:
-    """A flipped byte in every block, and a table whose second half is nothing, which ends within a hash and has some hashes of others."""
+    """Flip a byte in every block, and damage the table: its second half is missing, it ends within
+    a hash, and some hashes belong to others.
+    """
     content, table = (
         bytearray(prefix.with_suffix(".bin").read_bytes()),
         prefix.with_suffix(".bin.blocks"),
@@ -211,7 +220,9 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
 def test_what_is_kept_stays_within_its_bound(
     large: Path, tmp_path: Path, here: Store, gigabytes: float
 ) -> None:
-    """Every byte read twice; the cache is asked the second time, as far as it may hold, and a third time with damage in it."""
+    """Every byte is read twice. The second time the cache is used up to its limit; a third time
+    with damage in it.
+    """
     url, content = here.upload(large), (large / "train.bin").read_bytes()
     words = [
         *sources(url, "train"),
@@ -253,7 +264,7 @@ def test_what_is_kept_stays_within_its_bound(
 
 
 class Dying(Heard):
-    """The store answers so many requests for ranges of a block; and again once ``noticed`` says so."""
+    """A store that responds to a number of range requests, and again when ``noticed`` is true."""
 
     def __init__(self, store: Store, answers: int, noticed: Callable[[], bool]) -> None:
         super().__init__(store)
@@ -301,7 +312,9 @@ def test_a_run_goes_on_where_its_store_died(
 def test_samples_are_asked_for_before_they_are_needed(
     large: Path, tmp_path: Path, here: Store
 ) -> None:
-    """Sixteen micro-batches are there before the first is used up: a store that is away then is not missed."""
+    """Sixteen micro-batches are loaded before the first is used, so a store that fails at that
+    point has no effect.
+    """
     from pretrain.data.datasets import batches, build_datasets
 
     def stream(place: object, reader: StoreReader | None = None) -> tuple[Any, StoreReader]:
@@ -454,7 +467,9 @@ def forbidden(client: socket.socket, data: bytes) -> None:
 def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
     tmp_path: Path, here: Store
 ) -> None:
-    """And what was kept of the old one is not taken for it, not even zeros, which a hole is too."""
+    """Cached blocks of the old file are not used for it, not even zeros, which are also the content
+    of a hole.
+    """
     read = []
     for filling in (0, 8):
         folder = tmp_path / str(filling)

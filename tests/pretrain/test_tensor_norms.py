@@ -1,4 +1,6 @@
-"""Norms of every tensor: those of the checkpoints before and after a step, in float64; at every layout and engine those of one process."""
+"""Norms of every tensor equal those of the checkpoints before and after a step in float64, and at
+every layout and engine those of one process.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ QUICK_NOTICED = ("TP2 + SP", "stage 3")
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Done], Path]:
-    """Of the cases that this session asks for."""
+    """Results of this session's cases."""
     folder = tmp_path_factory.mktemp("norms")
     model = [
         "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
@@ -99,7 +101,7 @@ def results(
 
 
 def named(done: Done) -> dict[str, dict[str, float]]:
-    """Kind -> name -> norm, of the last step."""
+    """Return kind -> name -> norm for the last step."""
     kinds: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for key, value in done.norms[-1].items():
         assert key.startswith(PREFIX)
@@ -113,7 +115,9 @@ def named(done: Done) -> dict[str, dict[str, float]]:
 def test_they_are_the_checkpoints_in_float64(
     results: tuple[dict[str, Done], Path], optimizer: str
 ) -> None:
-    """1e-5: fp32 sums of a tensor's squares. A gradient is what the momentum took in, the difference of two rounded ones: 1e-4."""
+    """Tolerance 1e-5: fp32 sums of squares of a tensor. The gradient is derived from the momentum
+    as a difference of two rounded values: 1e-4.
+    """
     done, folder = results
     before, after = (
         {
@@ -165,7 +169,9 @@ def test_they_are_the_checkpoints_in_float64(
 def test_every_layout_and_engine_tells_what_one_process_does(
     results: tuple[dict[str, Done], Path], name: str
 ) -> None:
-    """1e-4 of fp32: sums in another order, which Adam's first updates, near signs, show in gradients near zero. bf16 is its own model."""
+    """Tolerance 1e-4 in fp32: other orders of summation, which Adam's first updates (near signs)
+    show for gradients near zero. bf16 is a separate model.
+    """
     done, _ = results
     found = named(done[name])
     # Each element once: the squares of all gradients are those of the step's norm. Of bf16 gradients DeepSpeed sums other roundings.
@@ -187,7 +193,7 @@ def test_every_layout_and_engine_tells_what_one_process_does(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick_or_slow(NOTICED, QUICK_NOTICED))
 def test_training_does_not_notice(results: tuple[dict[str, Done], Path], name: str) -> None:
-    """Losses and gradient norms of all steps, to the last bit."""
+    """Losses and gradient norms of all steps are equal bit for bit with and without norms."""
     done, _ = results
     unseen = done[f"{name}, unseen"]
     assert unseen.steps == done[name].steps and not any(unseen.norms)

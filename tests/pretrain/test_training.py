@@ -1,4 +1,4 @@
-"""What a run tells and leaves behind, and what it does when numbers go wrong."""
+"""Tests of the output of a run, and of its behaviour for non-finite numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
 
 
 def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
-    """By the documents' lengths, which the plan has too, and dense; a run of joined documents tells one."""
+    """Rates by the lengths of documents, as in the plan, and dense; a run with joined documents
+    reports one.
+    """
     apart = [
         "train.steps=2",
         "optimizer.warmup_steps=1",
@@ -102,7 +104,9 @@ def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
 
 
 def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
-    """With a learning rate of almost nothing, validations at different steps agree to fp32 rounding of the loss."""
+    """With a negligible learning rate, validations at different steps agree to fp32 rounding of the
+    loss.
+    """
     assert pretrain("optimizer.lr=1e-12", "optimizer.min_lr=0", "checkpoint.interval=0") == 0
     first, second = (
         record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record
@@ -114,7 +118,9 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
 def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
     pretrain: Command, tmp_path: Path
 ) -> None:
-    """In validation data in this process, and in training data where both ranks hold half of the embedding."""
+    """In validation data in this process, and in training data while each of two ranks has half of
+    the embedding.
+    """
     write_pair(tmp_path / "good", [[7] * 400, [8] * 400])
     write_pair(tmp_path / "bad", [[7] * 40, [60_000] * 800])
     words = [
@@ -142,7 +148,9 @@ def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
 def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two micro-batches a step, of a run and of its resume. That what was read and not used is not counted: test_checkpoints.py."""
+    """Two micro-batches per step, for a run and its resume. test_checkpoints.py tests that unused
+    batches are not counted.
+    """
     read, counts, step = list[int](), list[int](), Trainer._step
 
     def noted(*given: Any) -> Iterator[Batch]:
@@ -175,7 +183,9 @@ def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the
     ids=["Megatron", "ZeRO-3"],
 )
 def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str]) -> None:
-    """Every process group of gloo's has threads that wake 100 times a second; a run makes some fifty of them."""
+    """Every gloo process group has threads that wake 100 times per second; a run creates about
+    fifty of them.
+    """
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
     assert pretrain("train.steps=4", "train.eval_interval=0", *layout) == 0, pretrain.err
@@ -193,7 +203,9 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str
 def test_a_step_that_is_not_finite_changes_nothing(
     settings: list[str], chunk: int, fp8: list[str]
 ) -> None:
-    """One poisoned micro-batch, no token that counts, or a step that is unwanted: weights and optimizer state keep every bit."""
+    """With a poisoned micro-batch, no token to learn from, or a rejected step, weights and
+    optimizer state keep every bit.
+    """
     with engine_of([*settings, f"train.loss_chunk={chunk}", *fp8]) as engine:
 
         def state() -> list[torch.Tensor]:
@@ -234,7 +246,9 @@ def test_a_step_that_is_not_finite_changes_nothing(
 def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
     pretrain: Command, tmp_path: Path, fp8: str
 ) -> None:
-    """Two attempts are one to the bit: no scale is kept, or all history; a checkpoint has the same weights as without, in their types."""
+    """Two attempts equal one bit for bit: no scale or the full history is stored. Checkpoints have
+    the same weights and dtypes as without 8 bits.
+    """
     wide = [
         "model.hidden_size=64",
         "train.precision=bf16",
@@ -313,7 +327,7 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
 
 
 def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
-    """In a process of its own: they say it once."""
+    """In a separate process, because the message is printed once per process."""
     out = finished(1, [DEMO, *settings, "train.steps=4"], tmp_path / "out")
     lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
     if platform.has_cuda():
@@ -328,7 +342,9 @@ def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> No
 
 
 def test_a_run_beyond_its_end_is_complete(pretrain: Command) -> None:
-    """Stopped at step 4 of 12 and asked for 2 steps: nothing is left to train or to validate."""
+    """A run stopped at step 4 of 12 and restarted with 2 steps has no training and no validation
+    left.
+    """
     assert pretrain("train.steps=4", "train.eval_interval=0") == 0
     file = pretrain.run_dir / "progress.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "state": "stopped"}))
@@ -339,7 +355,9 @@ def test_a_run_beyond_its_end_is_complete(pretrain: Command) -> None:
 
 
 def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 2 s, a save of 60 s every 10 steps, a validation of 8 s every 5 and at the end: 100 steps, 98 of them left at first."""
+    """Steps of 2 s, a save of 60 s every 10 steps, a validation of 8 s every 5 and at the end: 100
+    steps, 98 of them left at first.
+    """
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     meter = Meter(step_tokens=1, flops_per_token=1, world_size=1, peak_tflops=None)
@@ -369,7 +387,7 @@ def test_the_eta_counts_the_pauses_left_and_no_step_twice(monkeypatch: pytest.Mo
 
 
 def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
-    """Whoever trained in this process before writes nothing into what comes after."""
+    """Earlier trainings in this process do not write into later output."""
     told: list[str] = []
     log = logging.getLogger("kernels.of_a_test")
     with kernels_told(told.append):
@@ -384,7 +402,9 @@ def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
 
 
 def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None:
-    """A learning rate of 1e18 ruins the weights at the first step; the steps after it are skipped, counted, and then the run gives up."""
+    """A learning rate of 1e18 ruins the weights at the first step; later steps are skipped and
+    counted until the run gives up.
+    """
     assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 3
     assert pretrain.err.count("\n") == 1
     assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err

@@ -1,4 +1,6 @@
-"""Whatever single call to the file system fails in a save: the old checkpoint or the new one is there, whole, and one line tells of it."""
+"""For every failing file system call in a save, the old or the new checkpoint is complete, and one
+line reports the failure.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ ORDER = [
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory where there is such a place: a save calls fsync eleven times, which is 50 ms of a disk's time."""
+    """A folder in memory if possible: a save calls fsync eleven times, which takes 50 ms on a disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
         yield Path(name)
 
 
 def calls(found: list[Outcome]) -> list[str]:
-    """The calls that failed, without the numbers of steps and processes."""
+    """Return the failed calls without the numbers of steps and processes."""
     paths = [re.sub(r"step_\d{8}", "step", one.path).partition("~")[0] for one in found]
     return [
         f"{one.call} {'.' if path.startswith('/') else path}"
@@ -58,7 +60,9 @@ def calls(found: list[Outcome]) -> list[str]:
 
 
 def harmless(one: Outcome) -> bool:
-    """Nothing is to be told: the rest of a write that was cut short is written, and an old checkpoint that stays is tried again."""
+    """Return True if no report is required: the rest of a short write is written, and an old
+    checkpoint that remains is deleted later.
+    """
     of_the_old = one.call in ("unlinkat", "rmdir") or (
         one.call == "rename" and re.fullmatch(r"\.writing_step_\d{8}", one.path) is not None
     )
@@ -66,7 +70,9 @@ def harmless(one: Outcome) -> bool:
 
 
 def told_where_it_matters(found: list[Outcome]) -> None:
-    """Every failure is told but the harmless ones. Of two mkdir the second, Megatron's, is of the folder that the first has made."""
+    """Check that every failure except harmless ones is reported. The second mkdir, Megatron's, is
+    of a folder that the first has created.
+    """
     made = [one.told is not None for one in found if one.call == "mkdir"]
     assert made in ([], [True], [True, False])
     assert [
@@ -75,7 +81,9 @@ def told_where_it_matters(found: list[Outcome]) -> None:
 
 
 def of_a_file_of_tensors(found: list[Outcome]) -> None:
-    """All calls on one, and on its hash: its writer syncs it, publishing does again, and it goes when the next checkpoint is there."""
+    """Check all calls on a file of tensors and its hash: written, synced by its writer and again at
+    publication, and deleted later.
+    """
     hashed, writes = ["open", "write", "close", "unlink"], len(found) - 9
     assert [one.call for one in found] == [
         "open",
@@ -89,14 +97,14 @@ def of_a_file_of_tensors(found: list[Outcome]) -> None:
 
 
 def in_order(found: list[str]) -> None:
-    """Among other calls there are those of `ORDER`, one after another."""
+    """Check that the calls of `ORDER` occur in this order among others."""
     rest = iter(found)
     assert [call for call in ORDER if call not in rest] == [], found
 
 
 @pytest.mark.slow
 def test_a_call_that_fails_costs_no_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """All calls on files that hold no tensors; of the 27 or so writes of a file of tensors, some."""
+    """All calls on files without tensors, and some of the about 27 writes of a file of tensors."""
     (found,) = failing_saves(
         [Plan(1, False, {"*/__0_0.distcp*": 20, OTHERS: 1})], folder, tmp_path / "faults.so"
     )
@@ -122,7 +130,7 @@ def test_a_call_that_fails_costs_no_checkpoint(folder: Path, tmp_path: Path) -> 
 def test_a_call_that_fails_in_an_asynchronous_save_costs_no_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Some of all."""
+    """A selection of all calls."""
     (found,) = failing_saves(
         [Plan(1, True, {"*/__0_1.distcp*": 15, OTHERS: 12})], folder, tmp_path / "faults.so"
     )
@@ -138,7 +146,7 @@ def test_a_call_that_fails_in_an_asynchronous_save_costs_no_checkpoint(
 def test_every_call_may_fail_with_every_error(
     folder: Path, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """Each of the calls once, and each on files that hold no tensors with all six errors."""
+    """Each call once, and each call on files without tensors with all six errors."""
     everything = dict.fromkeys([*OF_RANK_0, OTHERS], 1)
     plans = [
         Plan(1, asynchronous, everything),
@@ -155,7 +163,9 @@ def test_every_call_may_fail_with_every_error(
 
 @pytest.mark.slow
 def test_a_call_of_another_rank_that_fails_is_told_by_all(folder: Path, tmp_path: Path) -> None:
-    """Each of the calls on rank 1's files of tensors: both ranks raise the same, and neither waits for the other for ever."""
+    """Each call on rank 1's files of tensors: both ranks raise the same error, and neither waits
+    forever for the other.
+    """
     plans = [Plan(2, False, {"*/__1_0.distcp*": 1}), Plan(2, True, {"*/__1_1.distcp*": 1})]
     for found in failing_saves(plans, folder, tmp_path / "faults.so"):
         told_where_it_matters(found)

@@ -1,7 +1,9 @@
-"""Saves during which one call to the file system fails: ``python -m tests.pretrain.write_faults``, as `failing_saves` starts it.
+"""Saves with one failing file system call: ``python -m tests.pretrain.write_faults``, as
+`failing_saves` starts it.
 
-The library made from ``tests/fixtures/write_faults.c``, which counts such calls and lets one fail, is loaded before all others, here and
-in the ranks that are forked from here. All tensors of step n hold the number n, so that a checkpoint says which save each came from.
+The library compiled from ``tests/fixtures/write_faults.c``, which counts such calls and lets one
+fail, is preloaded in this process and the ranks forked from it. All tensors of step n contain the
+number n, so a checkpoint shows which save each tensor belongs to.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ OTHERS = "!(*.distcp|*.distcp.xxh3)"
 
 @dataclass(frozen=True)
 class Plan:
-    """files: pattern -> stride: the 1st, 1 + stride-th, ... call on such files fails, until a save meets none; ERRORS[first] first."""
+    """Plan of failures. files: pattern -> stride: calls 1, 1 + stride, ... on such files fail until
+    a save meets none; ERRORS[first] first.
+    """
 
     ranks: int
     asynchronous: bool
@@ -66,7 +70,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a save: the call that failed (empty: none), below the folder of checkpoints; with which error; what the save said that failed."""
+    """Outcome of a save: the failed call (empty: none), its path below the folder of checkpoints,
+    the error, and the save's message.
+    """
 
     call: str
     path: str
@@ -75,14 +81,14 @@ class Outcome:
 
 
 class Faults:
-    """The library's functions, by the folder of checkpoints; collective."""
+    """Functions of the library for one folder of checkpoints; collective."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.library = folder, ctypes.CDLL(None)
         self.library.fault_hit.restype = ctypes.c_char_p
 
     def arm(self, number: int, error: int, files: str) -> None:
-        """The call of this number on files of this pattern fails; none: 0."""
+        """Let the call with this number on files of this pattern fail; 0: none."""
         import torch
 
         torch.distributed.barrier()
@@ -93,7 +99,9 @@ class Faults:
         torch.distributed.barrier()
 
     def met(self) -> tuple[str, str]:
-        """The call that failed, and the path it was on; both empty: none. From then on none fails."""
+        """Return the failed call and its path, both empty if none failed, and disable further
+        failures.
+        """
         import torch
 
         torch.distributed.barrier()
@@ -103,9 +111,10 @@ class Faults:
 
 
 def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
-    """What became of one save after another, each at a step of its own, and each followed by one without a fault. On every rank.
+    """Return the outcome of one save after another on every rank, each at its own step and followed
+    by one without a fault.
 
-    AssertionError: one did harm.
+    Raises AssertionError if a save did harm.
     """
     from tests.pretrain.jobs import engine_of
 
@@ -136,7 +145,9 @@ def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
 
 
 class Saves:
-    """The checkpoints of one engine, of which only the last is kept: nothing else is there if that is not whole."""
+    """Checkpoints of one engine of which only the last is kept: no other exists if that one is
+    incomplete.
+    """
 
     def __init__(self, engine: Any, folder: Path) -> None:
         from pretrain.checkpoint.store import Checkpoints
@@ -149,7 +160,9 @@ class Saves:
         self.tensors += [tensor for part in engine.split.held() for tensor in part.tensors.values()]
 
     def save(self, step: int, *, wait: int = 0) -> None:
-        """A save of the step's number. Where it is asynchronous the tensors change before its end, which is waited for in one of 3 ways."""
+        """Save the step. For an asynchronous save the tensors change before its end, which is
+        awaited in one of 3 ways.
+        """
         progress = Progress(step, step, 100)
         self._fill(step)
         self.checkpoints.save(self.engine, progress, {"data": ""})
@@ -161,7 +174,7 @@ class Saves:
         self.checkpoints.complete(blocking=True)
 
     def told(self, step: int, *, wait: int) -> str | None:
-        """What a save says that fails, the same on all ranks; None where it does not."""
+        """Save and return the error message, equal on all ranks, or None."""
         import torch
 
         said = None
@@ -175,7 +188,9 @@ class Saves:
         return said
 
     def check(self, outcome: Outcome, step: int) -> None:
-        """The save failed, in one line of the file system's words, and the old checkpoint or the new one is whole; or the new one is."""
+        """Check that the save failed with one line of the file system's words and the old or new
+        checkpoint is complete, or that the new one is.
+        """
         told, newest = outcome.told, self.newest()
         assert newest in ((step - 1, step) if told else (step,)), outcome
         assert {*os.listdir(self.folder)} <= {
@@ -189,7 +204,9 @@ class Saves:
             assert os.strerror(outcome.error or errno.EIO) in told and "\n" not in told, outcome
 
     def newest(self) -> int:
-        """The step of the newest good checkpoint, every tensor of which is of that step; ``latest`` names a good one, too."""
+        """Return the step of the newest valid checkpoint, all of whose tensors belong to that step;
+        ``latest`` also names a valid one.
+        """
         import torch
 
         from pretrain.checkpoint.reader import damaged_tensors, read_common
@@ -225,7 +242,9 @@ class Saves:
 
 
 def failing_saves(plans: list[Plan], folder: Path, library: Path) -> list[list[Outcome]]:
-    """Each plan's outcomes, from processes of its own. AssertionError, with what they wrote: one did harm, hung or said too much."""
+    """Return the outcomes of each plan, from separate processes. Raises AssertionError with their
+    output if one did harm or hung.
+    """
     source = ROOT / "tests/fixtures/write_faults.c"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"],
@@ -248,7 +267,7 @@ def failing_saves(plans: list[Plan], folder: Path, library: Path) -> list[list[O
 
 
 def main(folder: Path, plans: list[dict[str, Any]]) -> None:
-    """Runs the plans, and leaves what came of them in ``outcomes.json``."""
+    """Run the plans and write the outcomes to ``outcomes.json``."""
     from tests.pretrain.data_folder import write_folder
 
     ranks._context.set_forkserver_preload(

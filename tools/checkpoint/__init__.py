@@ -1,1 +1,3 @@
-"""Checkpoints as files: what one holds, and the same one for another engine or optimizer. No model is built here, no tensor is computed."""
+"""Commands for checkpoints as files: inspect, verify, convert, merge and mirror them. No model is
+built and no tensor is computed, except by ``merge``.
+"""

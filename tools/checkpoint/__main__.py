@@ -1,4 +1,4 @@
-"""``python -m tools.checkpoint VERB``. Reads arguments and tells errors in one line; the work is in the verbs' modules."""
+"""``python -m tools.checkpoint VERB``: parse the arguments and call the module of the verb."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one verb; returns the exit code; 1 also of a damaged checkpoint."""
+    """Run one verb and return the exit code; 1 also for a damaged checkpoint."""
     given = _parser().parse_args(arguments)
     return run(
         "tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written"

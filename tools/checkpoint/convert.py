@@ -1,7 +1,9 @@
-"""The verb ``convert``: a checkpoint -> RUN_DIR/checkpoints/step_NNNNNNNN, from which another engine or optimizer continues.
+"""Verb ``convert``: write a checkpoint to RUN_DIR/checkpoints/step_NNNNNNNN for another engine or
+optimizer.
 
-Both engines write the same names under the distributed optimizer; Megatron's plain optimizer has others (see ``optimizer_state``). No
-tensor changes in either case, so the files that hold them are linked; ``.metadata``, ``common.pt`` and the manifest are written anew.
+Both engines write the same names with the distributed optimizer. Megatron's plain optimizer uses
+other names (see ``optimizer_state``). No tensor changes in either case, so the files of tensors are
+linked; only ``.metadata``, ``common.pt`` and the manifest are new.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ NO_STEP = "the optimizer had taken no step yet"
 
 
 def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
-    """Writes ``checkpoint`` (a step's folder; a run directory: its newest) into the run directory ``out``; says on stdout what it wrote.
+    """Write ``checkpoint`` (the folder of a step, or a run directory: its newest) into the run
+    directory ``out``, and print the result.
 
     plain: for Megatron's optimizer that is not split over the ranks.
 
     Raises:
-        ConfigError: no good checkpoint there; ``out`` has a newer one, is the source's run directory. InUse: ``out`` is in use.
-        StorageError: a file system failed.
+        ConfigError: no valid checkpoint; ``out`` contains a newer one or is the source's run
+        directory. InUse: another process uses ``out``. StorageError: the file system failed.
     """
     with files_told():
         found = find(checkpoint)
@@ -63,7 +66,7 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
 
 
 def _refuse(found: Found, out: Path) -> None:
-    """Raises ConfigError where ``out`` is no place for the checkpoint."""
+    """Raise ConfigError if the checkpoint cannot be written to ``out``."""
     step, place = found.path.resolve(), out.resolve()
     in_a_run = step.parent.name == "checkpoints"
     run_dir = step.parent.parent if in_a_run else step.parent
@@ -81,7 +84,10 @@ def _refuse(found: Found, out: Path) -> None:
 
 
 def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
-    """(name -> contents of the pickles that cannot stay as they are, why nothing but weights can be resumed from or an empty string)."""
+    """Return (name -> contents of the pickles that must change, reason).
+
+    The reason states why only the weights can be used; it is empty if the result can be resumed.
+    """
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         return {}, "the source has no more"
     was_plain = not found.manifest["config"]["parallel"].get(SPLIT, True)
@@ -98,7 +104,9 @@ def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
 
 
 def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) -> dict[str, Any]:
-    """The source's with the wanted engine and optimizer; what stays unsaid are the files (see ``publish_step``)."""
+    """Return the source's manifest with the new engine and optimizer, without the files, which
+    ``publish_step`` adds.
+    """
     config, split = source["config"], not plain
     settings = {**plain_values(EngineConfig()), **config.get("engine", {})}
     return {
@@ -115,7 +123,9 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
 
 
 def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[str, Any]) -> bool:
-    """The files, then the manifest and the name; whether every file that stays as it is could be linked."""
+    """Write the files, then the manifest and the final name. Return True if every unchanged file
+    was linked.
+    """
     temporary = final.parent / f"{WRITING}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -138,7 +148,9 @@ def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[st
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Puts a file there; whether as a link, which not every file system has, nor any between two of them."""
+    """Link or copy a file. Return True if it was linked; links need one file system that supports
+    them.
+    """
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -148,7 +160,9 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _objection(manifest: dict[str, Any], step: Path) -> str | None:
-    """What the run's configuration has that the wanted engine or optimizer does not do; None: nothing."""
+    """Return the message for settings of the run that the new engine or optimizer does not support,
+    or None.
+    """
     try:
         validate(run_of(manifest["config"], step / MANIFEST), manifest["layout"]["world_size"])
     except (ConfigError, StorageError) as error:
@@ -157,7 +171,7 @@ def _objection(manifest: dict[str, Any], step: Path) -> str | None:
 
 
 def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str) -> str:
-    """What can be resumed, and by which command."""
+    """Return the final line of the output: what can be resumed, and by which command."""
     config, world = manifest["config"], manifest["layout"]["world_size"]
     start = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
     engine = f"engine.name={config['engine']['name']} parallel.{SPLIT}={str(config['parallel'][SPLIT]).lower()}"

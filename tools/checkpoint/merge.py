@@ -1,8 +1,9 @@
-"""The verb ``merge``: checkpoints of one model -> DIR/step_NNNNNNNN with the average of their weights.
+"""Verb ``merge``: write the average of the weights of several checkpoints to DIR/step_NNNNNNNN.
 
-A tensor at a time is read from every checkpoint, summed in float64 and rounded once, to the type that the newest checkpoint stores. Layouts
-and engines may differ: a checkpoint's names and shapes are the model's. Moments are not averaged: what starts from the result has none.
-Li et al. 2025, "Model Merging in Pre-training of Large Language Models" (arXiv 2505.12082).
+One tensor at a time is read from every checkpoint, summed in float64 and rounded once, to the dtype
+that the newest checkpoint stores. Layouts and engines may differ, because names and shapes in a
+checkpoint are those of the model. Moments are not averaged, so the result contains none. Source: Li
+et al. 2025, "Model Merging in Pre-training of Large Language Models" (arXiv 2505.12082).
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from pretrain.config import run_of
 
 
 def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
-    """The newest ``count`` undamaged checkpoints of a run directory, the oldest first; says on stderr which ones it passes over.
+    """Return the newest ``count`` undamaged checkpoints of a run directory, oldest first. Skipped
+    ones are reported on stderr.
 
-    last: of those up to this one, which is in ``run``.
+    last: the newest checkpoint to consider; it must be in ``run``.
 
     Raises:
-        ConfigError: there are fewer. StorageError: a file system failed.
+        ConfigError: the run has fewer.
+        StorageError: the file system failed.
     """
     good = list[Path]()
     with files_told():
@@ -61,9 +64,10 @@ def merge(
     shares: Sequence[float] | None = None,
     decay: float | None = None,
 ) -> None:
-    """As `average`, and says on stdout what it wrote.
+    """Call `average` and print what was written.
 
-    shares: None: equal ones, or with ``decay`` those of an exponential window, the last named checkpoint's the largest.
+    shares: the weight of each checkpoint. None: equal, or with ``decay`` an exponential window in
+    which the last named checkpoint has the largest share.
     """
     if shares is None:
         shares = [
@@ -81,13 +85,15 @@ def merge(
 
 
 def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()) -> Path:
-    """Writes the average of checkpoints (steps' folders; run directories: their newest) below ``out``; the folder of its step.
+    """Write the average of checkpoints (folders of steps, or run directories: their newest) below
+    ``out``; return the folder of its step.
 
-    shares: of each; empty: equal ones.
+    shares: the weight of each checkpoint; empty: equal weights.
 
     Raises:
-        ConfigError: no good checkpoint there; they are not of one model; ``out`` has something in it. DamagedCheckpoint: a tensor is not as
-            it was written. StorageError: a file system failed.
+        ConfigError: a checkpoint is not valid; they are not of one model; ``out`` is not empty.
+        DamagedCheckpoint: a tensor does not match its checksum.
+        StorageError: the file system failed.
     """
     shares = shares or [1.0] * len(checkpoints)
     with files_told():
@@ -108,7 +114,9 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
 def averages(
     sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, weighted mean over the sources) of every weight, in the given type; one is in memory at a time, and its float64 sum."""
+    """Yield (name, weighted mean over the sources) of every weight in the given dtype. Only one
+    weight and its float64 sum are in memory.
+    """
     for name, dtype in dtypes.items():
         total = torch.zeros(sources[0].shapes[name], dtype=torch.float64)
         for source, share in zip(sources, shares, strict=True):
@@ -117,7 +125,7 @@ def averages(
 
 
 def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) -> None:
-    """Raises ConfigError where they are not of one model."""
+    """Raise ConfigError unless both checkpoints are of one model."""
     config = run_of(first.manifest["config"], first.path / MANIFEST)
     kept = [
         change
@@ -144,7 +152,9 @@ def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) 
 
 
 def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) -> dict[str, Any]:
-    """The newest one's, with what it is the average of; the losses that it tells are those of other weights."""
+    """Return the manifest of the newest source with the list of all sources, without losses, which
+    belong to other weights.
+    """
     merged = [
         {
             "checkpoint": str(each.path.resolve()),

@@ -1,14 +1,16 @@
-"""The verbs ``mirror`` and ``fetch``: a run's checkpoints in another place, an object store or a file system, by fsspec. No torch.
+"""Verbs ``mirror`` and ``fetch``: copy the checkpoints of a run to an object store or file system
+(fsspec) and back. No torch.
 
-    URL/step_NNNNNNNN/...             the files of a checkpoint, as they are
-    URL/step_NNNNNNNN/manifest.json   last of them: it is there where all others were read back and found equal; with every file's XXH3
-    URL/latest                        the name of the newest
-    URL/run/...                       the run directory's own files: metrics.jsonl, config.yaml and their like
-    URL/run/run_id.json               first of all: the run that the place belongs to
+    URL/step_NNNNNNNN/...             files of a checkpoint, unchanged
+    URL/step_NNNNNNNN/manifest.json   written last, after all other files were read back and
+    compared; contains the XXH3 of every file URL/latest                        name of the newest
+    checkpoint URL/run/...                       files of the run directory: metrics.jsonl,
+    config.yaml and others URL/run/run_id.json               written first: the run that owns this
+    mirror
 
-No checkpoint is ever taken from there that does not match the hashes in its manifest. RUN_DIR/mirror.json says how far the mirror is;
-files that are there already are not sent again. While a checkpoint is sent its files are held by links of their own, so that the run may
-delete it.
+A checkpoint that does not match the hashes in its manifest is never used. RUN_DIR/mirror.json
+records the progress of the mirror; files that are already at the URL are not sent again. While a
+checkpoint is sent, hard links keep its files, so that the run may delete it.
 """
 
 from __future__ import annotations
@@ -56,14 +58,16 @@ _LOOK = 0.5  # seconds between two looks at a run's folder
 
 
 class Mirror:
-    """A place for one run's checkpoints."""
+    """The mirror of one run: a folder in an object store or file system."""
 
     def __init__(self, url: str, run_dir: Path | None = None) -> None:
-        """Raises ConfigError (see `stores.open_store`)."""
+        """Open the store. Raises ConfigError (see `stores.open_store`)."""
         self.fs, self.root, self.url = open_store(url, run_dir)
 
     def steps(self) -> list[str]:
-        """The names of the checkpoints that are whole there, newest first. Raises whatever the place fails with."""
+        """Return the names of the complete checkpoints in the mirror, newest first. Raises any
+        error of the store.
+        """
         try:  # not to be asked first whether it is there: of that a store says no reason
             names = {Path(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)}
         except FileNotFoundError:
@@ -72,14 +76,16 @@ class Mirror:
         return [name for name in there if self.fs.exists(f"{self.root}/{name}/{MANIFEST}")]
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """A checkpoint's manifest. Raises ValueError: it is none."""
+        """Return the manifest of a checkpoint. Raises ValueError if it is not one."""
         manifest = json.loads(self.fs.cat_file(f"{self.root}/{name}/{MANIFEST}"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get(HASHES), dict):
             raise ValueError(f"{MANIFEST} is no mirrored checkpoint's")
         return manifest
 
     def put(self, source: Path, name: str) -> str:
-        """Send a file and read it back; its hash. Raises OSError: what is there is not what was sent."""
+        """Send a file, read it back, and return its hash. Raises OSError if the stored content
+        differs.
+        """
         target, hashed, size = f"{self.root}/{name}", xxhash.xxh3_128(), source.stat().st_size
         with (
             source.open("rb") as local,
@@ -94,7 +100,7 @@ class Mirror:
         return sent
 
     def hash(self, name: str, take: Callable[[bytes], object] = lambda block: None) -> str:
-        """The hash of what is there; ``take`` has every block."""
+        """Return the hash of a stored file; ``take`` receives every block."""
         hashed = xxhash.xxh3_128()
         with self.fs.open(
             f"{self.root}/{name}", "rb", block_size=_BLOCK, cache_type="none"
@@ -106,13 +112,13 @@ class Mirror:
         return found
 
     def put_text(self, text: str, name: str) -> None:
-        """Send a small file whole, and read it back."""
+        """Send a small text file in one request and read it back."""
         self.fs.pipe_file(f"{self.root}/{name}", text.encode())
         if self.fs.cat_file(f"{self.root}/{name}") != text.encode():
             raise OSError(f"{name} is not there as it was sent")
 
     def remove(self, name: str) -> None:
-        """Take a checkpoint away, its manifest first."""
+        """Delete a checkpoint, its manifest first."""
         folder = f"{self.root}/{name}"
         with suppress(FileNotFoundError):
             self.fs.rm_file(f"{folder}/{MANIFEST}")
@@ -122,7 +128,7 @@ class Mirror:
 
 @dataclass
 class _State:
-    """RUN_DIR/mirror.json."""
+    """Contents of RUN_DIR/mirror.json."""
 
     file: Path
     url: str
@@ -154,19 +160,22 @@ class _State:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a mirror is to hold."""
+    """Selection of the checkpoints that a mirror contains."""
 
     interval: int = 1  # steps of which this is a divisor; the last one always
     keep_last: int | None = None  # None: all
 
 
 def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: float) -> None:
-    """Send the newest checkpoint of a run that is wanted and not there; ``follow``: and each newer one, until stdin ends.
+    """Send the newest selected checkpoint of a run that is not in the mirror. With ``follow``: also
+    each newer one, until stdin ends.
 
-    What fails is tried again, in ``follow`` for ever, then and at its end for ``patience`` seconds.
+    Failures are retried for ``patience`` seconds; with ``follow`` without a limit, and for
+    ``patience`` seconds after stdin ended.
 
     Raises:
-        ConfigError: the place is none, or holds another run's. StorageError: it did not work for ``patience`` seconds.
+        ConfigError: the URL is invalid, or the mirror belongs to another run.
+        StorageError: sending failed for ``patience`` seconds.
     """
     place = Mirror(url, run_dir)
     if not run_dir.is_dir():
@@ -221,14 +230,17 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
 def fetch(
     run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = (), aside: bool = False
 ) -> None:
-    """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there but the ``damaged``.
+    """Copy the newest valid checkpoint of a mirror into the run directory, if it is newer than all
+    valid ones of the run.
 
-    A run directory without checkpoints takes over the mirror's run. ``aside``: only where it is the one that the mirror records, and what
-    may still be another run's stays in FETCHED.
+    damaged: names of checkpoints of the run that do not count as valid. aside: fetch only for the
+    run directory that the mirror records; a checkpoint that may belong to another run remains in
+    FETCHED. A run directory without checkpoints takes over the run of the mirror.
 
     Raises:
-        ConfigError: the place is none, or another run's.
-        StorageError: it cannot be read, or all there is damaged, and the run directory has no good checkpoint.
+        ConfigError: the URL is invalid, or the mirror belongs to another run. StorageError: the
+        mirror cannot be read, or all its checkpoints are damaged, and the run directory has no
+        valid checkpoint.
     """
     place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
     with files_told():
@@ -263,7 +275,9 @@ def fetch(
 def _fetch_newest(
     place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool
 ) -> None:
-    """``wrong``: gets what is wrong with those that are passed over, where none is good."""
+    """Fetch the newest valid checkpoint. ``wrong`` receives the faults of skipped checkpoints if
+    none is valid.
+    """
     fetched, (adopted, known) = run_dir / FETCHED, admit(place, run_dir, by_run=aside)
     shutil.rmtree(fetched, ignore_errors=True)
     fetched.mkdir(parents=True)
@@ -295,7 +309,7 @@ def _fetch_newest(
 
 
 def _bring(place: Mirror, name: str, into: Path) -> str | None:
-    """Read a checkpoint's files; what is wrong with it, None: nothing."""
+    """Copy the files of a checkpoint to ``into``. Return the fault, or None."""
 
     def take(file: str) -> str:
         with (into / file).open("wb") as local:
@@ -313,7 +327,9 @@ def _bring(place: Mirror, name: str, into: Path) -> str | None:
 def _compared(
     place: Mirror, name: str, hash_of: Callable[[str], str]
 ) -> tuple[str | None, dict[str, Any]]:
-    """(What is wrong with a checkpoint there, None: nothing; its manifest); ``hash_of`` reads a file of it."""
+    """Return (fault of a mirrored checkpoint or None, its manifest). ``hash_of`` reads one of its
+    files.
+    """
     manifest: dict[str, Any] = {}
     try:
         manifest = place.manifest(name)
@@ -331,10 +347,12 @@ def _compared(
 
 
 def verify_mirror(url: str) -> bool:
-    """Read all checkpoints of a mirror and compare every file with its hash; says what is found; whether all are good.
+    """Read all checkpoints of a mirror, compare every file with its hash, and print the result.
+    Return True if all are valid.
 
     Raises:
-        ConfigError: the place is none, or has no checkpoint. StorageError: it cannot be read.
+        ConfigError: the URL is invalid or contains no checkpoint.
+        StorageError: it cannot be read.
     """
     place, good = Mirror(url), True
     try:
@@ -408,7 +426,9 @@ def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
 
 
 def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:
-    """The newest good checkpoint that is wanted and newer than what is there; ``last``: any is wanted."""
+    """Return the newest valid checkpoint that is selected and newer than the mirror's, or None.
+    ``last``: every checkpoint is selected.
+    """
     for path in newest_first(run_dir / "checkpoints"):
         step = int(path.name.removeprefix("step_"))
         if state.newest is not None and step <= state.newest:
@@ -423,12 +443,14 @@ def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path |
 
 
 class _DamagedHere(Exception):
-    """A file is not as it was written before it is sent."""
+    """A local file does not match its hash before it is sent."""
 
 
 @contextmanager
 def _held(step: Path) -> Iterator[Path]:
-    """Its files under names of their own, where the file system has links: whatever becomes of theirs."""
+    """Yield a folder with hard links to the files of a checkpoint, so that they outlive its
+    deletion; without links, the checkpoint itself.
+    """
     folder = step.with_name(f"{HOLD}{step.name}")
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -444,13 +466,17 @@ def _held(step: Path) -> Iterator[Path]:
 
 
 class _Retry:
-    """Does something again until it works; says once why it does not, and once that it does."""
+    """Retry an operation until it succeeds; report the first failure and the later success once
+    each.
+    """
 
     def __init__(self, state: _State, *, write: bool = True) -> None:
         self.state, self.write = state, write
 
     def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> Exception | None:
-        """The last failure where it is over, which ``over`` says when so many seconds have passed; None, as ``state.fault``: it is done."""
+        """Run ``work`` until it succeeds and return None, or return the last failure when ``over``
+        (of the elapsed seconds) is true.
+        """
         return until_it_works(work, over, self._note)
 
     def _note(self, fault: str | None) -> None:
@@ -464,7 +490,7 @@ class _Retry:
 
 
 def _stdin_ends(seconds: float) -> bool:
-    """Whether stdin has ended within so many seconds."""
+    """Wait for at most ``seconds``. Return True if stdin has ended."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
 

@@ -1,12 +1,14 @@
-"""Optimizer state under the names of Megatron's two optimizers: the same fp32 tensors in the same files.
+"""Optimizer state under the names of Megatron's two optimizers: the same fp32 tensors in the same
+files.
 
-    distributed (and DeepSpeed)                            plain
-    optimizer.state.param.NAME                             optimizer.state.fp32_param.NAME; in fp32 training NAME itself
-    optimizer.state.exp_avg.NAME, ...exp_avg_sq.NAME       the same
-    common.pt: optimizer.optimizer.param_groups with step  optimizer.optimizer.{param_groups, state.common_step}; in fp32
+    distributed (and DeepSpeed)                            plain optimizer.state.param.NAME
+    optimizer.state.fp32_param.NAME; in fp32 training NAME itself optimizer.state.exp_avg.NAME,
+    ...exp_avg_sq.NAME       the same common.pt: optimizer.optimizer.param_groups with step
+    optimizer.optimizer.{param_groups, state.common_step}; in fp32
                                                            training without the inner optimizer
 
-``.metadata`` says in which stretch of which file a name's tensor lies, so a state gets other names without being read.
+``.metadata`` maps each name to a byte range of a file, so a state can be renamed without being
+read.
 """
 
 from __future__ import annotations
@@ -27,17 +29,22 @@ DISTRIBUTED, PLAIN = f"{STATE}param.", f"{STATE}fp32_param."
 
 
 def has_moments(metadata: Metadata) -> bool:
-    """Whether any optimizer state is there: the plain optimizer has none before its first step."""
+    """Return True if the checkpoint contains optimizer state; the plain optimizer has none before
+    its first step.
+    """
     return any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in metadata.state_dict_metadata)
 
 
 def renamed(
     metadata: Metadata, common: dict[str, Any], *, plain: bool
 ) -> tuple[Metadata, dict[str, Any]]:
-    """``.metadata`` and ``common.pt`` of the other optimizer's checkpoint, whose files hold the same tensors. plain: the wanted one.
+    """Return ``.metadata`` and ``common.pt`` for a checkpoint of the other optimizer with the same
+    files of tensors.
+
+    plain: the target is the plain optimizer.
 
     Raises:
-        ConfigError: the state is not one that Megatron's optimizers write.
+        ConfigError: the state was not written by one of Megatron's optimizers.
     """
     inner = (
         common["optimizer"]
@@ -76,7 +83,9 @@ def renamed(
 
 
 def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
-    """Name in the wanted checkpoint -> name under which the same tensor is stored. muon: weights may have the first moment alone."""
+    """Return name in the target checkpoint -> stored name of the same tensor. muon: weights may
+    have only the first moment.
+    """
     stored = metadata.state_dict_metadata
     sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}
     for weight in [name for name in stored if not name.startswith(NOT_WEIGHTS)]:

@@ -1,7 +1,9 @@
-"""What a mirror holds beside checkpoints: the run directory's own files, and the record of the run that it belongs to. No torch.
+"""Files of a mirror other than checkpoints: those of the run directory, and the record of the run
+that owns the mirror. No torch.
 
 The record is written before anything is sent, and compared before anything is sent or fetched.
-URL/run/run_id.json is the record of the run directory that sends there (`pretrain.run_directory.identify`); manifests have the id too.
+URL/run/run_id.json is the record of the run directory that sends to the mirror
+(`pretrain.run_directory.identify`); manifests contain the id too.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ _CHOOSE = "choose another place"
 
 
 def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bool]:
-    """Decide whether a run directory may take checkpoints from a place.
+    """Decide whether a run directory may use the checkpoints of a mirror.
 
-    A person may take over the run with a run directory that has no run yet; the run itself (``by_run``) only where its run directory is
-    the recorded one, and lost.
+    A user may take over the run with a run directory that has no run yet. The run itself
+    (``by_run``) may do so only if its run directory is the recorded one and was lost.
 
     Returns:
-        The record that the run directory gets (None: it keeps its own), and whether the place is known to be this run's.
+        The record that the run directory gets (None: it keeps its own), and True if the mirror is
+        known to belong to this run.
 
     Raises:
-        ConfigError: the place is another run's.
+        ConfigError: the mirror belongs to another run.
     """
     owner, own = _owner(place), run_id(run_dir)
     if owner is None or own == owner["run"]:
@@ -52,9 +55,10 @@ def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bo
 
 
 def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
-    """Record that a place belongs to the run in ``run_dir``, where it belongs to none.
+    """Record that a mirror belongs to the run in ``run_dir``, if no run owns it.
 
-    A place with checkpoints and without a record, an older one, is claimed with the first ``step`` to send, of the same model and data.
+    An older mirror that has checkpoints but no record is claimed with the first ``step`` to send,
+    if that is of the same model and data.
 
     Raises:
         ConfigError: it belongs to another run.
@@ -78,14 +82,16 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
 
 
 def send_records(place: Mirror, run_dir: Path) -> None:
-    """Send the run directory's own files."""
+    """Send the files of the run directory."""
     for file in sorted(run_dir.iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.name != MIRROR_STATE:
             place.put(file, f"{RECORDS}/{file.name}")
 
 
 def bring_records(place: Mirror, folder: Path) -> None:
-    """Bring what a run appends to (losses, evaluations, attempts) into a folder of its run directory, where that lacks it."""
+    """Copy the .jsonl files of a run (losses, evaluations, attempts) into a folder of its run
+    directory, unless the run directory has them.
+    """
     with suppress(FileNotFoundError):
         for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
             name = Path(entry["name"]).name
@@ -94,7 +100,9 @@ def bring_records(place: Mirror, folder: Path) -> None:
 
 
 def _owner(place: Mirror) -> dict[str, str] | None:
-    """The run that a place belongs to, by its newest manifest where the record is lost; None: none is known."""
+    """Return the run that owns a mirror, from its newest manifest if the record is lost; None if
+    unknown.
+    """
     names = place.steps()[
         :1
     ]  # first: where a store refuses, a listing says why, and reading a file does not

@@ -1,6 +1,8 @@
-"""The verbs ``show`` and ``verify``: what a checkpoint holds, by its manifest and the index of its tensors; whether it is undamaged.
+"""Verbs ``show`` and ``verify``: print the contents of a checkpoint, and check whether it is
+undamaged.
 
-``show`` reads no tensor; ``verify`` reads files whole and compares them with their sizes, hashes and checksums. Neither builds a model.
+``show`` reads only the manifest and the index of tensors. ``verify`` reads all files and compares
+sizes, hashes and checksums. Neither builds a model.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ WORD_SECONDS = 10.0  # between lines that say how far it is
 
 
 def show(checkpoint: Path) -> bool:
-    """Prints what a checkpoint holds (a run directory: its newest that is undamaged); whether it is undamaged.
+    """Print the contents of a checkpoint (of a run directory: its newest undamaged one). Return
+    True if it is undamaged.
 
     Raises:
-        ConfigError: there is none, or its manifest cannot be read. StorageError: a file system failed.
+        ConfigError: no checkpoint exists, or its manifest cannot be read.
+        StorageError: the file system failed.
     """
     with files_told():
         found, wrong = _found(checkpoint)
@@ -125,7 +129,7 @@ def _layout(layout: dict[str, Any]) -> str:
 
 
 def _sizes(step: Path) -> tuple[str, str]:
-    """Of the weights and of the optimizer's state, as texts."""
+    """Return the texts that describe the size of the weights and of the optimizer state."""
     try:
         stored = read_metadata(step / ".metadata").state_dict_metadata
     except ConfigError as error:
@@ -153,12 +157,14 @@ def _sizes(step: Path) -> tuple[str, str]:
 
 
 def verify(checkpoint: Path) -> bool:
-    """Whether a step's folder, or every one of a run directory and of those that lie in it, is undamaged; says so on stdout.
+    """Check the folder of a step, or every checkpoint below a directory, and print the result.
+    Return True if all are undamaged.
 
-    Of an exported model's folder: whether its weights are.
+    For the folder of an exported model: check its weights.
 
     Raises:
-        ConfigError: there is no checkpoint. StorageError: a file system failed.
+        ConfigError: no checkpoint exists.
+        StorageError: the file system failed.
     """
     with files_told():
         if any(checkpoint.glob(f"*.{HASHES}")):
@@ -173,7 +179,9 @@ def verify(checkpoint: Path) -> bool:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Every folder of checkpoints in it; what a run that is at work removes meanwhile is passed over."""
+    """Return every folder of checkpoints below ``folder``; folders that a running job removes
+    meanwhile are ignored.
+    """
 
     def failed(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | PermissionError):
@@ -187,7 +195,9 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:
-    """``look`` gives what is wrong, and tells the bytes that it reads."""
+    """Run ``look``, which returns faults and reports the bytes read, and print the result. Return
+    True without faults.
+    """
     files = [path for path in folder.iterdir() if path.is_file()]
     total, read, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
 
@@ -211,7 +221,9 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
 
 
 def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
-    """What is wrong with a checkpoint: its tensors by name where one of theirs is, else the files."""
+    """Return the faults of a checkpoint: damaged tensors by name if there are any, else damaged
+    files.
+    """
     wrong = flaw(step)
     if wrong:
         return [wrong]

@@ -1,1 +1,3 @@
-"""Scores of models on tasks: which tasks (suite), asking them (run, over lm-evaluation-harness), what is made of the numbers (report)."""
+"""Scores of models on tasks: selection of tasks (suite), evaluation with lm-evaluation-harness
+(run), tables and pictures (report).
+"""

@@ -1,7 +1,8 @@
-"""``python -m tools.evaluate MODEL... --suite paper|quick|FILE``: scores of models in one folder, and a table of them.
+"""``python -m tools.evaluate MODEL... --suite paper|quick|FILE``: evaluate models and write their
+scores and a table into one folder.
 
-Exit codes: those of every command (``fem_common/README.md``). 1: a task failed, the others have their results; 2: the input is wrong or
-data is missing, nothing was asked.
+Exit codes: those of every command (``fem_common/README.md``). 1: a task failed, the others have
+results; 2: invalid input or missing data, nothing was evaluated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DEFAULT_OUT = Path("runs") / "evaluation"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the evaluation; returns the exit code."""
+    """Run the evaluation and return the exit code."""
     given = _parser().parse_intermixed_args(arguments)
     return cli.run("tools.evaluate", lambda: _command(given))
 
@@ -134,7 +135,7 @@ def _positive(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    """A seed that numpy and torch accept."""
+    """Parse a seed that numpy and torch accept."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0 to {2**32 - 1}")
     return int(text)
@@ -176,7 +177,9 @@ def _command(given: argparse.Namespace) -> int:
 def _with_averages(
     models: list[tuple[str, Path]], count: int | None, out: Path
 ) -> Iterator[list[tuple[str, Path]]]:
-    """The models and, where a ``count`` is given, after each the average of its run's checkpoints, in a folder that goes at the end."""
+    """Yield the models and, with a ``count``, after each model the average of the newest
+    checkpoints of its run, in a temporary folder.
+    """
     if count is None:
         yield models
         return
@@ -200,7 +203,7 @@ def _with_averages(
 def _ask(
     models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, given: argparse.Namespace
 ) -> int:
-    """Plans, asks and reports; the exit code."""
+    """Plan, evaluate and report; return the exit code."""
     from tools.hf.open_model import fingerprint
 
     from . import run
@@ -236,10 +239,11 @@ def _ask(
 
 
 def named(words: list[str]) -> list[tuple[str, Path]]:
-    """(name in the table, path) of each MODEL or NAME=MODEL; a path's name is its last part, with those before where two are alike.
+    """Return (name in the table, path) for each MODEL or NAME=MODEL. The default name is the last
+    part of the path, extended by earlier parts if two are equal.
 
     Raises:
-        ConfigError: no model, one twice, a name that is no file's name.
+        ConfigError: no model, a duplicate, or a name that is not a valid file name.
     """
     if not words:
         raise ConfigError("no MODEL: give run directories, checkpoints or Hugging Face folders")
@@ -272,7 +276,7 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
 
 
 def listing(suite: Suite) -> str:
-    """The suite's columns as text."""
+    """Return the columns of the suite as text."""
     rows = [("column", "task", "examples", "metric", "chance", "rescaled")]
     for task in suite.tasks:
         shots = "as the task says" if task.fewshot is None else str(task.fewshot)

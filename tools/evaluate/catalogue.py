@@ -1,8 +1,10 @@
-"""The harness's tasks and their data: where the YAMLs are, what each asks of data and metrics, whether this machine has it. Asks no model.
+"""The harness's tasks and their data: locate their YAML files, read data sets and metrics, check
+whether the data is on this machine.
 
-The harness has some 14,000 YAMLs and reads all of them to know one. Here their first lines are searched for the names wanted, and it is
-given the folders where those are. The environment decides where the libraries look for data and whether they may ask a network; ``settle``
-sets it, before they are imported.
+The harness has about 14,000 YAML files and reads all of them to find one. This module searches
+their first lines for the required names and passes only the folders that contain them. Environment
+variables decide where the libraries store data and whether they may use the network; ``settle``
+sets them before the libraries are imported.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ NO_HARNESS = "lm-evaluation-harness is not installed: pip install -e '.[eval]'"
 
 @dataclass(frozen=True)
 class DataSet:
-    """What a task loads: the Hub's name (or a format of local files), configuration, and further arguments as JSON."""
+    """Data set of a task: its name on the Hub (or a format of local files), configuration, and
+    further arguments as JSON.
+    """
 
     path: str
     config: str | None
@@ -45,7 +49,9 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One task of the harness that is no group: its name, its YAML as read (functions by their paths), the YAML's folder."""
+    """One task of the harness that is not a group: its name, its parsed YAML (functions as paths),
+    the folder of the YAML.
+    """
 
     name: str
     config: dict[str, Any]
@@ -53,7 +59,7 @@ class Leaf:
 
     @property
     def data(self) -> DataSet | None:
-        """What it loads; None where a function of its own makes its data."""
+        """Data set of the task; None if a function of the task creates the data."""
         path = self.config.get("dataset_path")
         if path is None or self.config.get("custom_dataset") is not None or "class" in self.config:
             return None
@@ -66,12 +72,12 @@ class Leaf:
 
     @property
     def fewshot(self) -> int:
-        """Examples in its prompt, unless someone asks for others."""
+        """Default number of examples in the prompt."""
         return int(self.config.get("num_fewshot") or 0)
 
     @property
     def metrics(self) -> dict[str, bool | None]:
-        """Its metrics' names, and whether more is better, where the YAML says."""
+        """Names of the metrics, and True if higher is better, None if the YAML does not define it."""
         listed = self.config.get("metric_list") or []
         return {
             str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better")
@@ -81,14 +87,18 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The harness's manager of the tasks wanted, and the leaves of each. folder: of the harness's own YAMLs."""
+    """The harness's task manager for the tasks of a suite, and the leaves of each task. folder: the
+    harness's own YAML files.
+    """
 
     manager: Any
     leaves: dict[str, tuple[Leaf, ...]]
     folder: Path
 
     def digest(self, name: str) -> str:
-        """Of all that decides what the task asks: its YAMLs, and of an own one the files beside it."""
+        """Return a hash of everything that defines a task: its YAML files and, for tasks outside
+        the harness, the files in the same folder.
+        """
         content: list[Any] = []
         for leaf in self.leaves[name]:
             own = not leaf.folder.is_relative_to(self.folder)
@@ -116,7 +126,7 @@ class Tasks:
 
 
 def harness_version() -> str:
-    """The installed harness's version. Raises ConfigError where there is none."""
+    """Return the installed version of the harness. Raises ConfigError if it is not installed."""
     try:
         return importlib.metadata.version("lm-eval")
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +134,9 @@ def harness_version() -> str:
 
 
 def harness_folder() -> Path:
-    """Where the harness's own YAMLs are, without importing it. Raises ConfigError where it is not installed."""
+    """Return the folder of the harness's YAML files without importing it. Raises ConfigError if it
+    is not installed.
+    """
     found = importlib.util.find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
         raise ConfigError(NO_HARNESS)
@@ -132,10 +144,10 @@ def harness_folder() -> Path:
 
 
 def find_tasks(suite: Suite) -> Tasks:
-    """The suite's tasks of the harness, each found and its metric and few-shot count as the suite says.
+    """Find the harness tasks of a suite and check that each metric and few-shot count exists.
 
     Raises:
-        ConfigError: no such task; it is not what the suite takes it for.
+        ConfigError: a task does not exist or differs from its description in the suite.
     """
     wanted = list(dict.fromkeys(task.task for task in suite.tasks if task.kind == "harness"))
     own, theirs = [Path(folder) for folder in suite.task_paths], harness_folder()
@@ -169,20 +181,24 @@ def find_tasks(suite: Suite) -> Tasks:
 
 
 def named_in(folder: Path) -> Iterable[tuple[str, Path]]:
-    """(name of a task or group, its YAML) of all below a folder."""
+    """Yield (name of a task or group, its YAML file) for all files below a folder."""
     for file in sorted(folder.rglob("*.yaml")):
         yield from ((name.decode(), file) for name in NAMED.findall(file.read_bytes()))
 
 
 def manager_of(folders: Sequence[Path]) -> Any:
-    """The harness's manager of the tasks in these folders alone; of two tasks of one name, the one in the later folder counts."""
+    """Return a task manager of the harness for these folders only; if two tasks have one name, the
+    later folder is used.
+    """
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
 
 
 def children(index: dict[str, Any], name: str) -> list[str]:
-    """A group's members by name, groups within it too; the name itself where it is a task or not known."""
+    """Return the names of a group's members, including those of nested groups; the name itself if
+    it is a task or unknown.
+    """
     config = getattr(index.get(name), "cfg", None) or {}
     if "group" not in config:
         return [name]
@@ -205,7 +221,9 @@ def _leaves(index: dict[str, Any], name: str) -> list[Leaf]:
 
 
 def _check(task: SuiteTask, tasks: Tasks) -> None:
-    """The metric is one of the task's; a few-shot count that the YAML fixes at 0 is not asked otherwise (the harness would ignore it)."""
+    """Check that the metric belongs to the task, and that a few-shot count fixed at 0 is not
+    overridden, which the harness would ignore.
+    """
     leaves, metric = tasks.leaves[task.task], task.metric.split(",")[0]
     group = leaves[0].name != task.task
     entry = tasks.manager.task_index[task.task]
@@ -254,9 +272,10 @@ PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
 
 
 def settle(online: bool, cache: Path | None) -> None:
-    """Sets the environment of the libraries that load data; call it before they are imported.
+    """Set the environment of the libraries that load data; call it before they are imported.
 
-    cache: a folder with datasets/, hub/ and nltk_data/ in it, as ``--download --cache`` fills it; None: the libraries' own places.
+    cache: a folder with datasets/, hub/ and nltk_data/, as written by ``--download --cache``; None:
+    the libraries' default folders.
     """
     os.environ["TQDM_DISABLE"] = "1"
     # lm-eval's bootstrap forks a process that has threads, and ends its workers by SIGTERM. Python forgets a signal that reaches a child
@@ -272,16 +291,17 @@ def settle(online: bool, cache: Path | None) -> None:
 
 
 def cache_folder() -> Path:
-    """Where prepared data sets are looked for."""
+    """Return the folder of prepared data sets."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE)
 
 
 def require(tasks: Tasks, command: str, stream: TextIO) -> None:
-    """Lists what of the tasks' data is not there, a line a data set.
+    """Print one line for each missing data set of the tasks.
 
-    command: what downloads it, ``--cache`` left out. Raises ConfigError where something is missing.
+    command: the command that downloads it, without ``--cache``. Raises ConfigError if data is
+    missing.
     """
     absent = missing(tasks, stream)
     if not absent:
@@ -305,18 +325,20 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few names and how many more there are."""
+    """Return the first names, and the number of further ones, as text."""
     given = list(names)
     return ", ".join(given[:most]) + (f" and {len(given) - most} more" if len(given) > most else "")
 
 
 def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
-    """(what cannot be loaded, the tasks that need it, why, empty where it is simply not there), in the suite's order.
+    """Return (data set that cannot be loaded, tasks that need it, reason) in the order of the
+    suite. The reason is empty if it is simply absent.
 
-    One entry for all configurations of a data set with one reason. Online: what could not be downloaded, with a line a data set.
+    All configurations of a data set with one reason share one entry. Online: data that could not be
+    downloaded, with one line of progress per data set.
 
     Raises:
-        ConfigError: online, and the network does not answer.
+        ConfigError: online, and the network does not respond.
     """
     wanted: dict[DataSet, dict[str, None]] = {}
     for name, leaves in tasks.leaves.items():
@@ -355,7 +377,9 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
 
 
 def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
-    """Why the library cannot load a data set, empty where it is not in the cache; None: it can. Raises ConfigError as ``missing``."""
+    """Return the reason why a data set cannot be loaded (empty: not in the cache), or None if it
+    can. Raises ConfigError as ``missing``.
+    """
     import datasets
 
     online = os.environ["HF_HUB_OFFLINE"] == "0"
@@ -377,7 +401,7 @@ def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
 
 
 def local_files(data: DataSet) -> list[str]:
-    """The files that a data set of local files names."""
+    """Return the paths that a data set of local files lists."""
     files = json.loads(data.options).get("data_files") or []
     named = list(files.values()) if isinstance(files, dict) else [files]
     return [
@@ -389,7 +413,9 @@ def local_files(data: DataSet) -> list[str]:
 
 
 def sentences_counted() -> bool:
-    """Whether nltk has what it needs to count sentences, which IFEval's checks do; their module downloads it at import."""
+    """Return True if nltk has the data for counting sentences, which IFEval needs; online, download
+    it.
+    """
     import nltk
 
     try:
@@ -404,7 +430,7 @@ def sentences_counted() -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What the libraries print and log inside goes nowhere; errors are raised all the same."""
+    """Discard output and logs of libraries within the context; errors are still raised."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,9 +1,12 @@
-"""An open model as lm-evaluation-harness asks it, and a task asked: log-likelihoods and generations from any mixer, in batches.
+"""Adaptor of an open model for lm-evaluation-harness: log-likelihoods and generations of any mixer,
+in batches.
 
-The harness's own class for transformers' models does the work. What is ours: the model is the one that ``tools.hf.open_model`` opened,
-texts are encoded as its training data was, log-probabilities are taken in fp32, answers are counted and kept as they come, so that an
-interrupted task goes on where it was: one file a model and task, a line that says what was asked of whom, then a line an answer. A line
-that a killed process left unfinished is dropped; the file goes when the task's result is written.
+The harness's class for transformers' models does the work. This module passes the model that
+``tools.hf.open_model`` opened, encodes texts as the training data was encoded, computes
+log-probabilities in fp32, and stores answers as they are computed, so that an interrupted task can
+resume: one file per model and task, with one line that identifies the model and the task, then one
+line per answer. An incomplete line of a killed process is dropped. The file is deleted when the
+result of the task is written.
 """
 
 from __future__ import annotations
@@ -38,15 +41,19 @@ from .suite import SuiteTask
 
 
 class NotANumber(ValueError):
-    """The model gave NaN as the log-likelihood of a text: its weights are broken, and no score of it means anything."""
+    """The model returned NaN as the log-likelihood of a text: its weights are broken and its scores
+    are meaningless.
+    """
 
 
 class Answers:
-    """Answers by request, in ``path``. identity: of the model, the task and the settings; a file of another identity is begun anew.
+    """Answers by request, stored in ``path``. identity: of the model, the task and the settings; a
+    file with another identity is overwritten.
 
-    truncated: keys of the requests whose beginning did not fit into the context. progress: of the requests that were not answered before.
+    truncated: keys of requests whose beginning did not fit into the context. progress: counts
+    requests without a stored answer.
 
-    Raises InUse on entering where another process writes the file.
+    Raises InUse on entering if another process writes the file.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Answers:
         self._held.close()
 
     def _read(self) -> None:
-        """Takes over what an earlier process left of the same identity."""
+        """Read the answers that an earlier process with the same identity stored."""
         self._file.seek(0)
         lines = self._file.read().split(b"\n")[:-1]
         if not lines or lines[0] != self._header():
@@ -98,10 +105,11 @@ class Answers:
         self._file.flush()
 
     def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Keeps an answer; the harness's models call this as each comes (the name is the harness's).
+        """Store an answer. The harness's models call this method for each answer (the name is the
+        harness's).
 
         Raises:
-            NotANumber: it is no number.
+            NotANumber: the answer is NaN.
         """
         value = answer[0] if isinstance(answer, tuple) else answer
         if value != value:
@@ -113,17 +121,17 @@ class Answers:
         self.progress.advance()
 
     def remove(self) -> None:
-        """All is in the result."""
+        """Delete the file: its answers are in the result."""
         os.unlink(self.path)
 
 
 def request_key(kind: str, arguments: Any) -> str:
-    """One request among a task's: its kind and what is asked."""
+    """Return the key of a request within a task: a hash of its kind and arguments."""
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()
 
 
 def sampled(arguments: Any) -> bool:
-    """Whether a request asks for a random answer, which is drawn anew each time."""
+    """Return True if a request samples its answer, which must then be drawn again each time."""
     return (
         len(arguments) > 1
         and isinstance(arguments[1], dict)
@@ -138,11 +146,14 @@ SEED = 1234  # the harness's own, but of the order of choices, which is 0
 class Adaptor(HFLM):
     """An OpenModel for the harness.
 
-    Texts of a model that was trained here are encoded as its data was (``tools.hf.encoding``), and what has no text before it follows the
-    token that ends documents. A foreign model's tokenizer decides for itself, imported or not. Prompts are cut at their beginning to
-    ``max_length`` tokens, generations at half of it; the requests whose prompts were cut are counted.
+    For a model that was trained by this project, texts are encoded as its data was
+    (``tools.hf.encoding``), and a text without context follows the token that ends documents. For
+    other models, imported or not, their tokenizer decides. Prompts are truncated at their beginning
+    to ``max_length`` tokens, generations at half of it; requests with truncated prompts are
+    counted.
 
-    Raises ConfigError: no tokenizer; a model that sees all tokens at once, or takes less than ``max_length``.
+    Raises ConfigError: no tokenizer; a model that is not causal, or that accepts fewer than
+    ``max_length`` tokens.
     """
 
     def __init__(self, opened: Any, batch_size: int | str, max_length: int | None = None) -> None:
@@ -185,7 +196,7 @@ class Adaptor(HFLM):
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """The ids of a text, its last ``left_truncate_len`` alone."""
+        """Return the ids of a text, limited to the last ``left_truncate_len``."""
         if self._encode is None:
             foreign: list[int] = super().tok_encode(
                 string, add_special_tokens, left_truncate_len, **options
@@ -200,7 +211,7 @@ class Adaptor(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids and mask [b, t] of several texts."""
+        """Return the ids and mask [b, t] of several texts."""
         if self._encode is None:
             foreign: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(
                 strings, padding_side, left_truncate_len, truncation
@@ -217,28 +228,34 @@ class Adaptor(HFLM):
         )
 
     def keep_in(self, answers: Answers) -> None:
-        """From now on answers are kept there."""
+        """Store further answers in ``answers``."""
         self.answers = answers
         self.set_cache_hook(answers)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Nothing: the harness would ask a network."""
+        """Return no information: the harness would use the network for it."""
         return {}
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): the continuation's log-probability in nats, and whether greedy decoding would give it."""
+        """Return, for each (context, continuation), the log-probability of the continuation in
+        nats, and True if greedy decoding gives it.
+        """
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """Of each text: its log-probability in nats, cut into windows where it is longer than the context."""
+        """Return the log-probability of each text in nats, in windows if it is longer than the
+        context.
+        """
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Of each (context, settings): how the model goes on until it says one of the words at which to stop."""
+        """Return, for each (context, settings), the text that the model generates up to the first
+        stop word.
+        """
         most = self.max_length // 2
         fitted = []
         for request in requests:
@@ -257,7 +274,7 @@ class Adaptor(HFLM):
     def _answered(
         self, kind: str, requests: list[Instance], ask: Callable[..., list[Any]]
     ) -> list[Any]:
-        """The answers that are kept, and the model's to all else."""
+        """Return stored answers, and the model's answers to all other requests."""
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
         waiting = [
             request for request, answer in zip(requests, found, strict=True) if answer is None
@@ -267,7 +284,9 @@ class Adaptor(HFLM):
         return [next(fresh) if answer is None else answer for answer in found]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As the harness splits the tokens of both together; by themselves where the context's last token swallows the continuation."""
+        """Split the tokens of both texts together, as the harness does; encode them separately if
+        the last token of the context contains the continuation.
+        """
         both: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
         return (
             both if both[1] else (both[0], self.tok_encode(continuation, add_special_tokens=False))
@@ -284,7 +303,9 @@ class Adaptor(HFLM):
     def _model_call(
         self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None
     ) -> torch.Tensor:
-        """Logits [b, t, vocabulary]. Rows are filled up on the right, where a causal model's scored tokens do not look."""
+        """Return logits [b, t, vocabulary]. Rows are padded on the right, which does not affect the
+        scored tokens of a causal model.
+        """
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
         return logits
@@ -292,7 +313,9 @@ class Adaptor(HFLM):
 
 @dataclass(frozen=True)
 class Asked:
-    """A task's numbers. scores: of the task and its parts, by their names, the harness's metrics. chance: of those whose choices tell."""
+    """Numbers of a task. scores: metrics of the task and its parts, by name. chance: score of
+    guessing, for tasks with choices.
+    """
 
     scores: dict[str, dict[str, Any]]
     counts: dict[str, int]
@@ -311,11 +334,13 @@ def ask(
     seed: int | None,
     answers: Answers,
 ) -> Asked:
-    """Asks the model one task, all parts of a group at once. limit: the first so many examples of each part.
+    """Evaluate the model on one task, with all parts of a group at once. limit: number of examples
+    per part.
 
-    seed: of the order of choices, of which examples are shown and of sampled answers; None: the harness's own.
+    seed: for the order of choices, the selection of examples and sampled answers; None: the
+    harness's default.
 
-    Raises whatever the harness, the task's code or the model does.
+    Raises any error of the harness, the task's code or the model.
     """
     random.seed(seed or 0)
     others = SEED if seed is None else seed
@@ -352,7 +377,7 @@ def ask(
 
 
 def numbers(scores: dict[str, Any]) -> dict[str, Any]:
-    """The harness's metrics that are numbers."""
+    """Return the metrics of the harness that are numbers."""
     return {
         key: float(value)
         for key, value in scores.items()
@@ -361,7 +386,9 @@ def numbers(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def guessing(task: Any) -> float | None:
-    """What guessing scores in a multiple-choice task: the mean of 1 / number of choices over the examples that were asked."""
+    """Return the score of guessing in a multiple-choice task: the mean of 1 / number of choices
+    over the evaluated examples.
+    """
     if task.OUTPUT_TYPE != "multiple_choice":
         return None
     examples = {instance.doc_id: instance.doc for instance in task.instances}

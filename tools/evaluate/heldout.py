@@ -1,7 +1,8 @@
-"""What held-out loss is measured on: a .bin/.idx pair, its documents and bytes; windows over its tokens; sums of what is scored.
+"""Data for held-out loss: a .bin/.idx pair with its documents and bytes, windows over its tokens,
+and sums over scored tokens.
 
-A token is scored from the tokens of its window before it: a window reads ids[begin:end] and scores some of ids[begin + 1:end + 1]. Reads
-files and a tokenizer; knows no model.
+A token is scored from the earlier tokens of its window: a window reads ids[begin:end] and scores a
+part of ids[begin + 1:end + 1]. This module reads files and a tokenizer, but no model.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Window:
-    """Reads ids[begin:end] and scores ids[first:end + 1]: each from begin on, from ``first - begin`` tokens or more."""
+    """Token range: read ids[begin:end] and score ids[first:end + 1], each with a context of at
+    least ``first - begin`` tokens.
+    """
 
     begin: int
     first: int
     end: int
 
     def __len__(self) -> int:
-        """Tokens read."""
+        """Number of tokens read."""
         return self.end - self.begin
 
 
 def windows(sections: Iterable[tuple[int, int]], context: int, stride: int) -> Iterator[Window]:
-    """Windows of at most ``context`` tokens that move on by ``stride``, 1 to ``context``; every token but a section's first is scored once.
+    """Yield windows of at most ``context`` tokens at distances of ``stride`` (1 to ``context``).
+    Every token except the first of a section is scored once.
 
-    At stride = context they do not overlap, as sequences in training: a token sees 0 to context - 1 tokens before the one it is told from.
-    At a smaller stride, each window but a section's first scores its last ``stride`` tokens alone, from context - stride + 1 or more.
+    With stride = context windows do not overlap, as in training: a token has 0 to context - 1
+    tokens of context besides the one before it. With a smaller stride, each window except the first
+    of a section scores only its last ``stride`` tokens, with context - stride + 1 or more tokens of
+    context.
     """
     for start, stop in sections:
         first, begin = start + 1, start
@@ -55,7 +61,7 @@ def windows(sections: Iterable[tuple[int, int]], context: int, stride: int) -> I
 
 
 def batched(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
-    """So many windows at a time, the last time fewer."""
+    """Yield lists of ``size`` windows; the last list may be shorter."""
     batch: list[Window] = []
     for window in found:
         batch.append(window)
@@ -68,10 +74,11 @@ def batched(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
 
 @dataclass
 class Sums:
-    """What is known after the tokens before ``position``; every number of a result is a function of it, and it can be written down.
+    """Sums over the tokens before ``position``. Every number of a result is a function of them, and
+    they can be stored.
 
-    A document's losses and tokens stay in ``open_*`` until the next document begins. Sums are float64, a document at a time, so that they
-    do not depend on the batch size.
+    Losses and tokens of the current document are in ``open_*`` until the next document begins. Sums
+    are float64, per document, so that they do not depend on the batch size.
     """
 
     position: int = 0
@@ -87,9 +94,11 @@ class Sums:
     def add(
         self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]
     ) -> None:
-        """Losses in nats [n] of the tokens from ``first`` on, which come in order; ``starts``: where documents begin.
+        """Add losses in nats [n] of consecutive tokens from ``first`` on. starts: first tokens of
+        documents.
 
-        A document may begin with tokens that are not scored: before ``first``, after the last ones that came.
+        A document may begin with tokens that are not scored: before ``first``, after the last added
+        token.
         """
         begun = (
             starts[
@@ -117,26 +126,27 @@ class Sums:
         self.open_nats, self.open_tokens = 0.0, 0
 
     def done(self) -> Sums:
-        """The same, with the last document in it."""
+        """Return a copy that includes the last document."""
         closed = replace(self)
         closed._close()
         return closed
 
     def __add__(self, other: Sums) -> Sums:
-        """The sums of two texts, both done."""
+        """Return the sums over two finished texts."""
         return Sums(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     @property
     def mean(self) -> float:
-        """Nats a token, over all tokens."""
+        """Nats per token, over all tokens."""
         return self.nats / self.tokens
 
     @property
     def stderr(self) -> float | None:
-        """Standard error of the mean over documents, as of a ratio of two sums over them; None of fewer than two.
+        """Standard error of the mean over documents, as of a ratio of two sums over documents; None
+        for fewer than two documents.
 
-        sqrt(D / (D - 1) * sum_d (L_d - mean * n_d)^2) / sum_d n_d, for D documents of n_d tokens and losses L_d: tokens of one document
-        are not independent, documents are taken to be.
+        sqrt(D / (D - 1) * sum_d (L_d - mean * n_d)^2) / sum_d n_d, for D documents with n_d tokens
+        and losses L_d. Tokens of one document are not independent; documents are assumed to be.
         """
         if self.documents < 2:
             return None
@@ -150,10 +160,11 @@ class Sums:
 
 @dataclass(frozen=True)
 class Text:
-    """A pair, mapped. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: where its documents begin, and n.
+    """A memory-mapped pair. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: the first
+    token of each document, and n.
 
-    ``eod``: the id that ends a document; ``whole_bytes``: UTF-8 bytes of all documents; ``tokenizer``: the folder it was made with; None
-    where no manifest beside the pair tells.
+    ``eod``: the id that ends a document; ``whole_bytes``: UTF-8 bytes of all documents;
+    ``tokenizer``: the folder of its tokenizer. These are None without a manifest.
     """
 
     prefix: Path
@@ -166,13 +177,15 @@ class Text:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return len(self.starts) - 1
 
     def sample(self, tokens: int | None) -> Text:
-        """So many of its tokens, all where None: whole documents spread evenly over the text, the last one cut.
+        """Return a sample of ``tokens`` tokens (None: all): complete documents spread evenly over
+        the text, the last one truncated.
 
-        Documents come in the order of the fractions of their numbers' golden multiples: any first few of these lie far from each other.
+        Documents are ordered by the fractional parts of the golden multiples of their numbers, so
+        that any first few of them are far from each other.
         """
         if tokens is None or tokens >= len(self.ids):
             return self
@@ -188,10 +201,12 @@ class Text:
         return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
-        """UTF-8 bytes of its documents: what data_prep counted, else of what the tokenizer decodes, a document at a time.
+        """Return the UTF-8 bytes of the documents: as counted by data_prep, else of the text that
+        the tokenizer decodes, per document.
 
-        The latter is exact where the tokenizer gives back the text that it was given (byte-level BPE); of a document that is cut amid a
-        character the whole characters count. None where neither is there.
+        The second is exact if the tokenizer reproduces the original text (byte-level BPE); of a
+        document truncated within a character, complete characters count. None if neither is
+        available.
         """
         if self.whole_bytes is not None or tokenizer is None:
             return self.whole_bytes
@@ -208,22 +223,28 @@ class Text:
         )
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """[start, end) of every document, in order."""
+        """Yield [start, end) of every document, in order."""
         return zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)
 
     def eod_of(self, tokenizer: Any | None) -> int | None:
-        """The id that ends a document: the manifest's, else the tokenizer's end of sequence."""
+        """Return the id that ends a document: from the manifest, else the tokenizer's end of
+        sequence.
+        """
         return self.eod if self.eod is not None or tokenizer is None else tokenizer.eos_token_id
 
     def identity(self) -> list[Any]:
-        """What tells these tokens from others, wherever they lie: size and a sample of the .bin, tokens, documents."""
+        """Return values that identify these tokens in any folder: size and a sample of the .bin,
+        tokens, documents.
+        """
         return [sample_digest(with_ending(self.prefix, "bin")), len(self.ids), self.documents]
 
     def sections(self, per_document: bool, eod: int | None) -> Iterator[tuple[int, int]]:
-        """Spans [begin, end) that no window leaves; all of a span's tokens but its first are scored.
+        """Yield spans [begin, end) that no window crosses; all tokens of a span except the first
+        are scored.
 
-        The whole stream; or, per document, a document and the one end-of-document token before it, so that the same tokens are scored:
-        a document whose predecessor does not end so is scored from its second token on.
+        The span is the entire stream or, per document, a document with the one end-of-document
+        token before it, so that the same tokens are scored. A document without such a token before
+        it is scored from its second token on.
         """
         if not per_document:
             yield 0, len(self.ids)
@@ -234,11 +255,11 @@ class Text:
 
 
 def open_text(prefix: Path) -> Text:
-    """Maps ``PREFIX.bin`` and ``PREFIX.idx``, checked as training checks its data.
+    """Map ``PREFIX.bin`` and ``PREFIX.idx``, with the same checks as for training data.
 
     Raises:
-        ConfigError: a file is missing, damaged, not of one pair or not what the manifest beside it records, or there is nothing to predict.
-        StorageError: a file system failed.
+        ConfigError: a file is missing, damaged, not of one pair or different from its manifest, or
+        no token can be predicted. StorageError: the file system failed.
     """
     facts = _facts(prefix)
     (source,) = facts.sources
@@ -271,7 +292,7 @@ def open_text(prefix: Path) -> Text:
 
 
 def _facts(prefix: Path) -> DataFacts:
-    """What training would know of the pair."""
+    """Return the facts that training would read about the pair."""
     key, any_vocabulary = "data.train.0.prefix = ", 2**31
     settings = RunConfig(
         model=ModelConfig(vocab_size=any_vocabulary),
@@ -289,7 +310,9 @@ def _facts(prefix: Path) -> DataFacts:
 
 
 def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None:
-    """Raises ConfigError where the data was made with another tokenizer than the model's, as far as names and ids tell."""
+    """Raise ConfigError if the data was created with another tokenizer than the model's, judging by
+    names and ids.
+    """
     if text.vocab_size is not None and text.vocab_size > vocab_size:
         raise ConfigError(
             f"data {text.prefix} is of a tokenizer of {text.vocab_size} entries, but the model knows {vocab_size}: name data of its own "
@@ -309,7 +332,9 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
 
 
 def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
-    """(token, id) of a tokenizer.json; of a Unigram's list of [token, score], ids are places."""
+    """Return (token, id) of a tokenizer.json; in a Unigram's list of [token, score], ids are
+    positions.
+    """
     vocabulary = raw.get("model", {}).get("vocab", {})
     pairs = (
         list(vocabulary.items())
@@ -321,7 +346,9 @@ def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a text is cut: tokens a window reads, tokens it moves on, whether it stays in a document."""
+    """Windows over a text: tokens per window, distance between windows, and whether a window stays
+    within a document.
+    """
 
     context: int
     stride: int
@@ -329,7 +356,9 @@ class Settings:
 
 
 class Kept:
-    """Sums on disk, by what they are the sums of, so that a measurement goes on where it was interrupted."""
+    """Sums stored on disk by a key of the measurement, so that an interrupted measurement can
+    resume.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.sums = path, {}
@@ -344,7 +373,7 @@ class Kept:
             self.sums = {}  # nothing is lost but time
 
     def keep(self, key: str, sums: Sums) -> None:
-        """Writes them down, whole or not at all."""
+        """Store sums, atomically."""
         self.sums[key] = sums
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -355,6 +384,6 @@ class Kept:
             write_whole(self.path, json.dumps(content).encode())
 
     def remove(self) -> None:
-        """All is done: the result has it."""
+        """Delete the file: the result contains the sums."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)

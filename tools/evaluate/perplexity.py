@@ -1,18 +1,23 @@
-"""Held-out perplexity of any open model on any .bin/.idx pair: nats a token and bits a byte, at chosen context lengths.
+"""Held-out perplexity of any open model on any .bin/.idx pair: nats per token and bits per byte, at
+chosen context lengths.
 
     python -m tools.evaluate.perplexity runs/demo --context 128 256 --stride 64
 
-Every token but the first is scored exactly once, from the tokens before it in its window (``heldout``). By default as training's
-validation does it: one stream in which documents follow each other, their end-of-document tokens scored too, and windows that do not
-overlap. ``per_document``: a window sees nothing of the documents before but the end-of-document token; the same tokens are scored where
-one stands before each document, else all but its first. Bits a byte: all nats / ln 2 / UTF-8 bytes of the whole text, what data_prep
-counted or the tokenizer decodes; none where such first tokens are not scored, whose bytes nothing tells.
+Every token except the first is scored exactly once, from the earlier tokens of its window
+(``heldout``). By default the method is that of validation during training: one stream of documents,
+end-of-document tokens are scored, and windows do not overlap. With ``per_document`` a window
+contains no token of earlier documents except the end-of-document token. The same tokens are scored
+if one precedes each document, else all tokens of a document except its first. Bits per byte: all
+nats / ln 2 / UTF-8 bytes of the entire text, as counted by data_prep or decoded by the tokenizer;
+not available if first tokens are not scored, whose bytes are unknown.
 
-A result is one file a task, in the shape of ``tools.evaluate``'s results: ``value`` nats a token at the longest context length, ``stderr``
-over documents (``n`` of them), ``subtasks`` one entry a context length, "@128", "@256", where there are several, ``raw`` the longest one's
-bits_per_byte, perplexity, nats, tokens, unscored (first tokens of documents that follow no end-of-document token), bytes, context, stride,
-per_document and data, and ``contexts`` the same for every length. The command writes one file a context length, ``valid_256.json`` with
-the label ``valid @256``.
+A result is one file per task in the format of ``tools.evaluate``: ``value`` is nats per token at
+the longest context length, ``stderr`` over documents (``n``), ``subtasks`` one entry per context
+length ("@128", "@256") if there are several. ``raw`` contains, for the longest one, bits_per_byte,
+perplexity, nats, tokens, unscored (first tokens of documents without an end-of-document token
+before them), bytes, context, stride, per_document and data, and ``contexts`` the same for every
+length. The command writes one file per context length, ``valid_256.json`` with the label ``valid
+@256``.
 """
 
 from __future__ import annotations
@@ -70,12 +75,13 @@ def measure(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> Sums:
-    """The sums over a text. What was kept of the same measurement is not computed again; an interruption keeps what is done.
+    """Return the sums over a text. Stored sums of the same measurement are reused, and an
+    interruption stores the finished part.
 
-    The batch size changes how fast, not what: windows are filled up on the right, where no scored token looks.
+    The batch size affects speed only: windows are padded on the right, which no scored token reads.
 
     Raises:
-        ConfigError: a token is not the model's, or a loss is not finite.
+        ConfigError: a token is not in the model's vocabulary, or a loss is not finite.
     """
     key = sha256_json(
         [
@@ -114,7 +120,7 @@ def measure(
 def _losses(
     opened: OpenModel, text: Text, batch: Sequence[Window]
 ) -> list[npt.NDArray[np.float64]]:
-    """Nats of every scored token of each window, from one call of the model."""
+    """Return the nats of every scored token of each window, from one call of the model."""
     import torch
 
     longest = max(map(len, batch))
@@ -154,12 +160,14 @@ def _losses(
 
 
 def vocabulary(opened: OpenModel) -> int:
-    """Ids that the model knows."""
+    """Return the number of ids in the model's embedding."""
     return int(opened.model.get_input_embeddings().weight.shape[0])
 
 
 def _batch_size(context: int, vocab_size: int) -> int:
-    """Windows a call: enough to keep a device busy, few enough for their logits."""
+    """Return the windows per call: enough to use a device, few enough for the memory of their
+    logits.
+    """
     return max(1, min(_TOKENS_A_BATCH // context, _LOGITS_BYTES // (4 * context * vocab_size)))
 
 
@@ -173,14 +181,17 @@ def heldout_result(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> dict[str, Any]:
-    """The result of a task of kind ``heldout`` for an OpenModel; what is unfinished is kept in ``out``, the model's folder (None: nowhere).
+    """Return the result of a ``heldout`` task for an OpenModel; unfinished work is stored in
+    ``out``, the model's folder (None: not stored).
 
-    ``model_key``: what tells its weights from others. Contexts: the task's, else the training's length; stride: the task's, else a whole
-    window, as in training. Several sources of the run's validation are read one after the other, each token once.
+    ``model_key``: identifies the weights. Contexts: the task's, else the training's length; stride:
+    the task's, else the full window, as in training. Several validation sources of the run are read
+    one after the other, each token once.
 
     Raises:
-        ConfigError: the data is not there, damaged, empty or of another tokenizer; a context is longer than the model takes, or shorter
-            than the stride; a loss is not finite. StorageError: a file system failed.
+        ConfigError: the data is missing, damaged, empty or of another tokenizer; a context is
+        longer than the model supports, or shorter than the stride; a loss is not finite.
+        StorageError: the file system failed.
     """
     started = time.monotonic()
     contexts = sorted(set(task.context_lengths or (training_length(opened),)))
@@ -233,10 +244,11 @@ def heldout_result(
 
 
 def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
-    """Prefixes of the validation data of the run that a model is from: what its checkpoint, or an export's training.json, says.
+    """Return the prefixes of the validation data of the model's run, from its checkpoint or an
+    export's training.json.
 
     Raises:
-        ConfigError: nothing says, or the run has none.
+        ConfigError: they are unknown, or the run has none.
     """
     section = manifest.get("config", {}).get("data")
     if section is None:
@@ -251,9 +263,10 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
 
 
 def data_digest(path: Path, column: SuiteTask) -> str | None:
-    """Stands for the tokens that a ``heldout`` column asks the model at ``path`` about, wherever they lie; no weight is read.
+    """Return a hash of the tokens of a ``heldout`` column for the model at ``path``, independent of
+    their folder; no weight is read.
 
-    None where they are not here or nothing tells which they are: who asks the model is told what is wrong.
+    None if the tokens are not available or unknown; the evaluation then reports the reason.
     """
     try:
         prefixes = [Path(column.data)] if column.data else heldout_data(_manifest(path), path.name)
@@ -271,7 +284,8 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def training_length(opened: OpenModel) -> int:
-    """Tokens a sequence of the training, else the longest context that a foreign model's configuration names.
+    """Return the sequence length of the training, else the longest context in a foreign model's
+    configuration.
 
     Raises:
         ConfigError: neither is known.
@@ -290,7 +304,7 @@ def training_length(opened: OpenModel) -> int:
 
 
 def _check(opened: OpenModel, settings: Settings) -> None:
-    """Raises ConfigError where the model cannot be asked this."""
+    """Raise ConfigError if the model does not support these settings."""
     if settings.context < 2:
         raise ConfigError(f"--context {settings.context}: must be at least 2")
     if not 1 <= settings.stride <= settings.context:
@@ -332,7 +346,7 @@ def _raw(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints a table, writes results below --out; returns the exit code."""
+    """Measure, print a table, write results below --out, and return the exit code."""
     parser = cli.Parser(
         prog="python -m tools.evaluate.perplexity",
         description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair.",

@@ -1,4 +1,6 @@
-"""The pictures: a small panel a column, a dot and its standard error a model; and held-out loss over the context length. Draws alone."""
+"""Pictures of an evaluation: one small panel per column with a dot and its standard error per
+model; held-out loss against context length.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ROW, HEAD = 0.24, 0.95  # inches of a model in a panel, and of a panel's title a
 
 
 def scores(table: Table) -> Any:
-    """A figure: groups from above, their columns as panels, in each the models, best average rank on top; dashed: what guessing scores."""
+    """Return a figure of groups of panels, one panel per column, models by average rank; dashed:
+    the score of guessing.
+    """
     groups = [
         (name, list(columns))
         for name, columns in groupby(table.columns, key=lambda column: column.group)
@@ -63,7 +67,7 @@ def scores(table: Table) -> Any:
 
 
 def _order(table: Table) -> list[int]:
-    """Rows from the best average rank on, as they are where nothing is ranked."""
+    """Return the rows in order of their average rank, or unchanged if no column is ranked."""
     found = table.summary()
     return sorted(range(len(table.rows)), key=lambda index: (found[index] or (0.0, 0))[0])
 
@@ -135,9 +139,10 @@ def _limits(
     *,
     alone: bool,
 ) -> None:
-    """The range of the scores, and of guessing where it is near or a model is alone; guessing is drawn there, else told on its side.
+    """Set the range of a panel to the scores, including the score of guessing if it is near or a
+    model is alone; else label its side.
 
-    floor: what no score is below; None where that is not known.
+    floor: lower bound of all scores; None if unknown.
     """
     if not low:
         axes.set_xticks([])
@@ -161,7 +166,9 @@ def _limits(
 
 
 def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
-    """The range, and its ticks from ``floor`` on with all the digits of their step, two at least."""
+    """Set the range and at least two ticks from ``floor`` on, labelled with all digits of their
+    step.
+    """
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(least, most)
@@ -179,7 +186,9 @@ def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
 
 
 def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
-    """A figure: held-out loss over the context length, a panel a text, a line a model; None where no text has two lengths."""
+    """Return a figure of held-out loss against context length, one panel per text, one line per
+    model; None if no text has two lengths.
+    """
     shown = {
         text: models
         for text, models in texts.items()

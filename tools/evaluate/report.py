@@ -1,8 +1,10 @@
-"""What an evaluation shows, from its result files alone: table.md, results.json, table.png, heldout.png, and a table on the terminal.
+"""Report of an evaluation from its result files: table.md, results.json, table.png, heldout.png,
+and a table on the terminal.
 
     python -m tools.evaluate.report DIR... --suite paper --out merged
 
-puts the results of several folders, of several machines say, into one table. Decides no number.
+merges the results of several folders, for example of several machines, into one table. No score is
+computed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ AVERAGE = "Leaderboard average, rescaled"
 
 
 def number(score: Score | None, places: int = 3) -> str:
-    """``0.313 ± 0.014``; without standard error, the number alone."""
+    """Return ``0.313 ± 0.014``; without a standard error, only the number."""
     if score is None:
         return MISSING
     return f"{printed(score.value, places)}" + (
@@ -42,7 +44,9 @@ def number(score: Score | None, places: int = 3) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The whole report: scores with ranks, rescaled scores, held-out perplexity, what the columns are, notes."""
+    """Return the complete report: scores with ranks, rescaled scores, held-out perplexity,
+    description of the columns, notes.
+    """
     blocks = [
         f"# Evaluation: {table.suite}" if table.suite else "# Evaluation",
         table.title,
@@ -163,7 +167,9 @@ def _escaped(text: str) -> str:
 
 
 def console(table: Table, width: int = 120) -> str:
-    """Tasks down, models across, as many models side by side as fit, then the next ones; best of a row marked ``*``."""
+    """Return a table for a terminal: tasks as rows, as many models as fit as columns, then the next
+    ones; the best of a row is marked ``*``.
+    """
     grid = _grid(table)
     left = min(44, max(len(AVERAGE), *(len(row[0]) for row in grid)))
     names = [_short(row.model, NAME_WIDTH) for row in table.rows]
@@ -190,7 +196,7 @@ def console(table: Table, width: int = 120) -> str:
 
 
 def _grid(table: Table) -> list[list[str]]:
-    """Rows of cells for a terminal, those of one model in one column: groups, tasks, the average, ranks."""
+    """Return rows of cells for a terminal, one column per model: groups, tasks, the average, ranks."""
     empty = [""] * len(table.rows)
     grid: list[list[str]] = []
     group = ""
@@ -223,7 +229,9 @@ def _grid(table: Table) -> list[list[str]]:
 
 
 def _breaks(widths: Sequence[int], room: int) -> list[int]:
-    """Where blocks of columns begin, and the end: each as many as fit, one at least."""
+    """Return the first columns of all blocks, and the end: each block has as many columns as fit,
+    at least one.
+    """
     starts, used = [0], 0
     for index, width in enumerate(widths):
         if used and used + width + 2 > room:
@@ -238,7 +246,9 @@ def _short(text: str, width: int) -> str:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Everything in the table, in full precision: raw and rescaled scores, sub-tasks, ranks, notes."""
+    """Return everything in the table in full precision: raw and rescaled scores, sub-tasks, ranks,
+    notes.
+    """
     summary = table.summary()
     ranks = {column.name: table.ranks(column) for column in table.columns}
     return {
@@ -277,13 +287,14 @@ def _score(score: Score | None) -> dict[str, float | None] | None:
 
 
 def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None:
-    """Reads FOLDER/MODEL/NAME.json of the folders, of ``out`` where none is named, writes the report into ``out`` and prints the table.
+    """Read FOLDER/MODEL/NAME.json of the folders (default: ``out``), write the report into ``out``
+    and print the table.
 
     suite: the columns and their order; None: all results, by name.
 
     Raises:
-        ScoreError: a file is no result, or the results do not belong into one table. ConfigError, StorageError: files cannot be read or
-            written.
+        ScoreError: a file is not a result, or the results cannot share one table.
+        ConfigError, StorageError: files cannot be read or written.
     """
     from . import picture  # matplotlib takes a second: not for --help or a wrong argument
 
@@ -309,7 +320,7 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Reports on folders of results; returns the exit code."""
+    """Report on folders of results and return the exit code."""
     parser = cli.Parser(
         prog="python -m tools.evaluate.report",
         description="One table of the results in one or several folders.",

@@ -1,12 +1,16 @@
-"""Result files: FOLDER/MODEL/NAME.json, one a model and column, written, read, checked; scores as the Open LLM Leaderboard rescales them.
+"""Result files, FOLDER/MODEL/NAME.json, one per model and column: write, read, check; rescale
+scores as the Open LLM Leaderboard.
 
-What would put a wrong number into a table ends here in one line: a file that is not a result, NaN, two sets of weights under one name, and
-models that were not asked the same (other examples, few-shot count, metric, or version of the task). Held-out loss alone may be of each
-model's own text: the table tells.
+Everything that would put a wrong number into a table is an error of one line: a file that is not a
+result, NaN, two sets of weights with one name, and models with different examples, few-shot count,
+metric or task version in one column. Only held-out loss may use each model's own text; the table
+reports it.
 
-The leaderboard's rule is its page "Scores Normalization" (https://huggingface.co/docs/leaderboards/open_llm_leaderboard/normalization):
-0 for guessing, 100 for everything right. Baselines are 1 / number of choices, and come with the scores: MMLU-Pro 0.1 (though a sixth of its
-questions have fewer than ten choices), GPQA 0.25, BBH and MuSR a baseline a sub-task, MATH and IFEval 0.
+The rule of the leaderboard is its page "Scores Normalization"
+(https://huggingface.co/docs/leaderboards/open_llm_leaderboard/normalization): 0 for guessing, 100
+for a perfect score. Baselines are 1 / number of choices and are stored with the scores: MMLU-Pro
+0.1 (though a sixth of its questions have fewer than ten choices), GPQA 0.25, BBH and MuSR one
+baseline per sub-task, MATH and IFEval 0.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ from .suite import SuiteTask
 
 @dataclass(frozen=True)
 class Score:
-    """A measured number. stderr: None where nobody can say; n: how many examples; chance: what guessing scores, None where unknown."""
+    """A measured number. stderr: None if unknown; n: number of examples; chance: score of guessing,
+    None if unknown.
+    """
 
     value: float
     stderr: float | None = setting(None, "", least=0)
@@ -38,12 +44,14 @@ class Score:
 
 
 def rescale(score: Score) -> Score:
-    """A share of right answers (0 .. 1) on the scale where guessing is 0 and everything right is 100; below guessing is 0.
+    """Return a share of right answers (0 .. 1) on the scale where guessing is 0 and a perfect score
+    100; scores below guessing are 0.
 
-    The standard error is that of the straight line, also where the floor holds: a model below chance is not known better.
+    The standard error is scaled linearly, also for scores below guessing: they are not known more
+    precisely.
 
     Raises:
-        ValueError: what guessing scores is not known.
+        ValueError: the score of guessing is unknown.
     """
     if score.chance is None:
         raise ValueError("what guessing scores is not known")
@@ -53,7 +61,9 @@ def rescale(score: Score) -> Score:
 
 
 def mean(scores: Sequence[Score]) -> Score:
-    """The average without weights; its standard error is that of an average of independent measurements, None where one is unknown."""
+    """Return the unweighted mean. Its standard error assumes independent measurements; None if one
+    is unknown.
+    """
     errors = [score.stderr for score in scores if score.stderr is not None]
     known = len(errors) == len(scores)
     counts = [score.n for score in scores if score.n is not None]
@@ -66,13 +76,14 @@ def mean(scores: Sequence[Score]) -> Score:
 
 
 def leaderboard(score: Score, subtasks: Sequence[Score]) -> Score:
-    """A task's score as the leaderboard shows it, 0 .. 100.
+    """Return the score of a task as the leaderboard shows it, 0 .. 100.
 
-    Sub-tasks of unlike baselines (BBH, MuSR) are rescaled first and then averaged without weights; where one baseline holds for all
-    (GPQA's three sets, the chapters of MATH) the task's own score is rescaled, as there.
+    If sub-tasks have different baselines (BBH, MuSR), they are rescaled first and then averaged
+    without weights. With one baseline for all (GPQA's three sets, the chapters of MATH) the score
+    of the task is rescaled, as on the leaderboard.
 
     Raises:
-        ValueError: what guessing scores is not known.
+        ValueError: the score of guessing is unknown.
     """
     if len({None if part.chance is None else round(part.chance, 9) for part in subtasks}) > 1:
         return mean([rescale(part) for part in subtasks])
@@ -84,7 +95,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """All besides the model that decides a score. limit: examples a task; seed, max_length: None: the defaults; dtype: None: as stored."""
+    """Settings that determine a score besides the model. limit: examples per task; seed,
+    max_length: None: the defaults; dtype: None: as stored.
+    """
 
     limit: int | None
     seed: int | None
@@ -93,7 +106,9 @@ class Settings:
     harness: str
 
     def of(self, column: SuiteTask, digest: str | None) -> dict[str, Any]:
-        """As a result says it. digest: of the harness's task, or of the tokens that a held-out loss is of."""
+        """Return the settings as a result records them. digest: of the harness task, or of the
+        tokens of a held-out loss.
+        """
         if column.kind == "heldout":
             windows = {
                 "context_lengths": list(column.context_lengths),
@@ -122,14 +137,14 @@ class Settings:
 
 
 def result_file(out: Path, model: str, column: SuiteTask) -> Path:
-    """Where a model's result in a column is."""
+    """Return the path of a model's result in a column."""
     return out / model / f"{column.name}.json"
 
 
 def fitting(
     out: Path, model: str, key: str, column: SuiteTask, settings: dict[str, Any]
 ) -> str | None:
-    """What is wrong with the result that is there; "" where nothing is, None where there is none."""
+    """Return the fault of an existing result; "" if it is valid, None if it does not exist."""
     file = result_file(out, model, column)
     with files_told():
         try:
@@ -163,12 +178,12 @@ def fitting(
 
 
 def shown(value: Any) -> str:
-    """A setting for a sentence."""
+    """Return a setting as text for a sentence."""
     return "not given" if value is None else str(value)
 
 
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
-    """Writes a result, whole or not at all."""
+    """Write a result atomically."""
     file = result_file(out, model, column)
     with files_told():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,10 +191,11 @@ def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> 
 
 
 def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
-    """A column's numbers from those of its task (an ``Asked``), without the model's names.
+    """Return the numbers of a column from those of its task (an ``Asked``), without the names of
+    the model.
 
     Raises:
-        ConfigError: the task has not given this metric.
+        ConfigError: the task does not have this metric.
     """
     metric = column.metric if "," in column.metric else f"{column.metric},none"
     scores = asked.scores[column.task]
@@ -227,7 +243,7 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
 
 
 def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float | None:
-    """What guessing scores in a group whose parts weigh by their sizes."""
+    """Return the score of guessing in a group whose parts are weighted by their sizes."""
     known = [(chance, counts[name]) for name, chance in chances.items() if chance is not None]
     if len(known) < len(chances):
         return None
@@ -235,7 +251,7 @@ def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float
 
 
 class ScoreError(UserError, ValueError):
-    """Results that cannot stand in one table, told in one line: which file, what is wrong."""
+    """Results that cannot share one table; the message names the file and the fault."""
 
 
 def _text(value: str) -> str | None:
@@ -244,7 +260,9 @@ def _text(value: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one file says. settings: what the evaluation was told; truncated: prompts that lost their beginning since they were too long."""
+    """Contents of a result file. settings: of the evaluation; truncated: prompts that lost their
+    beginning because they were too long.
+    """
 
     model: str = setting("", "", check=_text)
     model_key: str = setting("", "", check=_text)
@@ -262,7 +280,9 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Written):
-    """One file. name: the file's, which is the column's; score: a share of 1, or nats a token where lower is better."""
+    """One result file. name: of the file, which is the column's; score: a share of 1, or nats per
+    token if lower is better.
+    """
 
     file: Path
     name: str
@@ -270,10 +290,11 @@ class Result(Written):
 
 
 def read(folders: Sequence[Path]) -> list[Result]:
-    """All results under the folders, in their order, then by model and name; the same result found twice is taken once.
+    """Return all results in the folders, in their order, then by model and name; identical results
+    count once.
 
     Raises:
-        ScoreError: a file is not a result, or the results do not belong into one table.
+        ScoreError: a file is not a result, or the results cannot share one table.
         ConfigError, StorageError: a folder cannot be read.
     """
     found: dict[tuple[str, str], Result] = {}
@@ -305,10 +326,10 @@ def read(folders: Sequence[Path]) -> list[Result]:
 
 
 def read_one(file: Path) -> Result:
-    """One result file.
+    """Read one result file.
 
     Raises:
-        ScoreError: it is not a result of this format, or a number in it is not one.
+        ScoreError: it is not a result of this format, or a value in it is not a number.
     """
     with files_told():
         text = file.read_text(encoding="utf-8")
@@ -342,7 +363,9 @@ def read_one(file: Path) -> Result:
 
 
 def check(results: Iterable[Result]) -> None:
-    """Raises ScoreError where a name stands for two models, or models were asked unlike things in one column."""
+    """Raise ScoreError if one name is used for two models, or if models were evaluated differently
+    in one column.
+    """
     models: dict[str, Result] = {}
     columns: dict[str, Result] = {}
     for result in results:
@@ -364,7 +387,9 @@ def _one_model(first: Result, result: Result) -> None:
 
 
 def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
-    """(what, here, there) of all that must be alike."""
+    """Return (property, first value, second value) for everything that must be equal in two
+    results.
+    """
     named = [
         (what, getattr(ours, what), getattr(theirs, what))
         for what in ("metric", "fewshot", "version", "higher_is_better")

@@ -1,6 +1,8 @@
-"""The evaluation: every model asked every task that has no result yet, one result file at a time, and what is told on the way.
+"""The evaluation: run every task without a result for every model, write one result file at a time,
+and report progress.
 
-What is there already is not asked again; a task that fails is named at the end and does not stop the others.
+Existing results are not computed again. A failed task is reported at the end and does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ CPU_BATCH = 8
 
 @dataclass(frozen=True)
 class Model:
-    """A model to ask: its name in the table, where it is, what stands for its weights."""
+    """A model to evaluate: its name in the table, its path, the key of its weights."""
 
     name: str
     path: Path
@@ -36,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Job:
-    """A task that a model is asked once, and the columns that come of it."""
+    """A task to run once for a model, and the columns that use it."""
 
     model: Model
     columns: tuple[SuiteTask, ...]
@@ -44,13 +46,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """For a line about it."""
+        """Title of the job in messages."""
         return f"{self.model.name} {self.columns[0].task}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to do, in the models' order, and how much is done."""
+    """Jobs in the order of the models, and the number of finished ones."""
 
     jobs: tuple[Job, ...]
     done: int
@@ -64,10 +66,11 @@ def plan(
     tasks: Tasks | None,
     retry: bool,
 ) -> Plan:
-    """What of the suite has no result. retry: a result that does not fit is asked again.
+    """Return the parts of the suite without a result. retry: run again where a result does not
+    match.
 
     Raises:
-        ConfigError: a result is there that is of another model, suite or setting.
+        ConfigError: an existing result is of another model, suite or setting.
     """
     jobs, complaints, done = [], [], 0
     for model in models:
@@ -94,7 +97,7 @@ def plan(
 
 
 def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
-    """Columns of one task and few-shot count, in the suite's order."""
+    """Return groups of columns with one task and few-shot count, in the order of the suite."""
     groups: dict[Any, list[SuiteTask]] = {}
     for column in suite.tasks:
         groups.setdefault(
@@ -104,9 +107,9 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
 
 
 class Runner:
-    """Does a plan's jobs. options: the command line's device, dtype, tokenizer and batch_size.
+    """Runs the jobs of a plan. options: the command line's device, dtype, tokenizer and batch_size.
 
-    failed: lines of what went wrong; skipped: of what this machine cannot be asked.
+    failed: messages of failures; skipped: messages of tasks that this machine cannot run.
     """
 
     def __init__(
@@ -125,10 +128,11 @@ class Runner:
         self._adaptor: Any = None
 
     def run(self, plan: Plan) -> None:
-        """All jobs; a model that cannot be opened does not stop the others.
+        """Run all jobs; a model that cannot be opened does not stop the others.
 
         Raises:
-            ConfigError: no model could be opened. StorageError: a result cannot be written.
+            ConfigError: no model could be opened.
+            StorageError: a result cannot be written.
         """
         wrong: dict[str, ValueError] = {}
         last: Model | None = None
@@ -201,7 +205,9 @@ class Runner:
             self._answers(job).remove()
 
     def _answers(self, job: Job, count: str = "") -> Answers:
-        """Kept beside the results, hidden; one file a task, whatever columns are made of it."""
+        """Return the store of answers: a hidden file next to the results, one per task for all its
+        columns.
+        """
         file = self.out / job.model.name / ".answers" / f"{job.columns[0].name}.jsonl"
         progress = Progress(0, "requests", f"{count} {job.title}", stream=self.stream)
         return Answers(file, {"model_key": job.model.key, **job.settings}, progress)
@@ -265,7 +271,7 @@ class Runner:
 
 
 def _cut(content: dict[str, Any]) -> str:
-    """Of a result: how many prompts did not fit into the context."""
+    """Return the text about prompts of a result that did not fit into the context."""
     cut = content.get("truncated")
     return (
         f" ({cut} of {content['requests']} prompts were longer than the context and lost their beginning)"

@@ -1,6 +1,7 @@
-"""Which tasks are asked and which number of each is reported: the dataclasses, and the strict reading of a suite's YAML.
+"""Suites: the tasks to run and the number to report for each, as dataclasses, and the strict reader
+of their YAML files.
 
-No torch, no harness.
+Imports neither torch nor the harness.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def _names_a_file(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One column of the table: a task, and the one of its numbers that stands there.
+    """One column of the table: a task, and the metric to report.
 
-    Two columns may share a task (IFEval's two accuracies): it is asked once, and each column has its own ``name`` and result file.
+    Two columns may share a task (IFEval's two accuracies): it runs once, and each column has its
+    own ``name`` and result file.
     """
 
     task: str = setting(
@@ -94,7 +96,7 @@ class SuiteTask:
 
 @dataclass(frozen=True)
 class Suite:
-    """Columns in the table's order."""
+    """Columns in the order of the table."""
 
     name: str = setting("", "Name of the suite; empty: the file's.")
     title: str = setting("", "One line above the table.")
@@ -107,10 +109,12 @@ class Suite:
 
 
 def load_suite(word: str) -> Suite:
-    """The suite of that name in suites/, or in the file of that path (with a slash, or ending in .yaml or .yml).
+    """Return the suite with this name in suites/, or the one in a file (a path with a slash, or
+    ending in .yaml or .yml).
 
     Raises:
-        ConfigError: no such suite, or a key, type or value in it is wrong. StorageError: the file system failed.
+        ConfigError: the suite does not exist, or a key, type or value in it is invalid.
+        StorageError: the file system failed.
     """
     known = sorted(path.stem for path in SUITES.glob("*.yaml"))
     by_path = "/" in word or word.endswith((".yaml", ".yml"))
@@ -135,7 +139,7 @@ def load_suite(word: str) -> Suite:
 
 
 def _named(task: SuiteTask, at: str) -> SuiteTask:
-    """The task with its name and label filled in."""
+    """Return the task with its name and label filled in."""
     if not task.task:
         raise ConfigError(f"{at}.task: expected the name of a task")
     name = task.name or task.task

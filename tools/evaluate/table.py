@@ -1,9 +1,11 @@
-"""Several models' results as one table: cells, ranks, average rank, how often a model is first. Arithmetic on results; draws nothing.
+"""Results of several models as one table: cells, ranks, average rank, number of first ranks. Only
+arithmetic, no drawing.
 
-Ranks are those of the FEM paper's Table 2, whose Avg Rank and #Top1 all come out of its printed scores this way
-(tests/tools/evaluate/test_table.py): scores are compared as they are printed, with three decimals; models of the same printed
-score share the better rank, the next one's counts all before it (1, 1, 3); every model that shares the best score of a column counts as
-first; a column counts once. Only columns that every model has are ranked.
+Ranks follow Table 2 of the FEM paper, whose Avg Rank and #Top1 are all reproduced from its printed
+scores (tests/tools/evaluate/test_table.py): scores are compared with three decimals as printed;
+equal scores share the better rank, and the next rank counts all models before it (1, 1, 3); every
+model with the best score of a column counts as first; a column counts once. Only columns that every
+model has are ranked.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ PLACES = 3
 
 @dataclass(frozen=True)
 class Column:
-    """What stands over a column, and whether it is also shown rescaled. n: examples; fewshot: None where the task has no such thing."""
+    """Heading of a column, and whether it is also shown rescaled. n: examples; fewshot: None if the
+    task has no few-shot count.
+    """
 
     name: str
     task: str
@@ -42,14 +46,16 @@ class Column:
 
     @property
     def asked(self) -> str:
-        """Metric and few-shot count, for under the heading."""
+        """Metric and few-shot count, shown below the heading."""
         metric = "nats/token" if self.metric == HELDOUT else self.metric.replace(",none", "")
         return metric if self.fewshot is None else f"{metric}, {self.fewshot}-shot"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model's results, by column name; absent where it has none. average: of the rescaled tasks, where it has all of them."""
+    """Results of one model by column name; missing ones are absent. average: over the rescaled
+    tasks, if it has all of them.
+    """
 
     model: str
     model_key: str
@@ -60,7 +66,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns in the suite's order, rows in the results'. notes: what a reader must know, one sentence each."""
+    """Columns in the order of the suite, rows in the order of the results. notes: remarks for the
+    reader, one sentence each.
+    """
 
     suite: str
     title: str
@@ -70,7 +78,7 @@ class Table:
 
     @property
     def ranked(self) -> tuple[Column, ...]:
-        """The columns that every model has, asked alike; none where there is one model alone."""
+        """Columns that every model has with equal settings; none for a single model."""
         if len(self.rows) < 2:
             return ()
         return tuple(
@@ -82,7 +90,7 @@ class Table:
 
     @property
     def unlike(self) -> dict[str, str]:
-        """Held-out columns whose numbers do not compare between the models, and why."""
+        """Held-out columns whose numbers are not comparable between the models, with the reason."""
         found = {}
         for column in self.columns:
             here = [row.results[column.name] for row in self.rows if column.name in row.results]
@@ -99,7 +107,7 @@ class Table:
         return found
 
     def ranks(self, column: Column) -> list[int | None]:
-        """Each row's rank in a column, None where it has no result."""
+        """Return the rank of each row in a column, None without a result."""
         here = [
             row.results[column.name].score.value for row in self.rows if column.name in row.results
         ]
@@ -107,7 +115,9 @@ class Table:
         return [next(found) if column.name in row.results else None for row in self.rows]
 
     def marks(self, column: Column) -> list[int | None]:
-        """1 for the best as printed, 2 for the next best number; None for all else, and where fewer than two results compare."""
+        """Return 1 for the best printed number, 2 for the second, else None; all None if fewer than
+        two results are comparable.
+        """
         ranks = self.ranks(column)
         order = sorted({rank for rank in ranks if rank is not None})
         if len(ranks) - ranks.count(None) < 2 or column.name in self.unlike:
@@ -115,9 +125,11 @@ class Table:
         return [order.index(rank) + 1 if rank in order[:2] else None for rank in ranks]
 
     def ahead(self, column: Column) -> int | None:
-        """The row whose score is better than all others by more than a standard error of the difference; None: a tie, or none compares.
+        """Return the row that is better than all others by more than one standard error of the
+        difference; None for a tie or without comparable scores.
 
-        The error is that of independent scores, more than the same questions' have; a score without one counts as exact.
+        The error assumes independent scores, which overestimates it for equal questions; a score
+        without an error counts as exact.
         """
         scores = {
             index: row.results[column.name].score
@@ -137,7 +149,9 @@ class Table:
         return best if all(apart) else None
 
     def summary(self) -> list[tuple[float, int] | None]:
-        """Each row's (average rank, how often first) over the ranked columns; None where nothing is ranked."""
+        """Return (average rank, number of first ranks) of each row over the ranked columns; None if
+        no column is ranked.
+        """
         return summary(
             [[row.results[c.name].score.value for c in self.ranked] for row in self.rows],
             [c.higher_is_better for c in self.ranked],
@@ -145,7 +159,7 @@ class Table:
 
 
 def _cut(result: Result) -> list[Any]:
-    """Which text a held-out loss is of, and how it was read."""
+    """Return the properties of a held-out loss that identify its text and its windows."""
     return [
         result.score.n,
         *(result.raw.get(key) for key in ("bytes", "stride", "per_document")),
@@ -155,7 +169,9 @@ def _cut(result: Result) -> list[Any]:
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out loss at one context length. nats: a token; bits_per_byte: None where the text's bytes are not known."""
+    """Held-out loss at one context length. nats: per token; bits_per_byte: None if the bytes of the
+    text are unknown.
+    """
 
     context: int
     nats: Score
@@ -163,7 +179,9 @@ class Point:
 
 
 def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
-    """What held-out text and how it was cut -> model -> points by context length, of all the table's held-out columns together."""
+    """Return held-out text and windows -> model -> points by context length, over all held-out
+    columns of the table.
+    """
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for row in table.rows:
         for column in table.columns:
@@ -181,19 +199,21 @@ def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
 
 
 def _text(raw: dict[str, Any]) -> str:
-    """The name of the text and how it is cut, where not as in training."""
+    """Return the name of the text, with its windows if they differ from training."""
     name = " + ".join(Path(prefix).name for prefix in raw["data"])
     stride = "" if raw["stride"] == raw["context"] else f", stride {raw['stride']}"
     return name + stride + (", each document alone" if raw["per_document"] else "")
 
 
 def printed(value: float, places: int = PLACES) -> Decimal:
-    """The number as a table prints it: rounded half up from its shortest decimal form."""
+    """Return the number as a table prints it: rounded half up from its shortest decimal form."""
     return Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
 
 
 def ranks(values: Sequence[float], higher_is_better: bool = True) -> list[int]:
-    """1 + how many are better as printed; equals share the better rank."""
+    """Return 1 + the number of better values as printed, for each value; equal values share the
+    better rank.
+    """
     shown = [printed(value) for value in values]
     return [
         1 + sum(other > own if higher_is_better else other < own for other in shown)
@@ -204,7 +224,9 @@ def ranks(values: Sequence[float], higher_is_better: bool = True) -> list[int]:
 def summary(
     scores: Sequence[Sequence[float]], higher_is_better: Sequence[bool]
 ) -> list[tuple[float, int] | None]:
-    """(average rank, number of columns where first) of each row of scores [models, columns]; None of every row without columns."""
+    """Return (average rank, number of columns ranked first) for each row of scores [models,
+    columns]; None for rows without columns.
+    """
     if not higher_is_better:
         return [None] * len(scores)
     by_column = [
@@ -216,10 +238,10 @@ def summary(
 
 
 def build(results: Sequence[Result], suite: Suite | None) -> Table:
-    """The table of a suite, its columns in its order; without one, all results, by name.
+    """Return the table of a suite with its columns in order; without a suite, all results by name.
 
     Raises:
-        ScoreError: there is none, or one was asked another thing than the suite says.
+        ScoreError: no results, or one whose settings differ from the suite.
     """
     if not results:
         raise ScoreError("no results: evaluate a model first")
@@ -259,7 +281,7 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts valid_64 before valid_256."""
+    """Sort key that orders valid_64 before valid_256."""
     return [
         (part.isdigit(), int(part) if part.isdigit() else 0, part)
         for part in re.split(r"(\d+)", name)
@@ -290,7 +312,7 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
 
 
 def _column(task: SuiteTask, result: Result | None) -> Column:
-    """A column, described by what was found, or, where no model has it, by the suite alone."""
+    """Return a column as described by its results, or by the suite if no model has a result."""
     rescaled = task.rescale == "leaderboard"
     if result is None:
         chance, metric = task.chance, task.metric
@@ -341,9 +363,11 @@ def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Ro
 
 
 def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | None:
-    """The leaderboard's average: columns of one task (IFEval's two) first, as one; None of one task, or where one is missing.
+    """Return the leaderboard's average. Columns of one task (IFEval's two) are averaged first; None
+    for a single task or if one is missing.
 
-    Two numbers of the same answers are not independent: the standard error of their average is not known from theirs.
+    Two numbers of the same answers are not independent, so the standard error of their average is
+    unknown.
     """
     by_task: dict[str, list[Score]] = {}
     for column in columns:
@@ -357,7 +381,7 @@ def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | N
 
 
 def _notes(table: Table, others: Sequence[str]) -> list[str]:
-    """What is missing, what is left out, and what follows for the ranks."""
+    """Return notes on missing and excluded results, and their effect on the ranks."""
     notes = []
     holes = {
         row.model: [c.label for c in table.columns if c.name not in row.results]

@@ -1,1 +1,3 @@
-"""Room of the Hugging Face format: what is trained here, loaded by stock transformers. No training, no evaluation."""
+"""Package of the Hugging Face format: export trained models to folders that stock transformers
+loads, and import folders. No training, no evaluation.
+"""

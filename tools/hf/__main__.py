@@ -1,4 +1,4 @@
-"""``python -m tools.hf VERB``. Reads arguments and tells errors in one line; the work is in the verbs' modules."""
+"""``python -m tools.hf VERB``: parse the arguments and call the module of the verb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one verb; returns the exit code; 1 also where models differ."""
+    """Run one verb and return the exit code; 1 also if the compared models differ."""
     given = vars(_parser().parse_args(arguments))
     module, function = given.pop("place")
 

@@ -1,17 +1,22 @@
-"""The code that an exported folder carries: the files that trained the model, flat, as transformers' loader of remote code wants them.
+"""Code of an exported folder: the files that trained the model, in one flat folder, as
+transformers' loader of remote code requires.
 
-transformers copies the modeling file and, recursively, what it imports by ``from .name import``; it knows no sub-packages. So
-``fem_megatron/mixers/fem/layer.py`` becomes ``fem_megatron_mixers_fem_layer.py``, and
-``from fem_megatron.mixers.fem.layer import FemMixer`` becomes
-``from .fem_megatron_mixers_fem_layer import FemMixer``. A shape names its layer's class, which is imported when it is built
-(``fem_megatron.shape.located``), so a softmax model's folder has no other mixer's layer, and asks for no package that only others need.
-Three more things change:
+transformers copies the modeling file and, recursively, the files that it imports by ``from .name
+import``; it does not support sub-packages. Therefore ``fem_megatron/mixers/fem/layer.py`` becomes
+``fem_megatron_mixers_fem_layer.py``, and ``from fem_megatron.mixers.fem.layer import FemMixer``
+becomes ``from .fem_megatron_mixers_fem_layer import FemMixer``. A shape names the class of its
+layer, which is imported when the layer is built (``fem_megatron.shape.located``), so the folder of
+a softmax model contains no other mixer's layer and does not require packages of other mixers. Three
+more things change:
 
-- an import of an outside package comes into ``try: ... finally: pass``: elsewhere transformers takes it, inside a function too, for a
-  requirement of the whole folder, and a GPU's kernel would keep the model from a CPU;
-- the two files that config.json names end with the names of all that they come to import: older versions copy no further;
-- the configuration's file ends with a digest of all code: in one process transformers takes a second folder of the same name for the
-  first where their configurations' code is the same, whatever their models' code.
+- An import of an external package is placed into ``try: ... finally: pass``. Otherwise transformers
+  treats it as a requirement of the entire folder, also inside a function, and a GPU kernel would
+  prevent use on a CPU.
+- The two files that config.json names end with the names of all modules that they import
+  indirectly, because older versions copy no further.
+- The configuration file ends with a digest of all code. In one process transformers identifies two
+  folders of the same name if the code of their configurations is equal, even if the code of their
+  models differs.
 """
 
 from __future__ import annotations
@@ -43,11 +48,12 @@ Edits = dict[tuple[int, int], list[str]]
 
 
 class BundleError(ValueError):
-    """A source file imports in a way that has no flat form; one line that says where."""
+    """A source file has an import without a flat form; the message names the file and the line."""
 
 
 def bundle(shapes: Iterable[Any]) -> dict[str, str]:
-    """File name -> text of every file that a model of these shapes needs, the modeling and the configuration file among them.
+    """Return file name -> content of every file that a model with these shapes needs, including the
+    modeling and configuration files.
 
     Raises:
         BundleError: an import has no flat form, or two files would have one name.
@@ -79,7 +85,7 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
 
 
 def _reached(entry: str, needed: dict[str, frozenset[str]]) -> set[str]:
-    """The modules that importing ``entry`` imports, itself among them."""
+    """Return the modules that importing ``entry`` imports, including ``entry``."""
     found, waiting = {entry}, [entry]
     while waiting:
         new = needed[waiting.pop()] - found
@@ -89,19 +95,23 @@ def _reached(entry: str, needed: dict[str, frozenset[str]]) -> set[str]:
 
 
 def _named(modules: set[str]) -> str:
-    """Lines that import nothing, for versions of transformers that copy of a folder on this machine only what an entry itself names."""
+    """Return lines that mention modules without importing them, for versions of transformers that
+    copy only files named by the entry file.
+    """
     return "\n\nif False:\n" + "".join(
         f"    from .{flat(module)} import __name__ as _\n" for module in sorted(modules)
     )
 
 
 def packages(files: dict[str, str]) -> list[str]:
-    """Outside packages that the files need, imported at their top or inside functions, besides torch, transformers and OPTIONAL."""
+    """Return the external packages that the files import anywhere, without torch, transformers and
+    OPTIONAL.
+    """
     return sorted(set().union(*(_outside_names(text) for text in files.values())) - OPTIONAL)
 
 
 def license_text() -> str:
-    """The license of this project, which is that of the files."""
+    """Return the text of this project's license, which applies to the files."""
     file = ROOT / LICENSE  # absent from a wheel's folder of packages
     return (
         file.read_text(encoding="utf-8")
@@ -111,7 +121,7 @@ def license_text() -> str:
 
 
 def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
-    """The modules of the layers that the shapes, and those that they are made of, name."""
+    """Return the modules of the layers that the shapes and their nested shapes name."""
     found: set[str] = set()
     for shape in filter(is_dataclass, shapes):
         if hasattr(shape, "layer_class"):
@@ -121,7 +131,9 @@ def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
 
 
 def module_file(module: str) -> Path | None:
-    """The file of a module that may be copied; None: it is none of ours, or there is none of this name."""
+    """Return the file of a module that may be copied; None if it is not part of this project or
+    does not exist.
+    """
     if not f"{module}.".startswith(COPIED):
         return None
     path = ROOT.joinpath(*module.split("."))
@@ -131,13 +143,15 @@ def module_file(module: str) -> Path | None:
 
 
 def flat(module: str) -> str:
-    """The module's name in the folder."""
+    """Return the name of a module in the folder."""
     return module.removeprefix(HERE).replace(".", "_")
 
 
 @functools.cache
 def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
-    """The module's text with flat imports, and the modules of ours that it imports. Raises BundleError (see ``bundle``)."""
+    """Return the text of a module with flat imports, and the project's modules that it imports.
+    Raises BundleError (see ``bundle``).
+    """
     edits: Edits = {}
     wanted: set[str] = set()
     tree = ast.parse(text)
@@ -170,7 +184,7 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
 
 
 def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]]:
-    """The lines for a ``from source import ...``, and the modules that they need."""
+    """Return the lines that replace a ``from source import ...``, and the modules that they need."""
     space, lines, wanted = " " * node.col_offset, [], set()
     names = []
     for alias in node.names:
@@ -191,7 +205,7 @@ def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:
-    """The module that a ``from`` in ``module`` names."""
+    """Return the absolute name of the module in a ``from`` statement of ``module``."""
     if not node.level:
         return node.module or ""
     path = module_file(module)
@@ -204,7 +218,9 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports of outside packages, besides torch and transformers, that are in no ``try``."""
+    """Yield imports of external packages, except torch and transformers, that are not inside a
+    ``try``.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom) and _outside(child):
             yield child
@@ -214,12 +230,12 @@ def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 @functools.cache
 def _outside_names(text: str) -> frozenset[str]:
-    """The outside packages, besides torch and transformers, that a file imports anywhere."""
+    """Return the external packages that a file imports anywhere, without torch and transformers."""
     return frozenset(name for node in ast.walk(ast.parse(text)) for name in _outside(node))
 
 
 def _outside(node: ast.AST) -> set[str]:
-    """The outside packages, besides torch and transformers, that a statement imports."""
+    """Return the external packages that a statement imports, without torch and transformers."""
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     else:

@@ -1,4 +1,6 @@
-"""How far two tensors, two models' weights, two forward passes, two tokenizers are apart, in numbers. Opens nothing and prints nothing."""
+"""Numerical differences between two tensors, the weights of two models, two forward passes, and two
+tokenizers. No input or output.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Trace = dict[str, Tensor]
 
 
 def place(path: str) -> str:
-    """``model.layers.3.mixer.in_proj`` -> ``layer 3, mixer.in_proj``; outside the layers the module's name, or the field's word for it."""
+    """Convert ``model.layers.3.mixer.in_proj`` to ``layer 3, mixer.in_proj``; outside the layers
+    return the module's name or the common term for it.
+    """
     found = _LAYER.search(path)
     if found is None:
         leaf = path.rpartition(".")[2]
@@ -36,12 +40,12 @@ def place(path: str) -> str:
 
 
 def place_of_weight(name: str) -> str:
-    """The place of the module that a parameter belongs to, or its own."""
+    """Return the place of the module that owns a parameter."""
     return place(re.sub(r"\.(weight|bias)$", "", name))
 
 
 def layer_of(where: str) -> float:
-    """-1 for what is before the layers, a layer's number, infinity for what follows them."""
+    """Return the layer number of a place; -1 before the layers, infinity after them."""
     found = re.match(r"layer (\d+)", where)
     if found:
         return int(found[1])
@@ -50,7 +54,9 @@ def layer_of(where: str) -> float:
 
 @torch.no_grad()
 def trace(model: Any, ids: list[int]) -> Trace:
-    """One sequence's forward pass. A module that is called several times has a place for each, ``layer 0, mixer, time 2``."""
+    """Run one sequence forward and return the outputs of all modules. Repeated calls of a module
+    have separate entries, ``layer 0, mixer, time 2``.
+    """
     seen: Trace = {}
 
     def keep(where: str, value: Any) -> None:
@@ -81,7 +87,7 @@ def trace(model: Any, ids: list[int]) -> Trace:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """The tensor that a module gives, the first of several."""
+    """Return the tensor that a module returns, the first one of several."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list):
@@ -100,8 +106,10 @@ CHUNK = 1 << 22  # numbers that are compared at once: 32 MB in float64
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tensors at one place. absolute: the largest |a - b|, infinite where one alone is not finite or shapes differ. scale: the largest
-    finite |a| or |b|. note: shapes, where they differ."""
+    """Difference of two tensors at one place. absolute: the largest |a - b|; infinite if only one
+    is non-finite or shapes differ. scale: the largest finite |a| or |b|. note: the shapes, if they
+    differ.
+    """
 
     where: str
     absolute: float
@@ -110,11 +118,11 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """absolute / scale."""
+        """Ratio absolute / scale."""
         return 0.0 if self.absolute == 0 else self.absolute / self.scale if self.scale else math.inf
 
     def worse(self, other: Difference) -> Difference:
-        """Of the same place, over both: the larger of each number."""
+        """Return the larger value of each number, for two differences of one place."""
         return replace(
             self,
             absolute=max(self.absolute, other.absolute),
@@ -124,7 +132,7 @@ class Difference:
 
 
 def difference(where: str, a: Tensor, b: Tensor) -> Difference:
-    """How far two tensors are apart; NaN equals NaN."""
+    """Return the difference of two tensors; NaN equals NaN."""
     if a.shape != b.shape:
         return Difference(where, math.inf, 1.0, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
     absolute = scale = 0.0
@@ -144,13 +152,15 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def exported(weights: Tensors, model: ModelConfig) -> Tensors:
-    """A checkpoint's tensors as its export names and cuts them."""
+    """Return the tensors of a checkpoint with the names and shapes of its export."""
     return Made(weights, to_stock(model) if why_not_stock(model) is None else to_fem(model))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """differences: of every tensor that both have, by name. only_a, only_b: names that one alone has."""
+    """Comparison of two models' weights. differences: of every common tensor. only_a, only_b: names
+    that one model lacks.
+    """
 
     differences: list[Difference]
     only_a: list[str]
@@ -158,17 +168,21 @@ class Weights:
 
     @property
     def equal(self) -> bool:
-        """Bit for bit, as numbers."""
+        """True if all common tensors are numerically equal."""
         return all(found.absolute == 0 for found in self.differences)
 
     def beyond(self, tolerance: float) -> list[Difference]:
-        """Those that differ by more than ``tolerance`` of the tensor's largest number, in the order of the model's layers."""
+        """Return differences larger than ``tolerance`` times the largest number of the tensor, in
+        the order of the layers.
+        """
         far = [found for found in self.differences if found.relative > tolerance]
         return sorted(far, key=lambda found: layer_of(place_of_weight(found.where)))
 
 
 def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
-    """Tensor by tensor, two at a time; ``tied``: an output layer that only one of them stores is the other's embedding."""
+    """Compare two models tensor by tensor. ``tied``: an output layer that only one of them stores
+    equals the embedding of the other.
+    """
     shared = [name for name in a.shapes if name in b.shapes]
     alone = (
         [name for name in one.shapes if name not in other.shapes] for one, other in ((a, b), (b, a))
@@ -187,7 +201,9 @@ def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
 
 
 def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
-    """Of every place that both have, in the order of ``a``'s computation; logits over the entries that both vocabularies have."""
+    """Yield the difference at every common place, in the order of ``a``; logits are compared over
+    the entries that both vocabularies have.
+    """
     for where, value in a.items():
         if where in b:
             other = b[where]
@@ -204,7 +220,9 @@ def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Next-token distributions over some tokens. agree: tokens whose likeliest successor is the same. kl: sum of KL(a || b) in nats."""
+    """Comparison of next-token distributions. agree: tokens with the same most likely successor.
+    kl: sum of KL(a || b) in nats.
+    """
 
     tokens: int = 0
     agree: int = 0
@@ -212,7 +230,7 @@ class Predictions:
     largest_kl: float = 0.0
 
     def and_of(self, a: Tensor, b: Tensor) -> Predictions:
-        """With those of logits a and b [t, vocabulary] added."""
+        """Return the sums with those of logits a and b [t, vocabulary] added."""
         entries = min(a.shape[-1], b.shape[-1])
         one, two = (logits[..., :entries].double().log_softmax(-1) for logits in (a, b))
         kl = (one.exp() * (one - two)).nan_to_num(0.0).sum(-1).clamp_min(0.0)
@@ -227,7 +245,9 @@ class Predictions:
 
 
 def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, keys joined by dots; what is not computed is left out."""
+    """Return nested dictionaries as one with dotted keys, without keys that do not affect the
+    computation.
+    """
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -238,7 +258,7 @@ def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> both values, where they differ; None for a key that one has not."""
+    """Return dotted key -> both values for each difference; None for a key that one side lacks."""
     one, two = flat(a), flat(b)
     return {
         key: (one.get(key), two.get(key))
@@ -248,7 +268,7 @@ def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[An
 
 
 def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | None:
-    """How two tokenizers differ, in words; None: not at all, or one of them is not known."""
+    """Return the difference of two tokenizers as text; None if they are equal or one is unknown."""
     if a is None or b is None:
         return None
     one, two = a.get_vocab(), b.get_vocab()
@@ -265,9 +285,10 @@ def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | 
 
 @dataclass(frozen=True)
 class First:
-    """Where two models part. weights: of its layer, that differ; None: not compared. computed: what differs there; None: nothing does.
+    """First place at which two models differ. weights: differing weights of its layer; None: not
+    compared. computed: the differing output, or None.
 
-    before: how far what is computed before it is apart, of its largest number.
+    before: the largest relative difference of earlier outputs.
     """
 
     where: str
@@ -298,9 +319,10 @@ class First:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that is known of two models. differences: place -> the worst of all prompts, in the order of computation.
+    """Result of a comparison of two models. differences: place -> the largest over all prompts, in
+    the order of computation.
 
-    weights: None where their names have nothing in common. skipped: prompts that the second model does not take.
+    weights: None if no names are equal. skipped: prompts that the second model does not accept.
     """
 
     sides: tuple[Path, Path]
@@ -319,14 +341,14 @@ class Findings:
 
     @property
     def logits(self) -> Difference:
-        """Of all prompts."""
+        """Difference of the logits over all prompts."""
         return self.differences.get(
             LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take")
         )
 
     @property
     def faults(self) -> list[str]:
-        """Why the models are not equal, a line each."""
+        """Return the reasons why the models are not equal, one line each."""
         faults, logits = [], self.logits
         allowed = self.tolerance * max(1.0, logits.scale)
         if self.vocabularies[0] != self.vocabularies[1]:
@@ -348,12 +370,12 @@ class Findings:
 
     @property
     def equal(self) -> bool:
-        """Within the tolerance."""
+        """True if the models are equal within the tolerance."""
         return not self.faults
 
     @property
     def bitwise(self) -> bool:
-        """Every weight and all that is computed are the same numbers."""
+        """True if all weights and all outputs are equal bit for bit."""
         return (
             self.equal
             and (self.weights is None or self.weights.equal)
@@ -361,7 +383,7 @@ class Findings:
         )
 
     def first(self) -> First | None:
-        """The first place in the model where weights, or what is computed, differ by more than the tolerance."""
+        """Return the first place whose weights or outputs differ by more than the tolerance."""
         far = self.weights.beyond(self.tolerance) if self.weights else []
         order = list(self.differences.values())
         cut = next(
@@ -387,7 +409,9 @@ class Findings:
         return First(where, here if self.weights else None, computed, before)
 
     def layers(self) -> Iterator[tuple[str, Difference]]:
-        """(row, the worst of it): embedding, every layer with its parts, final norm, logits."""
+        """Yield (row, its largest difference): embedding, every layer with its parts, final norm,
+        logits.
+        """
         rows: dict[str, Difference] = {}
         for found in self.differences.values():
             row = found.where.partition(", ")[0]
@@ -397,11 +421,11 @@ class Findings:
 
 
 def number(value: float) -> str:
-    """Two digits: 0, 0.12, 1.3e-07, inf."""
+    """Format with two digits: 0, 0.12, 1.3e-07, inf."""
     return f"{value:.2g}"
 
 
 def named(items: list[str], shown: int, between: str = ", ") -> str:
-    """The first few, and how many more."""
+    """Return the first items and the number of further ones as text."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return between.join(items[:shown]) + more

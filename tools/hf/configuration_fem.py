@@ -1,4 +1,6 @@
-"""The configuration that an exported model carries; copied beside its weights with the torch-free files that it imports."""
+"""Configuration class of an exported model; copied to the export together with the torch-free files
+that it imports.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ROPE_PARAMETERS = isinstance(
 
 
 def named_rope(model: ModelConfig) -> dict[str, Any]:
-    """The rotary settings of ``model`` as transformers 5 names them."""
+    """Return the rotary settings of ``model`` with the names of transformers 5."""
     given = model.rope_scaling
     if given.kind in (None, "abf"):
         return {
@@ -36,7 +38,9 @@ def named_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def older_names(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`named_rope` under its names before transformers 5.0, which knows no ``rope_parameters`` and would take base 10000."""
+    """Return `named_rope` with the names of transformers before 5.0, which ignores
+    ``rope_parameters`` and would use base 10000.
+    """
     rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
     return {
         "rope_theta": parameters["rope_theta"],
@@ -45,9 +49,10 @@ def older_names(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The fields rope_base and rope_scaling of a ModelConfig that ``rope_parameters`` say, for a context of ``length`` tokens.
+    """Return the fields rope_base and rope_scaling of a ModelConfig from ``rope_parameters``, for a
+    context of ``length`` tokens.
 
-    Raises ValueError for what the model here does not compute.
+    Raises ValueError for settings that the model does not support.
     """
     given = {key: value for key, value in parameters.items() if value is not None}
     kind, base = given.get("rope_type", given.get("type", "default")), given["rope_theta"]
@@ -99,7 +104,9 @@ def stretched(
     rope_theta: float | None = None,
     rope_scaling: Any = None,
 ) -> ModelConfig:
-    """``model`` with its RoPE as the first says that says something else: the older names, then ``rope_parameters``."""
+    """Return ``model`` with the RoPE settings that differ from its own: the older names first, then
+    ``rope_parameters``.
+    """
     told, rest = named_rope(model), dict(rope_scaling or {})
     older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
     for given in (None if rope_theta is None and rope_scaling is None else older, rope_parameters):
@@ -114,27 +121,28 @@ def stretched(
 
 
 class FemLMConfig(PretrainedConfig):
-    """A decoder-only language model of blocks of any mixer, as the training code describes it, under transformers' names.
+    """Configuration of a decoder-only language model with blocks of any mixer, with transformers'
+    names for the training code's settings.
 
     Args:
-        architecture: fields of the training code's ModelConfig, as a plain dictionary; those left out have its defaults.
-        vocab_size: entries of the tokenizer, rows of the embedding.
-        hidden_size: width D of the residual stream.
-        num_hidden_layers: blocks (mixer + MLP).
-        num_attention_heads: heads of the mixer.
-        initializer_range: standard deviation of the normal initialisation.
-        tie_word_embeddings: the output layer is the input embedding.
-        recurrence: how often every block is applied; may be more than in training, which ``architecture`` tells.
-        max_position_embeddings: context length in training (for information: nothing here is bounded by it).
-        use_cache: return the decoding state for the next call, unless the model is training.
+        architecture: fields of the training code's ModelConfig as a dictionary; missing ones have
+        its defaults. vocab_size: entries of the tokenizer, rows of the embedding. hidden_size:
+        width D of the residual stream. num_hidden_layers: blocks (mixer + MLP).
+        num_attention_heads: heads of the mixer. initializer_range: standard deviation of the normal
+        initialisation. tie_word_embeddings: the output layer is the input embedding. recurrence:
+        number of applications of every block; may exceed the value of the training, which
+        ``architecture`` contains. max_position_embeddings: context length of the training (for
+        information; it does not limit the model). use_cache: return the decoding state for the next
+        call, unless the model is in training mode.
 
-        rope_parameters, rope_theta, rope_scaling: RoPE's base and how it is stretched, under the names of transformers 5 and of those
-            before it, of a model that turns.
+        rope_parameters, rope_theta, rope_scaling: base and scaling of RoPE, with the names of
+        transformers 5 and of earlier versions, for models that use RoPE.
 
-    Those from vocab_size to recurrence, and RoPE's, are in ``architecture``, too, under the training code's names; given here, they win.
+    The arguments from vocab_size to recurrence, and those of RoPE, are also in ``architecture``
+    with the training code's names; explicit arguments have precedence.
 
     Raises:
-        ValueError: sizes do not fit together. TypeError: ``architecture`` has an unknown key.
+        ValueError: sizes do not match. TypeError: ``architecture`` has an unknown key.
     """
 
     model_type = "fem_lm"
@@ -219,7 +227,9 @@ class FemLMConfig(PretrainedConfig):
             setattr(self, key, value)
 
     def model_fields(self) -> dict[str, Any]:
-        """``architecture`` with what was changed since under transformers' names (a resized vocabulary, a stretched RoPE)."""
+        """Return ``architecture`` with later changes of transformers' names applied (a resized
+        vocabulary, a scaled RoPE).
+        """
         fields = {
             **self.architecture,
             **{ours: getattr(self, theirs) for theirs, ours in self.training_names.items()},
@@ -230,5 +240,5 @@ class FemLMConfig(PretrainedConfig):
         return fields | {"rope_base": model.rope_base, "rope_scaling": asdict(model.rope_scaling)}
 
     def model(self) -> ModelConfig:
-        """The training code's configuration of the model as it is now, ``recurrence`` included."""
+        """Return the training code's configuration of the current model, including ``recurrence``."""
         return replace(ModelConfig.from_dict(self.model_fields()), recurrence=self.recurrence)

@@ -1,4 +1,6 @@
-"""Text to token ids: as ``data_prep`` writes them for a model that was trained here, as its tokenizer says for any other model."""
+"""Text to token ids: as ``data_prep`` encodes it for models that were trained by this project, by
+its tokenizer for other models.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ Encode = Callable[[str], list[int]]
 
 
 def trained_here(manifest: Mapping[str, Any]) -> bool:
-    """Whether a model has been trained on data of ``data_prep``, by its checkpoint's manifest or its export's training.json ({}: no).
+    """Return True if a model was trained on data of ``data_prep``, judging by its checkpoint's
+    manifest or its export's training.json ({}: False).
 
-    Not so for the import of another project's model, until it has been trained here. An import without such a record has neither steps
-    nor training data.
+    False for the import of another project's model until it has been trained by this project. An
+    import without such a record has neither steps nor training data.
     """
     foreign = manifest.get("inherited", {}).get("foreign")
     if foreign is None:
@@ -30,10 +33,11 @@ def trained_here(manifest: Mapping[str, Any]) -> bool:
 
 
 def encoder(tokenizer: Any, folder: Path | None, *, as_data: bool) -> Encode:
-    """The function that turns a text into the ids that a model reads.
+    """Return the function that converts a text to the ids that a model reads.
 
-    as_data: the ids that ``data_prep`` writes for the text with the tokenizer in ``folder``, without the EOD: nothing is added, and the
-    literal text of a special token is text. Else what ``tokenizer``, transformers' own, makes of it, with what its template adds.
+    as_data: the ids that ``data_prep`` writes for the text with the tokenizer in ``folder``,
+    without the EOD: no tokens are added, and the literal text of a special token is text. Otherwise
+    the result of transformers' ``tokenizer`` with the tokens of its template.
 
     Raises:
         ConfigError: ``folder`` has no tokenizer.json.

@@ -1,17 +1,19 @@
-"""The verb ``export``: a checkpoint -> a folder that transformers loads, as its own class where one says it exactly, else with our code.
+"""Verb ``export``: write a checkpoint as a folder that transformers loads, with transformers' own
+class if it matches exactly, else with our code.
 
-The plain Transformer becomes LlamaForCausalLM (Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window) by ``stock``'s table,
-without a line of code.
-All others become FemLMForCausalLM, the training's own code (see ``bundle``), and their parameters' names change, one to one; no tensor is
-reshaped, and only the rows that pad the vocabulary are left out (see ``recipes``):
+The plain Transformer becomes LlamaForCausalLM (Qwen3 with qk_norm, Qwen2 with biases, Mistral with
+a window) by the table of ``stock``, without any code. All others become FemLMForCausalLM, the
+training's own code (see ``bundle``), with other parameter names. No tensor is reshaped, and only
+the rows that pad the vocabulary are dropped (see ``recipes``):
 
     embedding.word_embeddings.weight  model.embed_tokens.weight
-    embedding.velocity.word_embeddings.weight  model.embed_velocities.weight
-    decoder.layers.N.*                model.layers.N.*           mixer.* and mlp.*, as the block's shape names them
-    decoder.final_layernorm.weight    model.norm.weight
-    output_layer.weight               lm_head.weight             absent where tied
+    embedding.velocity.word_embeddings.weight  model.embed_velocities.weight decoder.layers.N.*
+    model.layers.N.*           mixer.* and mlp.*, with the names of the block's shape
+    decoder.final_layernorm.weight    model.norm.weight output_layer.weight
+    lm_head.weight             absent if tied
 
-Weights come from a source a tensor at a time and go to disk at once (see ``folder``). The same source gives the same bytes.
+Weights are read one tensor at a time and written at once (see ``folder``). The same source gives
+the same bytes.
 """
 
 from __future__ import annotations
@@ -84,16 +86,17 @@ def export(
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> None:
-    """Writes weights, configuration, code, tokenizer and model card to ``out``, complete or not at all.
+    """Write weights, configuration, code, tokenizer and model card to ``out``, atomically.
 
-    source: full tensors under the training code's names. card: what is known of the training (see ``model_card``), of which
-    ``seq_length`` also becomes the configuration's context length. training: becomes training.json, for machines. known_ids: special
-    tokens where the tokenizer has none (see ``special_ids``). weights_license: stated on the model card; code brings its own along.
-    shard_bytes: where weights are cut into several files.
+    source: full tensors with the training code's names. card: facts about the training (see
+    ``model_card``); its ``seq_length`` also becomes the context length of the configuration.
+    training: content of training.json, for programs. known_ids: special tokens that the tokenizer
+    lacks (see ``special_ids``). weights_license: license in the model card; code has its own
+    license. shard_bytes: maximum size of a file of weights.
 
     Raises:
-        ConfigError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty. ConfigError: the source is damaged, ``out``
-            is no place to write to. StorageError: the file system does not take it.
+        ConfigError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty or
+        cannot be written; the source is damaged. StorageError: the file system failed.
     """
     refuse_occupied(out, overwrite)
     check_shapes(source.shapes, model)
@@ -141,7 +144,7 @@ def export(
 
 
 def refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raises ConfigError where ``out`` is a file, or a folder with something in it that may not be overwritten."""
+    """Raise ConfigError if ``out`` is a file, or a folder with content that may not be overwritten."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -157,7 +160,9 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
-    """Raises ConfigError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
+    """Raise ConfigError unless ``held`` are exactly the tensors of ``model`` in their shapes, and
+    all layers are this project's code.
+    """
     if model.vocab_size is None:
         raise ConfigError(
             "model.vocab_size is not known: the checkpoint's configuration must hold it"
@@ -187,7 +192,9 @@ def hf_config(
     tokens: Mapping[str, Any] | None = None,
     seq_length: int | None = None,
 ) -> FemLMConfig:
-    """The configuration of ``model`` as an export with our code has it. tokens: as ``special_ids`` gives them."""
+    """Return the configuration of ``model`` for an export with our code. tokens: the result of
+    ``special_ids``.
+    """
     optional: dict[str, Any] = dict(tokens or {})
     if seq_length is not None:
         optional["max_position_embeddings"] = seq_length
@@ -201,7 +208,9 @@ def hf_config(
 
 
 def _config_values(config: PretrainedConfig) -> dict[str, Any]:
-    """What config.json holds: of ours every field, and of transformers' own those that are not at their defaults."""
+    """Return the content of config.json: every field of our class, and transformers' own fields
+    that are not at their defaults.
+    """
     changed = config.to_diff_dict()
     if not isinstance(config, FemLMConfig):
         return changed | older_names(config.rope_parameters)
@@ -226,10 +235,12 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def beside(out: Path) -> Iterator[Path]:
-    """An empty folder beside ``out`` that takes its place when the block ends well, and is gone when it does not.
+    """Yield an empty temporary folder that replaces ``out`` if the block succeeds and is deleted
+    otherwise.
 
     Raises:
-        ConfigError: nothing can be written there. StorageError: the file system does not take it.
+        ConfigError: the folder cannot be written.
+        StorageError: the file system failed.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -259,11 +270,12 @@ def export_checkpoint(
     max_shard_size: str,
     overwrite: bool,
 ) -> None:
-    """Exports ``checkpoint`` (of any layout; a run directory: its newest) to ``out``; dtype and tokenizer default to the checkpoint's own.
+    """Export ``checkpoint`` (any layout; of a run directory the newest) to ``out``. dtype and
+    tokenizer default to the checkpoint's.
 
     Raises:
-        ConfigError: see ``export``; the tokenizer that the training used is not found, or another one is given.
-        ConfigError: the checkpoint cannot be read. StorageError: a file system failed.
+        ConfigError: see ``export``; the tokenizer of the training is missing, or a different one is
+        given; the checkpoint cannot be read. StorageError: the file system failed.
     """
     try:
         size = byte_count(max_shard_size)
@@ -300,7 +312,7 @@ def export_checkpoint(
 
 
 def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
-    """Raises ConfigError for what needs no look into the checkpoint."""
+    """Raise ConfigError for faults that can be found without reading the checkpoint."""
     refuse_occupied(out, overwrite)
     if not checkpoint.exists():
         raise ConfigError(f"there is no checkpoint {checkpoint}")
@@ -320,7 +332,7 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
 
 
 def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
-    """Raises ConfigError where ``out`` would replace the checkpoint, or, ``inside``, lie in it."""
+    """Raise ConfigError if ``out`` would replace the checkpoint or, with ``inside``, is inside it."""
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
         relation = (
@@ -334,7 +346,9 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
 def _tokenizer(
     given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]
 ) -> Tokenizer | None:
-    """The tokenizer to export. Raises ConfigError where it is gone, or is not the one that the training data were made with."""
+    """Return the tokenizer to export. Raises ConfigError if it is missing or is not the tokenizer
+    of the training data.
+    """
     usual = tokenizers_of_checkpoint(found.path, found.manifest)
     folder = given or next((folder for folder in usual if folder.is_dir()), None)
     if folder is None and len(usual) > 1:

@@ -1,7 +1,9 @@
-"""A Hugging Face folder on disk: its configuration, its weights' names and shapes; tensors read and written one at a time. Builds no model.
+"""A Hugging Face folder on disk: configuration, names and shapes of weights, tensors read and
+written one at a time. No model is built.
 
-Safetensors alone: a pickle runs code when it is read. Nothing here contacts a network. The bytes written are those that the safetensors
-library writes, whose own function wants a whole file's tensors, and copies them.
+Only safetensors are supported: reading a pickle runs code. No network is used. The bytes written
+equal those of the safetensors library, whose own function needs all tensors of a file in memory and
+copies them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies. file: its safetensors file. dtype: as the file names it (``F32``, ``BF16``)."""
+    """Location of one tensor. file: its safetensors file. dtype: the name in the file (``F32``,
+    ``BF16``).
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -61,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """A whole folder. config: config.json. files: of weights. tensors: name -> where it lies."""
+    """A complete folder. config: config.json. files: of weights. tensors: name -> location."""
 
     path: Path
     config: dict[str, Any]
@@ -70,11 +74,13 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """Whether it carries this project's modeling code."""
+        """True if the folder contains this project's modeling code."""
         return self.config.get("model_type") == "fem_lm"
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in its stored type. Raises ConfigError where it cannot be read."""
+        """Return one tensor on the CPU in its stored dtype. Raises ConfigError if it cannot be
+        read.
+        """
         try:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
@@ -86,36 +92,37 @@ class Folder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, by name."""
+        """Return the shape of every tensor."""
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names, as ``get`` gives them."""
+        """Return several tensors as ``get`` does."""
         return {name: self.get(name) for name in names}
 
     def training(self) -> dict[str, Any]:
-        """What an export keeps of the checkpoint's manifest; {} where there is nothing. Raises ConfigError where it is no JSON."""
+        """Return the part of the checkpoint's manifest that an export keeps; {} if absent. Raises
+        ConfigError if it is not JSON.
+        """
         path = self.path / TRAINING
         return json_object(path) if path.is_file() else {}
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a tokenizer lies in a folder."""
+    """Return True if the folder contains a tokenizer."""
     return any((path / name).is_file() for name in TOKENIZERS)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether something at ``path`` means to be a Hugging Face folder, be it only half of one."""
+    """Return True if ``path`` is a Hugging Face folder, complete or not."""
     return any((path / name).is_file() for name in (CONFIG, WEIGHTS, INDEX, *PICKLES))
 
 
 def read_folder(path: Path) -> Folder:
-    """The folder, checked: every file that it names is there, whole, and holds the tensors that it should.
-
-    Reads headers, no weights.
+    """Return the folder after checking that every named file is complete and contains its tensors.
+    Only headers are read.
 
     Raises:
-        ConfigError: a file is missing, damaged or a pickle; one line that says which.
+        ConfigError: a file is missing, damaged or a pickle; the message names it.
     """
     if not (path / CONFIG).is_file():
         raise ConfigError(
@@ -152,7 +159,9 @@ def read_folder(path: Path) -> Folder:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Name -> tensor of one safetensors file. Raises ConfigError: it is no safetensors file, or not the whole of one."""
+    """Return name -> tensor of one safetensors file. Raises ConfigError if it is not a complete
+    safetensors file.
+    """
     try:
         with files_told(), safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
@@ -165,7 +174,7 @@ def header(file: Path) -> dict[str, Stored]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises ConfigError where it holds none."""
+    """Return the object in a JSON file. Raises ConfigError if it contains none."""
     with files_told():
         text = path.read_bytes()
     try:
@@ -204,7 +213,9 @@ PIECE = 2**22  # elements that change their type at once
 
 
 def byte_count(text: str | int) -> int:
-    """``5GB`` as 5 * 10**9, ``200MiB`` as 200 * 2**20, a plain number as bytes. Raises ValueError, with a line that says what would do."""
+    """Parse ``5GB`` as 5 * 10**9, ``200MiB`` as 200 * 2**20, a plain number as bytes. Raises
+    ValueError with the expected format.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(text).strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
     if size < 1:
@@ -220,12 +231,13 @@ def write_shards(
     max_shard_size: int,
     progress: Progress,
 ) -> None:
-    """Writes ``model*.safetensors``, the hash of each beside it, and the index where there are several.
+    """Write ``model*.safetensors``, a file with the hash of each, and the index if there are
+    several.
 
-    A tensor larger than ``max_shard_size`` has a file alone.
+    A tensor larger than ``max_shard_size`` has its own file.
 
     Raises:
-        OSError: the file system does not take it. ConfigError: the source is damaged.
+        OSError: the file system failed. ConfigError: the source is damaged.
     """
     split = split_state_dict_into_shards_factory(
         recipes,
@@ -256,7 +268,7 @@ def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _header(recipes: Recipes, dtype: torch.dtype) -> bytes:
-    """Length and JSON; the tensors' bytes follow in the same order."""
+    """Return length and JSON of the header; the bytes of the tensors follow in the same order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, recipe in recipes.items():

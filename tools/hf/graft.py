@@ -1,19 +1,24 @@
-"""Another mixer started from a Transformer's weights: which part of which tensor means the same in both, and what is new.
+"""Initialise a model with another mixer from a Transformer's weights: which parts of which tensors
+correspond, and which are new.
 
-A layer's parts by their role. q and k are what is compared; v and out_proj, what is read and the way back to the stream:
+Parts of a layer by their role. q and k are compared; v is read, and out_proj maps the result to the
+stream:
 
-    fem_softmax, fem_linear, fem_gla       q, k (budget i: as wide as attention's); v and out_proj where model.fem.value_size is attention's
-    fem_aft, fem_lrnn_decay, fem_mamba     v and out_proj, likewise; their weights have no queries, or no keys, in attention's sense
-    transformer with other groups          q, out_proj; k and v shared by fewer queries are repeated for each
-    cem                                    query, key: its energy is of q.k, and its values and its output are those same two by definition
-    mha2nd1st, mha2nd, energy_linear       q, k; values are keys there, so out_proj reads something else
-    differential                           q, k with half the heads (two of attention's make one); v, out_proj
-    deltanet, gated_deltanet, mamba2       what is as wide: q, k, v; out_proj with v
-    hyperset                               nothing: one matrix is query, key and value at once
+    fem_softmax, fem_linear, fem_gla       q, k (budget i: same width as attention); v and out_proj
+    if model.fem.value_size equals attention's fem_aft, fem_lrnn_decay, fem_mamba     v and
+    out_proj, likewise; their weights have no queries or keys like attention's transformer with
+    other groups          q, out_proj; k and v that fewer queries share are repeated for each cem
+    query, key: its energy is of q.k; values and output use the same two matrices by definition
+    mha2nd1st, mha2nd, energy_linear       q, k; keys are the values, so out_proj reads something
+    else differential                           q, k with half the heads (two heads of attention
+    form one); v, out_proj deltanet, gated_deltanet, mamba2       parts with equal width: q, k, v;
+    out_proj together with v hyperset                               no part: one matrix is query,
+    key and value
 
-and MLPs: swiglu whole; cem: up, inside SiLU, is the gate projection, gamma, which multiplies it, the up projection; its way back is up's
-transpose. A head's channels stay together, and heads keep their order; what norms q and k (model.qk_norm) goes with them.
-All else starts as training starts it, from the run's seed.
+MLPs: swiglu completely; cem: up, inside SiLU, is the gate projection, gamma, its factor, is the up
+projection; its output matrix is the transpose of up. The channels of a head stay together, and
+heads keep their order. The norms of q and k (model.qk_norm) are copied with them. All other weights
+are initialised as in training, from the run's seed.
 """
 
 from __future__ import annotations
@@ -41,11 +46,11 @@ Fill = Callable[[Tensor, list[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one tensor of the target comes from.
+    """Origin of one tensor of the target.
 
-    sources: the source's tensors, by their names in its checkpoint, that ``fill`` takes. parts: what of the tensor is copied, in a user's
-    words; () where it is all of it. copied: numbers. fill: (the tensor as training starts it, the sources) -> the tensor. taken: what of
-    the source's tensors is in it.
+    sources: names of the source's tensors that ``fill`` takes. parts: copied parts of the tensor,
+    in a user's words; () for all of it. copied: number of elements. fill: (the initialised tensor,
+    the sources) -> the tensor. taken: parts of the source's tensors that it uses.
     """
 
     sources: tuple[str, ...]
@@ -61,7 +66,7 @@ Origins = dict[str, Origin]
 
 @dataclass(frozen=True)
 class Graft:
-    """A target and where its tensors come from. left: parts of the source that went nowhere."""
+    """A target and the origins of its tensors. left: unused parts of the source."""
 
     target: ModelConfig
     origins: Origins
@@ -69,7 +74,9 @@ class Graft:
 
 
 def check_target(source: ModelConfig, target: ModelConfig) -> None:
-    """Raises ConfigError where no layer of the target can stand on the source's, or its mixer is another package's."""
+    """Raise ConfigError if no layer of the target can use the source's weights, or if its mixer
+    belongs to another package.
+    """
     for key in ("hidden_size", "num_layers", "vocab_size", "causal"):
         ours, theirs = getattr(target, key), getattr(source, key)
         if ours != theirs:
@@ -91,7 +98,7 @@ def check_target(source: ModelConfig, target: ModelConfig) -> None:
 
 
 def graft(source: ModelConfig, target: ModelConfig) -> Graft:
-    """The plan of a target, checked by ``check_target``, from the source's weights."""
+    """Return the plan for a target, checked by ``check_target``, from the source's weights."""
     have, want = model_weights(source), model_weights(target)
     origins: Origins = {}
     embedding, output, norm = (
@@ -122,7 +129,9 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
 
 
 def described(plan: Graft) -> dict[str, Any]:
-    """The table for programs: an entry for the tensors of one name in several layers that have one origin, in the order of the model."""
+    """Return the table for programs: one entry for equal tensors of several layers with one origin,
+    in the order of the model.
+    """
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
     for name, weight in model_weights(plan.target).items():
         origin = plan.origins.get(name)
@@ -147,7 +156,9 @@ def described(plan: Graft) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """What ``described`` says as lines of text: every tensor, what of it is copied, how many numbers; the sums; what is left behind."""
+    """Return the result of ``described`` as lines of text: every tensor, copied parts, number of
+    elements; sums; unused parts.
+    """
     cells = [("tensor", "layers", "", "parameters", "copied")]
     total = f"{100 * found['copied'] / found['parameters']:.1f}% copied"
     for row in (
@@ -165,7 +176,9 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:
-    """Parts of tensors, one entry a tensor and its layers: ``decoder.layers.N.mixer.in_proj.weight (0-3): q, k``."""
+    """Return parts of tensors, one entry per tensor with its layers:
+    ``decoder.layers.N.mixer.in_proj.weight (0-3): q, k``.
+    """
     layers: dict[str, list[int]] = {}
     for name in names:
         found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
@@ -181,7 +194,7 @@ def _generalised(names: tuple[str, ...]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0, 1, 2, 5 -> ``0-2,5``."""
+    """Format 0, 1, 2, 5 as ``0-2,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -233,7 +246,7 @@ def _mixer(source: Shape, target: Shape) -> Origins:
 
 
 def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> bool:
-    """Whether a slice is as wide as attention's head, or as the heads that it holds side by side."""
+    """Return True if a slice is as wide as a head of attention, or as the heads that it contains."""
     width, queries = packing.widths[part], packing.queries
     if packing.heads == source.heads and width == source.head:
         return queries == 1 or role == "v"
@@ -243,7 +256,9 @@ def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> boo
 
 
 def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
-    """Attention from attention: whole where keys and values are shared alike or by fewer; else the queries' part."""
+    """Return the origins of attention from attention: complete if keys and values are shared by as
+    many or fewer queries; else only the queries.
+    """
     if (target.heads, target.head) != (source.heads, source.head):
         return {}
     want = target.weights()
@@ -287,7 +302,9 @@ def _mlp(source: Shape, target: Shape) -> Origins:
 
 
 def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> dict[str, Tensor]:
-    """in_proj [rows, ...] -> q [heads, d, ...], k and v [groups, d, ...], repeated from the source's groups to ``groups`` (None: heads)."""
+    """Split in_proj [rows, ...] into q [heads, d, ...], k and v [groups, d, ...], repeated from the
+    source's groups to ``groups`` (None: heads).
+    """
     each = shape.heads // shape.groups
     grouped = packed.unflatten(0, (shape.groups, each + 2, shape.head))
     again = (groups or shape.heads) // shape.groups
@@ -296,7 +313,9 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
 
 
 def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Fill:
-    """The start's slices of ``fitting`` replaced by the source's heads."""
+    """Return a function that replaces the slices of ``fitting`` in the initialised tensor by the
+    source's heads.
+    """
 
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
         parts = _heads(tensors[0], source)
@@ -328,7 +347,7 @@ def _whole(name: str, size: int) -> Origin:
 
 
 def _renamed(origins: Origins, prefix: str) -> Origins:
-    """The same under ``prefix``, in the source and in the target."""
+    """Return the origins with ``prefix`` before the names, in the source and in the target."""
     return {
         prefix + name: Origin(
             tuple(prefix + source for source in origin.sources),
@@ -342,12 +361,12 @@ def _renamed(origins: Origins, prefix: str) -> Origins:
 
 
 def _all_of(name: str) -> list[str]:
-    """A tensor of attention or SwiGLU by its parts, as ``Origin.taken`` names them."""
+    """Return the parts of a tensor of attention or SwiGLU, named as in ``Origin.taken``."""
     parts = {"in_proj.weight": "qkv", "in_proj.bias": "qkv", "gate_up": ("gate", "up")}.get(name)
     return [name] if parts is None else [f"{name}: {part}" for part in parts]
 
 
 def _parts_of(name: str, source: ModelConfig) -> list[str]:
-    """As ``_all_of`` for a name in the whole model."""
+    """Return the result of ``_all_of`` for a name in the full model."""
     found = re.match(r"(decoder\.layers\.\d+\.(?:mixer|mlp)\.)(.*)", name)
     return [found[1] + part for part in _all_of(found[2])] if found else [name]

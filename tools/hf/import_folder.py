@@ -1,12 +1,14 @@
-"""The verb ``import``: a Hugging Face folder, ours or a stock Transformer's, -> a checkpoint of weights for ``checkpoint.load``.
+"""Verb ``import``: convert a Hugging Face folder, our export or a stock Transformer, to a
+checkpoint of weights for ``checkpoint.load``.
 
-    OUT/step_NNNNNNNN   the checkpoint, of any layout's use; the step is what the folder's training.json tells, else 0
-    OUT/tokenizer       the folder's tokenizer, where it has one
-    OUT/model.yaml      the model section, for model=OUT/model.yaml
-    OUT/grafted.json    with another mixer: what was copied, and what is new (see ``graft``)
+    OUT/step_NNNNNNNN   the checkpoint, usable at any layout; the step comes from the folder's
+    training.json, else 0 OUT/tokenizer       the folder's tokenizer, if it has one OUT/model.yaml
+    the model section, for model=OUT/model.yaml OUT/grafted.json    with another mixer: copied and
+    new weights (see ``graft``)
 
-Where config.json and training.json disagree on the model, config.json is right: it is what transformers reads, so what a user edits.
-Peak memory: the weights once, in the type they are stored in, and what makes one tensor.
+If config.json and training.json disagree on the model, config.json is used: transformers reads it,
+so users edit it. Peak memory: the weights once in their stored dtype, and the sources of one
+tensor.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ PROGRESS = ("step", "consumed_samples", "order_samples", "skipped_steps", "bad_s
 
 @dataclass(frozen=True)
 class Source:
-    """What a folder holds. model: as config.json says. training: training.json's, {} where there is none."""
+    """Content of a folder. model: from config.json. training: from training.json, {} if absent."""
 
     folder: Folder
     model: ModelConfig
@@ -69,18 +71,20 @@ class Source:
 
     @cached_property
     def recipes(self) -> Recipes:
-        """Name in the checkpoint -> how it is made of the folder's tensors."""
+        """Return name in the checkpoint -> recipe from the folder's tensors."""
         return from_fem(self.model) if self.folder.ours else from_stock(self.model)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the folder -> the shape that it must have."""
+        """Return name in the folder -> required shape."""
         recipes = to_fem(self.model) if self.folder.ours else to_stock(self.model)
         return {name: recipe.shape for name, recipe in recipes.items()}
 
     @cached_property
     def inherited(self) -> Inherited:
-        """The context length and the special tokens that transformers reads from the folder; ids outside the vocabulary are none."""
+        """Return the context length and the special tokens that transformers reads from the folder;
+        ids outside the vocabulary are ignored.
+        """
         read: Any = (
             FemLMConfig.from_dict(self.folder.config)
             if self.folder.ours
@@ -107,14 +111,15 @@ def import_folder(
     settings: list[str],
     overwrite: bool,
 ) -> None:
-    """Writes the folder ``hf_dir`` as a checkpoint to ``out``, complete or not at all; says on stdout what it wrote.
+    """Write the folder ``hf_dir`` as a checkpoint to ``out``, atomically, and print the result.
 
-    mixer: start this mixer's model from the folder's weights (see ``graft``). dtype: of all weights; None: as stored.
-    settings: ``section.key=value`` over the run's configuration that the checkpoint carries, model included.
+    mixer: initialise a model with this mixer from the folder's weights (see ``graft``). dtype: of
+    all weights; None: as stored. settings: ``section.key=value`` for the configuration in the
+    checkpoint, including the model.
 
     Raises:
-        ConfigError: the folder is none, or half of one, or of a model that the training code has not; a setting is wrong.
-        ConfigError: ``out`` is occupied.
+        ConfigError: the folder is invalid, incomplete or of an unsupported model; a setting is
+        invalid; ``out`` is occupied.
     """
     import_megatron()
     _refuse(hf_dir, out, overwrite)
@@ -172,10 +177,10 @@ def import_folder(
 
 
 def read_source(path: Path) -> Source:
-    """The folder at ``path``, its headers read, its model known.
+    """Read the headers and the model of the folder at ``path``.
 
     Raises:
-        ConfigError: it is not a whole folder in safetensors of a model that the training code has.
+        ConfigError: it is not a complete folder in safetensors of a supported model.
     """
     check_there(path)
     if not is_folder(path):
@@ -208,13 +213,14 @@ def read_source(path: Path) -> Source:
 def run_config(
     source: Source, out: Path, mixer: str | None, dtype: str | None, settings: list[str]
 ) -> tuple[RunConfig, list[str]]:
-    """The configuration that the checkpoint carries, and what a user should know of it.
+    """Return the configuration in the checkpoint, and notes for the user.
 
-    training.json's where there is one, else defaults; the model is config.json's, with ``mixer`` the same of another mixer, the tokenizer
-    OUT's own; then ``settings``.
+    It is that of training.json if present, else the defaults; the model is that of config.json,
+    with ``mixer`` the same with another mixer; the tokenizer is OUT's; then ``settings`` apply.
 
     Raises:
-        ConfigError: a key or a value is wrong; a mixer is set by ``settings`` alone, or does not fit.
+        ConfigError: a key or a value is invalid; a mixer is set only by ``settings``, or does not
+        fit.
     """
     folder, model, notes = source.folder, source.model, []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
@@ -262,7 +268,9 @@ def run_config(
 
 
 def check_tensors(source: Source) -> None:
-    """Raises ConfigError unless the folder holds the tensors of its config.json, in their shapes, in a floating type, and no others."""
+    """Raise ConfigError unless the folder contains exactly the tensors of its config.json, in their
+    shapes and a floating dtype.
+    """
     tensors, path, shapes, head = (
         source.folder.tensors,
         source.folder.path,
@@ -302,7 +310,7 @@ def check_tensors(source: Source) -> None:
 
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
-    """The model section as a file that ``model=PATH`` takes."""
+    """Return the model section as a file for ``model=PATH``."""
     text = yaml.safe_dump(plain(model), sort_keys=False, allow_unicode=True, width=120)
     return f"# The model of {source.resolve().name}, as python -m tools.hf import found it.\n{text}"
 
@@ -311,7 +319,7 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
-    """Raises ConfigError where ``out`` is no place for the checkpoint."""
+    """Raise ConfigError if the checkpoint cannot be written to ``out``."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
             f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one"
@@ -324,7 +332,7 @@ def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
 
 
 def _no_folder(path: Path) -> str:
-    """Why ``path`` is no Hugging Face folder, and what would do."""
+    """Return the reason why ``path`` is not a Hugging Face folder, and the remedy."""
     if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(
         path.glob("step_*")
     ):
@@ -338,7 +346,9 @@ def _no_folder(path: Path) -> str:
 
 
 def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
-    """A stock model as the run wrote it that it was exported from; where that was another one, with its padding of the vocabulary alone."""
+    """Return a stock model as the run that exported it defined it; if the run's model differs, take
+    only its padding of the vocabulary.
+    """
     trained = training.get("config", {}).get("model")
     if trained is None:
         return model
@@ -364,7 +374,9 @@ def _padding(model: ModelConfig) -> dict[str, Any]:
 
 
 def _differing(model: dict[str, Any], trained: dict[str, Any], prefix: str = "model.") -> list[str]:
-    """The keys whose values differ, as ``model.key is A, was B``; what the older of the two does not know differs in nothing."""
+    """Return the keys with different values as ``model.key is A, was B``; keys that the older one
+    lacks are ignored.
+    """
     found = []
     for key in [key for key in model if key in trained]:
         if isinstance(model[key], dict) and isinstance(trained[key], dict):
@@ -375,7 +387,9 @@ def _differing(model: dict[str, Any], trained: dict[str, Any], prefix: str = "mo
 
 
 def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
-    """What a folder without training.json tells of a run: its name, its context length, the precision that keeps the weights' type."""
+    """Return the settings that a folder without training.json provides: name, context length, the
+    precision of the weights.
+    """
     stored = {stored.dtype for stored in folder.tensors.values()}
     precision = "bf16" if dtype == "bfloat16" or (dtype is None and stored == {"BF16"}) else "fp32"
     length = folder.config.get("max_position_embeddings")
@@ -384,7 +398,7 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
 
 
 def _all_in(ids: Any, entries: range) -> bool:
-    """Whether ``ids``, one token or several, are all entries of the vocabulary."""
+    """Return True if ``ids``, one token or several, are all entries of the vocabulary."""
     return bool(ids != []) and all(
         type(token) is int and token in entries
         for token in (ids if isinstance(ids, list) else [ids])
@@ -393,7 +407,7 @@ def _all_in(ids: Any, entries: range) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an export keeps of the training besides its configuration; of a model that is new, that nothing was trained."""
+    """Training state of an export besides its configuration; for a new model, zero steps."""
 
     progress: dict[str, Any] = field(
         default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0}
@@ -403,7 +417,7 @@ class Kept:
 
 
 def _kept(source: Source) -> Kept:
-    """Raises ConfigError where training.json is damaged."""
+    """Return the training state of an export. Raises ConfigError if training.json is damaged."""
     given = source.training
     progress, data, loss = (
         given.get("progress") or {},
@@ -427,7 +441,7 @@ def _kept(source: Source) -> Kept:
 
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Name -> weight, each in memory of its own."""
+    """Yield name and weight, each in its own memory."""
     for name, weight in made(source.folder, source.recipes):
         yield name, _owned(weight, dtype)
 
@@ -435,7 +449,9 @@ def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
 def _grafted(
     source: Source, config: RunConfig, plan: Graft, dtype: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name -> weight of the target: as training starts it, in the type of the folder's embedding, with what the plan copies."""
+    """Yield name and weight of the target: initialised as in training, in the dtype of the folder's
+    embedding, with the copied parts.
+    """
     from fem_megatron.megatron.model import start
 
     model, kind, held = (
@@ -460,7 +476,9 @@ def _grafted(
 
 
 def _owned(tensor: Tensor, dtype: str | None) -> Tensor:
-    """The tensor in its type, contiguous, alone in its memory: not a view into a mapped file or into a larger tensor."""
+    """Return the tensor in its dtype, contiguous, in its own memory: not a view of a mapped file or
+    of a larger tensor.
+    """
     cast = tensor.to(DTYPES[dtype]) if dtype else tensor
     alone = cast.is_contiguous() and cast.untyped_storage().nbytes() == cast.nbytes
     return (

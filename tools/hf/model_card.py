@@ -1,6 +1,8 @@
-"""What is known of a model, for readers (README.md: what it is, how to load it, whom to cite) and for machines (training.json).
+"""Facts about a model for readers (README.md: description, usage, citation) and for programs
+(training.json).
 
-Facts come from the checkpoint, its run directory and its data. Of papers only what was read there: no author, no number is guessed.
+Facts come from the checkpoint, its run directory and its data. References contain only data that
+was read in the papers; no author and no number is guessed.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ ROWS = {
 
 @dataclass(frozen=True)
 class License:
-    """A license of weights: one that the Hub knows by its id, or another by its name and a link to its text."""
+    """License of weights: an id of the Hub, or a name with a link to the text."""
 
     name: str
     link: str | None = None
 
     @classmethod
     def read(cls, text: str) -> License:
-        """``ID`` or ``NAME=LINK``. Raises ConfigError where it is neither."""
+        """Parse ``ID`` or ``NAME=LINK``. Raises ConfigError for other texts."""
         name, equals, link = text.partition("=")
         if (
             not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", name)
@@ -77,7 +79,7 @@ class License:
         return cls(name, link or None)
 
     def metadata(self) -> dict[str, str]:
-        """As the Hub reads it from the beginning of a model card."""
+        """Return the entries in the header of a model card that the Hub reads."""
         return (
             {"license": self.name}
             if self.link is None
@@ -102,11 +104,12 @@ def model_card(
     has_code: bool,
     weights_license: License | None,
 ) -> str:
-    """Markdown text.
+    """Return the card as Markdown.
 
-    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers makes of the folder. whole_tokenizer: it
-    has a tokenizer.json. packages: what the model's code in the folder needs besides torch and transformers; None: it is transformers' own.
-    has_code: the folder has Python files, of the model or the tokenizer.
+    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers
+    builds. whole_tokenizer: the folder has a tokenizer.json. packages: requirements of the model's
+    code besides torch and transformers; None: transformers' own class. has_code: the folder has
+    Python files of the model or the tokenizer.
     """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
@@ -151,7 +154,7 @@ def model_card(
 
 
 def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
-    """What a user of the folder's code is to know that does not hold for transformers' own models."""
+    """Return notes for users of the folder's code that do not apply to transformers' own models."""
     gated = any(isinstance(block.mlp, SwiGluShape) for block in model.blocks())
     lora = 'target_modules="all-linear"' + (', target_parameters=["mlp.gate_up"]' if gated else "")
     notes = [
@@ -172,7 +175,9 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
 
 
 def _licenses(weights: License | None, has_code: bool) -> list[str]:
-    """A sentence for the code and one for the weights; none of weights alone that nobody chose a license for."""
+    """Return one sentence for the code and one for the weights; none for weights without code and
+    without a chosen license.
+    """
     code = (
         [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
     )
@@ -206,7 +211,7 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
 
 
 def _changed(settings: Any, prefix: str) -> list[tuple[str, Any]]:
-    """The settings of the mixers' sections that are not at their defaults."""
+    """Return the settings of the mixers' sections that differ from their defaults."""
     rows: list[tuple[str, Any]] = []
     default = type(settings)()
     for field in fields(settings):
@@ -232,12 +237,16 @@ METRICS = "metrics.jsonl"
 
 
 def run_config(step: Path, manifest: dict[str, Any]) -> RunConfig:
-    """The configuration that a checkpoint carries. Raises ConfigError where it is not one that this code knows."""
+    """Return the configuration in a checkpoint. Raises ConfigError if this code does not support
+    it.
+    """
     return run_of(manifest["config"], step / "manifest.json")
 
 
 def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dict[str, Any]:
-    """training.json: what an import restores. Of the manifest that of the training, not that of its files."""
+    """Return the content of training.json, which an import restores: the manifest's entries about
+    the training, without those about files.
+    """
     return {
         "format": 1,
         "config": manifest["config"],
@@ -249,7 +258,9 @@ def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dic
 
 
 def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
-    """Nats per token on the validation data at the checkpoint's step: as the manifest says, else as the run logged it; None: nobody did."""
+    """Return the validation loss in nats per token at the checkpoint's step, from the manifest or
+    else the run's log; None if unknown.
+    """
     if manifest.get("heldout_loss") is not None:
         return float(manifest["heldout_loss"])
     place = step.resolve()  # checkpoints/ may be a link to another run's
@@ -270,7 +281,9 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
 
 
 def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
-    """Prefix of a source -> what data_prep recorded beside it, where that is still there; and a line for each that cannot be read."""
+    """Return prefix of a source -> its data_prep manifest, if it exists; and one line for each that
+    cannot be read.
+    """
     found, notes = {}, []
     for source in (*config.data.train, *config.data.valid):
         try:
@@ -286,7 +299,7 @@ def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
 def training_card(
     config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]
 ) -> dict[str, Any]:
-    """What is known, by the keys of ``model_card``; what is not known is left out."""
+    """Return the known facts with the keys of ``model_card``."""
     train, length = config.train, config.data.seq_length
     card: dict[str, Any] = {
         "name": config.name,
@@ -319,7 +332,9 @@ def training_card(
 
 
 def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> str:
-    """Every source by the last two parts of its path, its share of the blend, and its tokens where they are known."""
+    """Return the text about each source: the last two parts of its path, its share of the blend,
+    and its tokens if known.
+    """
     total, texts = sum(source.weight for source in sources) or 1.0, []
     for source in sources:
         split = _split(source, manifests)
@@ -333,7 +348,9 @@ def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> st
 
 
 def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> float | None:
-    """Of the validation text; None where no manifest tells, or several sources are blended."""
+    """Return the bytes per token of the validation text; None without a manifest or with several
+    blended sources.
+    """
     split = _split(sources[0], manifests) if len(sources) == 1 else None
     return (
         split["text_bytes"] / split["tokens"]

@@ -1,10 +1,11 @@
-"""The exported language model, for stock transformers: the training code's own blocks between an embedding and an output layer.
+"""The exported language model for stock transformers: the training code's blocks between an
+embedding and an output layer.
 
-Copied beside the weights of every export together with the files that it imports, and nothing else of the project: torch and transformers
-are all that it may need. A mixer's mathematics and what its decoding state holds are in the blocks; here is what transformers asks of a
-model, and when a state is kept, reordered, forgotten.
+Copied to every export together with the files that it imports; it may use only torch and
+transformers. The mathematics of a mixer and its decoding state are in the blocks. This file
+contains the interface that transformers requires, and creates, reorders and clears decoding states.
 
-Long, because transformers wants a model's classes in one modeling file.
+Long, because transformers requires the classes of a model in one modeling file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from .configuration_fem import FemLMConfig
 
 
 class FemCacheLayer(DynamicLayer):
-    """One block's decoding state: named tensors, the batch first, and how many tokens they stand for."""
+    """Decoding state of one block: named tensors, batch dimension first, and the number of tokens
+    that they represent.
+    """
 
     is_croppable = False
     supports_early_init = False
@@ -45,34 +48,36 @@ class FemCacheLayer(DynamicLayer):
         self.tokens = 0
 
     def before(self, x: Tensor) -> None:
-        """The block is about to read x [t, b, hidden]."""
+        """Prepare the state before the block reads x [t, b, hidden]."""
 
     def after(self, x: Tensor) -> None:
-        """The block has read them."""
+        """Count the tokens after the block has read them."""
         self.tokens += x.shape[0]
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Tokens of the past."""
+        """Return the number of past tokens."""
         return self.tokens
 
     def get_max_cache_shape(self) -> int:
-        """Tokens that there is room for; -1: any number."""
+        """Return the maximum number of tokens; -1: unlimited."""
         return -1
 
     get_max_length = get_max_cache_shape
 
     def reset(self) -> None:
-        """Forgets the past."""
+        """Clear the state."""
         self.state, self.tokens, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes nothing: the state of an earlier step cannot be recovered from a later one."""
+        """Remove no tokens; other counts raise ValueError, since an earlier state cannot be
+        recovered from a later one.
+        """
         if tokens_to_remove != 0:
             raise ValueError("this model's cache cannot go back to an earlier step")
 
     def offload(self) -> None:
-        """Refused: the state stays where the layer is."""
+        """Raise ValueError: the state stays on the layer's device."""
         raise ValueError(
             "this model's cache cannot be offloaded; its state is as `python -m pretrain --plan` says"
         )
@@ -80,28 +85,28 @@ class FemCacheLayer(DynamicLayer):
     prefetch = offload
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Refused: the blocks write their states themselves."""
+        """Raise ValueError: the blocks write their states themselves."""
         raise ValueError(
             "this model's blocks keep their own states: a FemCache has no keys and values to update"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i becomes what row beam_idx[i] was."""
+        """Reorder the rows for beam search: row i becomes the previous row beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows of the batch, in this order."""
+        """Keep these rows of the batch, in this order."""
         self.state = {name: value[indices.to(value.device)] for name, value in self.state.items()}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row of the batch."""
+        """Repeat each row of the batch."""
         self.state = {
             name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()
         }
 
 
 class FemStaticCacheLayer(FemCacheLayer):
-    """The same with room for so many tokens and no more."""
+    """Decoding state with a fixed maximum number of tokens."""
 
     is_compileable = True
     room: Room
@@ -111,9 +116,10 @@ class FemStaticCacheLayer(FemCacheLayer):
         self.room = Room(places, torch.zeros((), dtype=torch.int64))
 
     def before(self, x: Tensor) -> None:
-        """At the start the count goes where the block is.
+        """Prepare the state; at the start, move the token count to the block's device.
 
-        Raises ValueError where the tokens have no room, and where torch.export would store a tensor that the step writes as a constant.
+        Raises ValueError if the tokens do not fit, or if torch.export would store a tensor that the
+        step writes as a constant.
         """
         if (
             torch.compiler.is_exporting()
@@ -130,60 +136,66 @@ class FemStaticCacheLayer(FemCacheLayer):
             self.room.check(x.shape[0])
 
     def after(self, x: Tensor) -> None:
-        """In place: a compiled step knows the tensor, not its number."""
+        """Count the tokens in place: a compiled step refers to the tensor, not to its value."""
         self.room.taken.add_(x.shape[0])
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Tokens of the past; waits for the device."""
+        """Return the number of past tokens; waits for the device."""
         return int(self.room.taken)
 
     def get_max_cache_shape(self) -> int:
-        """Tokens that there is room for."""
+        """Return the maximum number of tokens."""
         return self.room.places
 
     get_max_length = get_max_cache_shape
 
     def reset(self) -> None:
-        """Forgets the past."""
+        """Clear the state."""
         self.state, self.is_initialized = {}, False
         self.room.taken.zero_()
 
 
 class FemCache(Cache):
-    """One FemCacheLayer for each block. KV-caches grow with the text, the states of linear-time mixers do not."""
+    """Cache with one FemCacheLayer per block. KV caches grow with the text; states of linear-time
+    mixers do not.
+    """
 
     def __init__(self, config: FemLMConfig) -> None:
         super().__init__(layers=[FemCacheLayer() for _ in range(config.num_hidden_layers)])
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors of each block's state, block after block; () before the first token."""
+        """Yield the tensors of each block's state; () before the first token."""
         for layer in self.layers:
             yield tuple(layer.state.values())  # type: ignore[union-attr]
 
     def __getitem__(self, index: int) -> Any:
-        """Refused: by transformers' convention it would be a layer's keys and values."""
+        """Raise TypeError: by transformers' convention this would return the keys and values of a
+        layer.
+        """
         raise TypeError(
             "a FemCache has no keys and values: read cache.layers[i].state, and cache.get_seq_length() for its tokens"
         )
 
     @property
     def is_initialized(self) -> bool:
-        """Whether every block has a state."""
+        """True if every block has a state."""
         return all(layer.is_initialized for layer in self.layers)  # type: ignore[union-attr]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held."""
+        """Return the bytes of all tensors in the cache."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.state.values())  # type: ignore[union-attr]
 
 
 class FemStaticCache(FemCache):
-    """The same with room for ``max_cache_len`` tokens: each decoding step has the same shapes, so it is compiled once.
+    """FemCache for at most ``max_cache_len`` tokens: all decoding steps have equal shapes, so they
+    are compiled once.
 
-    A KV-cache holds max_cache_len + 1 places from the first token on, under a window too; the states of linear-time mixers are as ever.
+    A KV cache allocates max_cache_len + 1 positions at the first token, also with a window; states
+    of linear-time mixers keep their size.
 
     Raises:
-        ValueError: under one place, or more than a mixer takes tokens.
+        ValueError: the length is below 1 or above the limit of a mixer.
     """
 
     def __init__(self, config: FemLMConfig, max_cache_len: int) -> None:
@@ -205,15 +217,17 @@ class FemStaticCache(FemCache):
 
 
 class Alone(OneProcess):
-    """One process, whose parameters have no marks: transformers 4 takes a parameter's attributes for arguments of its class."""
+    """A single process whose parameters have no attributes: transformers 4 interprets them as
+    arguments of the parameter's class.
+    """
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """As OneProcess', with its constant or empty."""
+        """Create the parameter of OneProcess, constant or uninitialised."""
         return nn.Parameter(super().parameter(weight).data)
 
 
 class FemBlock(GradientCheckpointingLayer, Block):
-    """A block of the training code, in one process, that finds its decoding state in transformers' cache."""
+    """A block of the training code in one process, with its decoding state in transformers' cache."""
 
     def __init__(self, shape: BlockShape, layer_idx: int, causal: bool, recurrence: int) -> None:
         super().__init__(shape, Alone(torch.get_default_dtype()))
@@ -231,7 +245,9 @@ class FemBlock(GradientCheckpointingLayer, Block):
         past_key_values: Cache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """x [t, b, hidden] -> same shape; positions [t] or [t, b]; valid [b, past + t] bool, False at padding."""
+        """Map x [t, b, hidden] to the same shape; positions [t] or [t, b]; valid [b, past + t]
+        bool, False at padding.
+        """
         layer: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is None:
             return super().forward(
@@ -254,7 +270,7 @@ class FemBlock(GradientCheckpointingLayer, Block):
 
 
 class FemLMPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of every model here."""
+    """Base class with the attributes that transformers requires."""
 
     config: FemLMConfig
     config_class = FemLMConfig
@@ -267,7 +283,7 @@ class FemLMPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As the training code starts: what a block's shape says of each of its weights."""
+        """Initialise weights as in training, from the shapes of the block."""
         starts: dict[str, Weight] = getattr(module, "starts", {})
         if not starts and isinstance(module, nn.Linear | nn.Embedding):
             whole: Any = module.weight
@@ -288,7 +304,9 @@ class FemLMPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
 
     def resize_token_embeddings(self, *given: Any, **named: Any) -> nn.Embedding:
-        """transformers' own. Raises ValueError where tokens have velocities, whose embedding it does not know and would leave as it is."""
+        """Call transformers' method. Raises ValueError if tokens have velocities, whose embedding
+        it would not resize.
+        """
         if getattr(self.base_model, "embed_velocities", None) is not None:
             raise ValueError(
                 "this model's velocities have an embedding of their own, which is not resized: train with all tokens"
@@ -301,7 +319,7 @@ class FemLMModel(FemLMPreTrainedModel):
     """Embedding, blocks, final norm.
 
     Raises:
-        ValueError: the configuration's sizes do not fit together, or its recurrence is under 1.
+        ValueError: sizes in the configuration do not match, or its recurrence is below 1.
     """
 
     def __init__(self, config: FemLMConfig) -> None:
@@ -339,16 +357,19 @@ class FemLMModel(FemLMPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """input_ids [b, t] or inputs_embeds [b, t, hidden]; attention_mask [b, past + t], 0 at padding -> last_hidden_state [b, t, hidden].
+        """Map input_ids [b, t] or inputs_embeds [b, t, hidden], with attention_mask [b, past + t]
+        (0 at padding), to last_hidden_state [b, t, hidden].
 
-        Where position_ids do not go on by one another document begins, which is read by itself: transformers' convention for packed
-        documents, which have no padding and no cache. ``cu_seq_lens_q`` (of a single row) or ``seq_idx`` among the ``kwargs`` begin
-        documents as well. Other ``kwargs`` are not read, as in transformers' models.
+        Where position_ids do not increase by one, a new document begins, which is read separately.
+        This is transformers' convention for packed documents, which have no padding and no cache.
+        ``cu_seq_lens_q`` (for a single row) or ``seq_idx`` in ``kwargs`` also begin documents.
+        Other ``kwargs`` are ignored, as in transformers' models.
 
         Raises:
-            ValueError: not exactly one input, a mask of another length, a cache that is not a FemCache, or is given to an encoder; packed
-                documents with a cache or padding, or given in two ways that contradict each other; padding inside a row's text where the
-                model counts it; attention maps or another direction of reading are asked for.
+            ValueError: not exactly one input; a mask of another length; a cache that is not a
+            FemCache or is passed to an encoder; packed documents with a cache or padding, or
+            defined in two contradicting ways; padding inside the text of a row if the model counts
+            it; attention maps or another reading direction are requested.
         """
         if output_attentions:
             raise ValueError("output_attentions: this model has no attention maps to show")
@@ -409,7 +430,7 @@ class FemLMModel(FemLMPreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
     def _cache(self, given: Any, use_cache: bool | None) -> Any:
-        """The cache that this call fills: the given one, a new one, or none."""
+        """Return the cache that this call fills: the given one, a new one, or None."""
         if given is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
@@ -427,7 +448,7 @@ class FemLMModel(FemLMPreTrainedModel):
 
 
 class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
-    """The language model: FemLMModel and the output layer."""
+    """Language model: FemLMModel and the output layer."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     largest_static_cache = 0
@@ -439,7 +460,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def new_cache(self, max_cache_len: int | None = None) -> FemCache:
-        """An empty cache for ``generate(..., past_key_values=...)`` over several turns; with a length one of that fixed size."""
+        """Return an empty cache for ``generate(..., past_key_values=...)`` over several turns; with
+        a length, one of that fixed size.
+        """
         return (
             FemCache(self.config)
             if max_cache_len is None
@@ -447,7 +470,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refused, and with it ``generate_batch`` and the context manager, which call it: the blocks have states of their own."""
+        """Raise ValueError, also for ``generate_batch`` and the context manager that call it:
+        blocks have their own states.
+        """
         raise ValueError(
             "continuous batching needs a paged cache of keys and values, which this model lacks: call generate() with a padded batch"
         )
@@ -460,9 +485,11 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """transformers' hook: ``cache_implementation`` is None, "dynamic" or "static", or a cache comes from outside.
+        """Prepare the cache (hook of transformers): ``cache_implementation`` is None, "dynamic" or
+        "static", or the caller passes a cache.
 
-        Raises ValueError for another implementation, for both at once, and for ways of generating that would go back in the text.
+        Raises ValueError for another implementation, for both at once, and for generation methods
+        that would return to an earlier step.
         """
         kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
@@ -493,7 +520,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
                 )
 
     def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
-        """transformers' hook since 5.0. No positions: ``forward`` counts the mask's tokens at every step, right padding or not."""
+        """Pass no positions (hook of transformers since 5.0): ``forward`` counts the tokens of the
+        mask at every step.
+        """
 
     def create_masks_for_generate(
         self,
@@ -502,9 +531,10 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor | None:
-        """transformers' hook, for caches of a fixed size: the mask as wide as the cache, so that it has the same shape at every step.
+        """Widen the mask to the size of a static cache (hook of transformers), so that it has the
+        same shape at every step.
 
-        And where there is no padding, of which transformers since 5 says nothing.
+        transformers 5 passes no mask if there is no padding; then a mask of ones is created.
         """
         if attention_mask is None and inputs_embeds is None:
             return None
@@ -534,9 +564,11 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """As FemLMModel's; labels [b, t] (-100: ignored) are shifted here -> loss [], logits [b, t or logits_to_keep, vocab_size].
+        """Run FemLMModel and return loss [] for labels [b, t] (-100: ignored; shifted by this
+        method) and logits [b, t or logits_to_keep, vocab_size].
 
-        ``kwargs`` go to transformers' loss function, too (num_items_in_batch, shift_labels).
+        ``kwargs`` are also passed to transformers' loss function (num_items_in_batch,
+        shift_labels).
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -572,9 +604,11 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FemLMConfig.model_type] = FemLMForCausalLM.__n
 def _placed(
     cache: Any, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """valid, as `Context` has it, and the positions of the new tokens x [b, t, hidden], [t] or [t, b].
+    """Return valid as in `Context`, and the positions of the new tokens x [b, t, hidden], [t] or
+    [t, b].
 
-    Unless they are given (as [b or 1, t]), positions are counted without the padding before them. gapless: none lies inside a row's text.
+    Unless given (as [b or 1, t]), positions are counted without the padding before them. gapless:
+    no padding is inside the text of a row.
     """
     batch, length = x.shape[:2]
     room: Room | None = None if cache is None else cache.layers[0].room
@@ -602,10 +636,12 @@ def _placed(
 
 
 def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
-    """Where the documents of x [b, t, hidden] begin by these keyword arguments, [b, t] bool on the CPU; None: none of them is given.
+    """Return the first tokens of documents in x [b, t, hidden] by these keyword arguments, [b, t]
+    bool on the CPU; None if none is given.
 
-    cu_seq_lens_q, cu_seq_lens_k: 0, and where each document of a single row ends. seq_idx [1 or b, t]: the number of each token's document.
-    Raises ValueError where they do not fit x, or contradict each other.
+    cu_seq_lens_q, cu_seq_lens_k: 0, and the end of each document of a single row. seq_idx [1 or b,
+    t]: the document number of each token. Raises ValueError if they do not fit x or contradict each
+    other.
     """
     batch, length = x.shape[:2]
     found: dict[str, Tensor] = {}
@@ -641,10 +677,11 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
 def _packed(
     borders: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor
 ) -> Documents | None:
-    """The documents of x [b, t, hidden], as `_borders` and position_ids [b or 1, t] tell them; None: each sequence is one.
+    """Return the documents of x [b, t, hidden] from `_borders` and position_ids [b or 1, t]; None
+    if each sequence is one document.
 
-    Raises ValueError where the two contradict each other; where tokens are padding, and documents begin or positions go back from one that
-    is none to the next.
+    Raises ValueError if the two contradict each other; and for padded sequences if documents begin,
+    or positions decrease between two tokens.
     """
     if position_ids is None and borders is None:
         return None
@@ -674,7 +711,9 @@ def _packed(
 def _placed_in_room(
     room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same of tokens behind the past of a state of fixed size; attention_mask [b, any number up to its places] or None."""
+    """Return the result of `_placed` for a static cache with a past; attention_mask [b, any number
+    up to its size] or None.
+    """
     batch, length = x.shape[:2]
     if not torch.compiler.is_compiling():
         room.check(length)
@@ -694,12 +733,16 @@ def _placed_in_room(
 
 
 def _counted(valid: Tensor) -> Tensor:
-    """The positions of valid [b, n], without padding, whose own are 1, as transformers 4 has them."""
+    """Return the positions of valid [b, n] without padding; padding has position 1, as in
+    transformers 4.
+    """
     return (valid.long().cumsum(dim=-1) - 1).masked_fill(~valid, 1)
 
 
 def _check_gaps(valid: Tensor) -> None:
-    """Raises ValueError where padding lies between two tokens of a row of valid [b, n]; waits for the device, and not in compiled code."""
+    """Raise ValueError if padding is between two tokens of a row of valid [b, n]. Waits for the
+    device; skipped in compiled code.
+    """
     if not torch.compiler.is_compiling() and bool(
         ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
     ):
@@ -710,5 +753,5 @@ def _check_gaps(valid: Tensor) -> None:
 
 
 def _by_token(position_ids: Tensor) -> Tensor:
-    """[b or 1, t] -> [t] where all rows are alike by their number, else [t, b]."""
+    """Convert [b or 1, t] to [t] if there is one row, else to [t, b]."""
     return position_ids[0] if position_ids.shape[0] == 1 else position_ids.T.contiguous()

@@ -1,7 +1,8 @@
-"""Any model as transformers sees it: an exported folder, another Hugging Face folder, or a checkpoint of any layout, in one process.
+"""Open any model for transformers in one process: an export, another Hugging Face folder, or a
+checkpoint of any layout.
 
-The one way in which ``verify``, ``tools.generate`` and ``tools.evaluate`` come by a model, and the fingerprint of one. Nothing here
-contacts a network, and no code comes from a folder but that of our own exports.
+``verify``, ``tools.generate`` and ``tools.evaluate`` open models only through this module, which
+also computes fingerprints. No network is used, and only code of our own exports is executed.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ CACHE_LINE = 64
 class OpenModel:
     """A model ready for use: on its device, in eval mode.
 
-    name: for tables. source: the checkpoint's step folder or the Hugging Face folder. model: a transformers PreTrainedModel. tokenizer:
-    None where none is known, and then ``no_tokenizer`` is a line that says why. config: where the training code knows the model.
-    manifest: the checkpoint's, or what an export keeps of it (training.json), else {}. kind: what it was opened from, in words.
-    tokenizer_folder: where the tokenizer was read.
+    name: for tables. source: the checkpoint's step folder or the Hugging Face folder. model: a
+    transformers PreTrainedModel. tokenizer: None if unknown; ``no_tokenizer`` is then the reason.
+    config: the training code's configuration, if it supports the model. manifest: the checkpoint's,
+    or the part that an export keeps (training.json), else {}. kind: description of the source.
+    tokenizer_folder: the folder of the tokenizer.
     """
 
     name: str
@@ -78,7 +80,7 @@ class OpenModel:
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that the model takes, None: any."""
+        """Longest sequence that the model accepts; None: unlimited."""
         if self.config is not None:
             limits = [block.mixer.max_length() for block in self.config.blocks()]
             return min((limit for limit in limits if limit is not None), default=None)
@@ -87,17 +89,19 @@ class OpenModel:
 
     @property
     def trained_here(self) -> bool:
-        """Whether its training data are those of ``data_prep`` (see ``encoding``)."""
+        """True if its training data came from ``data_prep`` (see ``encoding``)."""
         return trained_here(self.manifest)
 
     @cached_property
     def encode(self) -> Encode:
-        """Text to the ids that the model reads, the one way in which every tool encodes a prompt. Raises ConfigError (see ``encoder``)."""
+        """Function from text to the ids that the model reads; every tool encodes prompts with it.
+        Raises ConfigError (see ``encoder``).
+        """
         return encoder(self.tokenizer, self.tokenizer_folder, as_data=self.trained_here)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, as opened."""
+        """Data type of the weights."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -109,13 +113,15 @@ def open_model(
     device: str = "cpu",
     tokenizer: Path | None = None,
 ) -> OpenModel:
-    """Opens what is at ``path``: a run directory (its newest checkpoint), a step's folder, an exported folder, a stock one.
+    """Open the model at ``path``: a run directory (its newest checkpoint), the folder of a step, an
+    export, or a stock folder.
 
-    A checkpoint opens as the class that its export would have: stock where a stock class says the model, else FemLMForCausalLM. The
-    weights are held once, and one tensor more while they come. dtype: None: as stored. device: ``auto``, ``cpu`` or ``cuda``.
+    A checkpoint is opened as the class of its export: a stock class if it matches, else
+    FemLMForCausalLM. Memory: the weights once, and one more tensor while loading. dtype: None: as
+    stored. device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: no model is there, or it cannot be read, or a checkpoint's parts do not fit together.
+        ConfigError: no model, an unreadable one, or a checkpoint whose parts do not match.
     """
     place = device_named(device)
     path = Path(path)
@@ -137,10 +143,11 @@ def open_model(
 
 
 def weights_at(path: Path) -> Path:
-    """The folder that ``open_model(path)`` would read now: of a run directory its newest checkpoint, which is not the newest for ever.
+    """Return the folder that ``open_model(path)`` would read now; for a run directory its currently
+    newest checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it has none.
     """
     check_there(path)
     if is_folder(path):
@@ -149,7 +156,9 @@ def weights_at(path: Path) -> Path:
 
 
 def device_named(name: str) -> torch.device:
-    """``auto``: what this machine computes on; ``cpu``; ``cuda``. Raises ConfigError where there is no such device."""
+    """Return the device for ``auto`` (this machine's), ``cpu`` or ``cuda``. Raises ConfigError if
+    it does not exist.
+    """
     if name == "auto":
         return platform.device()
     if name == "cpu":
@@ -162,7 +171,9 @@ def device_named(name: str) -> torch.device:
 
 
 def check_there(path: Path) -> None:
-    """Raises ConfigError unless ``path`` is a folder; what looks like a name on the Hub is told how to be fetched."""
+    """Raise ConfigError unless ``path`` is a folder; for a name on the Hub the message explains how
+    to download it.
+    """
     platform.import_megatron()
     if path.is_dir():
         return
@@ -185,7 +196,9 @@ def check_there(path: Path) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars and no reports from transformers in the block: what matters of them is told as one line."""
+    """Suppress progress bars and reports of transformers in the block; relevant messages are
+    printed as one line elsewhere.
+    """
     verbosity, bar = (
         transformers_logging.get_verbosity(),
         transformers_logging.is_progress_bar_enabled(),
@@ -204,7 +217,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_architecture(folder: Folder) -> None:
-    """Raises ConfigError unless transformers has this architecture as a causal language model, or the folder is an export of ours."""
+    """Raise ConfigError unless transformers has this architecture as a causal language model, or
+    the folder is our export.
+    """
     kind, wanted = folder.config.get("model_type"), folder.config.get("auto_map")
     if folder.ours:
         named = sorted({f"{value.partition('.')[0]}.py" for value in AUTO_MAP.values()})
@@ -234,7 +249,7 @@ def check_architecture(folder: Folder) -> None:
 
 
 def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
-    """The folder's model, every weight of it from the folder, on the CPU."""
+    """Return the folder's model on the CPU, with every weight read from the folder."""
     loader: Any = AutoModelForCausalLM
     try:
         model, told = loader.from_pretrained(
@@ -268,10 +283,11 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Moves weights that lie mapped from their file, at any address, to where torch would allocate them.
+    """Move weights that are mapped from their file to the alignment that torch would allocate.
 
-    A product's sums may be taken in another order where its matrix does not begin on a cache line (64 bytes): with the weights where they
-    lay in the file, the same model would differ from its checkpoint in the last bit, by the length of a header.
+    A product may be summed in another order if its matrix does not begin on a cache line (64
+    bytes). With weights at their address in the file, the same model would differ from its
+    checkpoint in the last bit, depending on the length of a header.
     """
     for weight in (*model.parameters(), *model.buffers()):
         if weight.data_ptr() % CACHE_LINE:
@@ -279,7 +295,7 @@ def _align(model: torch.nn.Module) -> None:
 
 
 def known_model(folder: Folder) -> ModelConfig | None:
-    """The training code's configuration of the folder's model, None where it has none."""
+    """Return the training code's configuration of the folder's model, or None."""
     if folder.ours:
         return FemLMConfig.from_dict(folder.config).model()
     try:
@@ -317,7 +333,9 @@ def _open_checkpoint(
 
 
 def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokenizerBase | None:
-    """What ``open_model`` would give as the tokenizer, without the model. Raises ConfigError as it would."""
+    """Return the tokenizer that ``open_model`` would return, without the model. Raises ConfigError
+    likewise.
+    """
     check_there(path)
     if is_folder(path):
         return _tokenizer(tokenizer, [path])[0]
@@ -328,7 +346,9 @@ def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokeniz
 def misread_by_transformers(
     path: Path, tokenizer: PreTrainedTokenizerBase | None, texts: list[str]
 ) -> str | None:
-    """How transformers reads these texts unlike ``tokenizer``, the one in a model's folder, and what to do; None: it does not."""
+    """Return how transformers encodes these texts differently from ``tokenizer`` in a model's
+    folder, and the remedy; None if it does not.
+    """
     if tokenizer is None or not is_folder(path) or not (path / WHOLE).is_file():
         return None
     try:
@@ -343,7 +363,9 @@ def misread_by_transformers(
 def _tokenizer(
     named: Path | None, usual: list[Path]
 ) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
-    """The named tokenizer, else the first that is in the usual folders, and its folder; or why there is none."""
+    """Return the named tokenizer, or the first one in the usual folders, and its folder; or the
+    reason why none exists.
+    """
     if named is not None and not has_tokenizer(named):
         raise ConfigError(
             f"--tokenizer {named}: no tokenizer folder; it has none of a tokenizer's files (tokenizer.json, ...)"
@@ -364,10 +386,11 @@ def checkpoint_model(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Any:
-    """The model of a checkpoint on ``device`` in eval mode, special tokens as its export would have them; dtype None: as stored.
+    """Return the model of a checkpoint on ``device`` in eval mode, with the special tokens of its
+    export; dtype None: as stored.
 
     Raises:
-        ConfigError: the folder is damaged. ConfigError: its tensors are not those of its configuration.
+        ConfigError: the folder is damaged, or its tensors are not those of its configuration.
     """
     weights, inherited = Weights(found.path), found.inherited
     check_shapes(weights.shapes, config)
@@ -394,7 +417,9 @@ def checkpoint_model(
 def state_of(
     source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """What the recipes make, in its type and place; of a part of a tensor a copy, so that the whole can go."""
+    """Return the tensors of the recipes with dtype and device; parts of a tensor are copied, so
+    that the full one can be freed.
+    """
     state = {}
     for name, whole in made(source, recipes):
         tensor = whole.to(device=device, dtype=dtype)
@@ -413,11 +438,13 @@ READING = "2 "  # how files become token ids; to be changed with the code that r
 
 
 def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
-    """64 hex digits that stand for what a model answers: they change with any bit of its weights, its configuration, code or tokenizer.
+    """Return 64 hex digits that identify a model's answers: they change with any bit of its
+    weights, configuration, code or tokenizer.
 
-    model: an opened one, with the tokenizer that it was opened with, or a path as for ``open_model``. Every tensor is read and hashed,
-    about 1 GB/s: less than opening it. Not in it: where the model lies, its name, how its weights are cut into files or over ranks, and the
-    type and device that it is opened with. The same weights in another format (a checkpoint, its export) have another fingerprint.
+    model: an open model with its tokenizer, or a path as for ``open_model``. Every tensor is read
+    and hashed, about 1 GB/s, which is faster than opening it. Not included: the model's folder and
+    name, the split of its weights into files or over ranks, and the dtype and device after opening.
+    The same weights in another format (a checkpoint and its export) have different fingerprints.
 
     Raises:
         ConfigError: as ``open_model``.
@@ -450,7 +477,9 @@ def _tensors(source: Tensors) -> Iterable[str]:
 
 
 def _tokenizer_digest(*folders: Path) -> str:
-    """Of the files that a tokenizer reads, in the first of the folders that has some; config.json and weights' indexes are none."""
+    """Return a digest of the files that a tokenizer reads, in the first of the folders that
+    contains some, without config.json and weight indexes.
+    """
     folder = next((folder for folder in folders if has_tokenizer(folder)), None)
     return (
         ""

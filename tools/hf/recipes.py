@@ -1,6 +1,8 @@
-"""Weights on their way between formats, one tensor at a time: a recipe says which tensors of the source make one of the target.
+"""Conversion of weights between formats, one tensor at a time: a recipe lists the source tensors of
+one target tensor.
 
-Both directions stream over recipes, so that nobody needs to hold a whole model. Torch alone; no files.
+Both directions stream over recipes, so no full model needs to be in memory. Uses only torch, no
+files.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ VOCABULARY = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tensor of the target.
+    """Recipe of one tensor of the target.
 
-    sources: names of the source's tensors, in the order in which ``make`` takes them. shape: of what it makes. make: changes no value
-    and no type: it cuts, joins and permutes, and may return a view.
+    sources: names of the source's tensors, in the order in which ``make`` takes them. shape: of the
+    result. make: cuts, joins and permutes without changing values or dtypes, and may return a view.
     """
 
     sources: tuple[str, ...]
@@ -47,7 +49,9 @@ Recipes = dict[str, Recipe]
 
 
 def to_fem(model: ModelConfig) -> Recipes:
-    """A checkpoint's tensors -> those of an exported folder with our code; the rows that pad the vocabulary stay behind."""
+    """Return recipes from a checkpoint to an export with our code; rows that pad the vocabulary are
+    dropped.
+    """
     assert model.vocab_size is not None
     recipes = {}
     for name, shape in parameter_shapes(model).items():
@@ -61,7 +65,7 @@ def to_fem(model: ModelConfig) -> Recipes:
 
 
 def from_fem(model: ModelConfig) -> Recipes:
-    """The way back; rows that pad the vocabulary are zero."""
+    """Return recipes for the reverse direction; rows that pad the vocabulary are zero."""
     assert model.vocab_size is not None
     return {
         name: Recipe(
@@ -74,7 +78,7 @@ def from_fem(model: ModelConfig) -> Recipes:
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name in the exported folder: the table in ``export``."""
+    """Return the name of a parameter in the export, by the table in ``export``."""
     for ours, theirs in RENAMED:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
@@ -82,12 +86,12 @@ def hf_name(name: str) -> str:
 
 
 def first_of(names: Collection[str]) -> str:
-    """For a message: the first name in the alphabet, and how many more there are."""
+    """Return the alphabetically first name and the number of further ones, for a message."""
     return min(names) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor with rows of zeros below it."""
+    """Append rows of zeros to a tensor."""
     missing = rows - tensor.shape[0]
     return (
         tensor
@@ -97,18 +101,24 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 
 class Tensors(Protocol):
-    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), a folder, or memory."""
+    """Source of weights that are read a few at a time: a checkpoint
+    (``pretrain.checkpoint.reader.Weights``), a folder, or memory.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor, by name."""
+        """Shape of every tensor."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, on the CPU, in their stored types. Raises ConfigError where they are damaged."""
+        """Return these tensors on the CPU in their stored dtypes. Raises ConfigError if they are
+        damaged.
+        """
 
 
 def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
-    """Every recipe's tensor in turn; neighbours that are made of the same tensors have them read once."""
+    """Yield the tensor of every recipe in turn; consecutive recipes with equal sources read them
+    once.
+    """
     at_hand: dict[str, Tensor] = {}
     for name, recipe in recipes.items():
         if at_hand.keys() != set(recipe.sources):
@@ -122,16 +132,16 @@ def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Made:
-    """What the recipes make of a source, as a source."""
+    """Tensors that recipes create from a source, as a source."""
 
     source: Tensors
     recipes: Recipes
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, by name."""
+        """Return the shape of every tensor."""
         return {name: recipe.shape for name, recipe in self.recipes.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names; each maybe a view into one of the source's."""
+        """Return these tensors; each may be a view of a source tensor."""
         return dict(made(self.source, {name: self.recipes[name] for name in names}))

@@ -1,19 +1,21 @@
-"""Our Transformer and transformers' own Llama, Mistral, Qwen2 and Qwen3: what is the same model, under both names, in both directions.
+"""Correspondence of our Transformer with transformers' Llama, Mistral, Qwen2 and Qwen3, with names
+in both directions.
 
-Nothing is approximated: what one side cannot say exactly is refused. Names, with g the groups of keys and values, n the queries of a group:
+The conversion is exact; models that one side cannot represent exactly are refused. Names, with g
+the groups of keys and values, n the queries of a group:
 
     embedding.word_embeddings.weight      model.embed_tokens.weight
     decoder.layers.N.mixer.norm.weight    model.layers.N.input_layernorm.weight
-    decoder.layers.N.mixer.in_proj.*      model.layers.N.self_attn.{q,k,v}_proj.*, packed group by group: g x (n queries, k, v)
-    decoder.layers.N.mixer.{q,k}_norm     model.layers.N.self_attn.{q,k}_norm.weight, of Qwen3
-    decoder.layers.N.mixer.out_proj       model.layers.N.self_attn.o_proj
-    decoder.layers.N.mlp.norm.weight      model.layers.N.post_attention_layernorm.weight
-    decoder.layers.N.mlp.gate_up          model.layers.N.mlp.{gate,up}_proj.weight, one above the other
-    decoder.layers.N.mlp.down             model.layers.N.mlp.down_proj
-    decoder.final_layernorm.weight        model.norm.weight
-    output_layer.weight                   lm_head.weight, absent where tied
+    decoder.layers.N.mixer.in_proj.*      model.layers.N.self_attn.{q,k,v}_proj.*, packed group by
+    group: g x (n queries, k, v) decoder.layers.N.mixer.{q,k}_norm
+    model.layers.N.self_attn.{q,k}_norm.weight (Qwen3) decoder.layers.N.mixer.out_proj
+    model.layers.N.self_attn.o_proj decoder.layers.N.mlp.norm.weight
+    model.layers.N.post_attention_layernorm.weight decoder.layers.N.mlp.gate_up
+    model.layers.N.mlp.{gate,up}_proj.weight, concatenated decoder.layers.N.mlp.down
+    model.layers.N.mlp.down_proj decoder.final_layernorm.weight        model.norm.weight
+    output_layer.weight                   lm_head.weight, absent if tied
 
-RoPE pairs the same channels on both sides, so that no row moves within a head.
+RoPE pairs the same channels on both sides, so no row moves within a head.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ FOREIGN = (
 
 
 class StockError(ValueError):
-    """A model that is not exactly what the other side computes; one line."""
+    """A model without an exact counterpart; the message is one line."""
 
 
 def why_not_stock(model: ModelConfig) -> str | None:
-    """Why transformers has no class of its own for the model; None: it has."""
+    """Return the reason why transformers has no class for the model, or None if it has one."""
     others = [name for name in mixer_names(model) if name != "transformer"]
     if others:
         return f"the mixer {others[0]} is not a plain Transformer's"
@@ -91,9 +93,11 @@ def stock_config(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
 ) -> PretrainedConfig:
-    """The configuration of transformers' class that is ``model``: Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window, else Llama.
+    """Return the configuration of transformers' class for ``model``: Qwen3 with qk_norm, Qwen2 with
+    biases, Mistral with a window, else Llama.
 
-    max_position_embeddings: of the training, for information; None: the class's default. Raises StockError where there is no such class.
+    max_position_embeddings: of the training, for information; None: the default of the class.
+    Raises StockError if no class matches.
     """
     reason = why_not_stock(model)
     if reason is not None:
@@ -135,7 +139,9 @@ def stock_config(
 
 
 def to_stock(model: ModelConfig) -> Recipes:
-    """A checkpoint's tensors -> those of transformers' class; the rows that pad the vocabulary stay behind."""
+    """Return recipes from a checkpoint to transformers' class; rows that pad the vocabulary are
+    dropped.
+    """
     assert model.vocab_size is not None
     recipes: Recipes = {}
     for name, shape in parameter_shapes(model).items():
@@ -165,7 +171,7 @@ def to_stock(model: ModelConfig) -> Recipes:
 
 
 def from_stock(model: ModelConfig) -> Recipes:
-    """The way back, bit for bit; rows that pad the vocabulary are zero."""
+    """Return recipes for the reverse direction, bit for bit; rows that pad the vocabulary are zero."""
     recipes: Recipes = {}
     for name, shape in parameter_shapes(model).items():
         place, _, leaf = name.rpartition(".mixer.in_proj.")
@@ -187,10 +193,10 @@ def from_stock(model: ModelConfig) -> Recipes:
 
 
 def read_stock(config: dict[str, Any]) -> Any:
-    """A config.json as transformers' class of its family, with that class's defaults.
+    """Read a config.json as transformers' class of its family, with the defaults of that class.
 
     Raises:
-        StockError: another family, or the class does not compute what it says.
+        StockError: another family, or settings that the class does not implement.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -214,12 +220,14 @@ def read_stock(config: dict[str, Any]) -> Any:
 
 
 def model_of(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig that computes exactly what transformers' class does with this config.json.
+    """Return the ModelConfig that computes exactly what transformers' class computes with this
+    config.json.
 
-    Keys that config.json leaves out have the class's defaults, by the installed transformers. Vocabulary as there, unpadded.
+    Missing keys have the defaults of the class in the installed transformers. The vocabulary is not
+    padded.
 
     Raises:
-        StockError: another family, or something in it that the Transformer here does not compute.
+        StockError: another family, or a setting that our Transformer does not support.
     """
     stock = read_stock(config)
     family = stock.model_type
@@ -274,7 +282,9 @@ def _family(model: ModelConfig) -> str:
 
 
 def _rope_of(stock: Any) -> dict[str, Any]:
-    """The fields of ModelConfig of a configuration whose rope_parameters transformers has put in order."""
+    """Return the RoPE fields of a ModelConfig from a configuration whose rope_parameters were
+    normalised by transformers.
+    """
     try:
         return read_rope(stock.rope_parameters, stock.max_position_embeddings)
     except ValueError as error:
@@ -302,7 +312,9 @@ def _window_of(stock: Any, family: str) -> int | None:
 
 
 def _refuse_foreign(config: dict[str, Any], family: str) -> None:
-    """Raises StockError for what the class of this family does not compute as it stands, or the Transformer here does not."""
+    """Raise StockError for settings that the class of this family or our Transformer does not
+    compute exactly.
+    """
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
         raise StockError(
@@ -328,7 +340,7 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
 
 
 def _stock_name(name: str) -> str:
-    """The name of a tensor that stays as it is."""
+    """Return the name in transformers of a tensor that is not repacked."""
     for ours, theirs in (
         (".mixer.norm.", ".input_layernorm."),
         (".mixer.out_proj.", ".self_attn.o_proj."),
@@ -347,7 +359,7 @@ def _rows(shape: AttentionShape) -> dict[str, int]:
 
 
 def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Tensor]:
-    """in_proj's rows (of the weight or the bias) -> those of q, k or v."""
+    """Return the function from the rows of in_proj (weight or bias) to those of q, k or v."""
     each = shape.heads // shape.groups
     place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}[part]
     return lambda tensors: (
@@ -356,7 +368,7 @@ def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Ten
 
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:
-    """The rows of q, k and v -> in_proj's."""
+    """Return the function from the rows of q, k and v to those of in_proj."""
     return lambda tensors: torch.cat(
         [t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1
     ).flatten(0, 2)

@@ -1,7 +1,8 @@
-"""The tokenizer class of an exported folder: tokenizer.json as it is.
+"""Tokenizer class of an exported folder: reads tokenizer.json unchanged.
 
-Named in tokenizer_config.json's ``auto_map`` where transformers 5 would otherwise replace the class by that of the model type, with
-another pre-tokenizer. Without ``trust_remote_code`` the entry alone has this effect, and this file is not read.
+Named in ``auto_map`` of tokenizer_config.json if transformers 5 would otherwise replace the class
+by that of the model type, which has another pre-tokenizer. Without ``trust_remote_code`` the entry
+alone has this effect, and this file is not read.
 """
 
 from transformers import PreTrainedTokenizerFast as Opener
@@ -10,4 +11,6 @@ NAME = "tokenization_fem.PreTrainedTokenizerFast"
 
 
 class PreTrainedTokenizerFast(Opener):
-    """Opens tokenizer.json. Has no constructor, which transformers 5 would call to build the tokenizer anew."""
+    """Opens tokenizer.json. It has no constructor, because transformers 5 would call it to rebuild
+    the tokenizer.
+    """

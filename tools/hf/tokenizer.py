@@ -1,4 +1,6 @@
-"""A model's tokenizer on its way into an exported folder: whether it is the model's, and which of its files go along."""
+"""Copy a model's tokenizer into an exported folder: check that it belongs to the model, and select
+its files.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, model: ModelConfig) -> Tokenizer:
-        """The tokenizer in ``folder``. Raises ConfigError: there is none, or it has entries that the model does not know."""
+        """Return the tokenizer in ``folder``. Raises ConfigError if it is missing or has entries
+        outside the model's vocabulary.
+        """
         if not (folder / "tokenizer_config.json").is_file():
             raise ConfigError(f"{folder} is no tokenizer folder: tokenizer_config.json is missing")
         tokenizer = load_tokenizer(folder)
@@ -54,15 +58,18 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str | None:
-        """Of tokenizer.json, as the data's manifest records it; None where the tokenizer has no such file."""
+        """Return the hash of tokenizer.json as recorded in the data's manifest; None if the file
+        does not exist.
+        """
         file = self.folder / WHOLE
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
     def copy_to(self, folder: Path, pad: int | None = None, model_type: str | None = None) -> None:
-        """Copies the tokenizer's files and rewrites tokenizer_config.json so that transformers 4 and 5 read the same ids from them.
+        """Copy the tokenizer's files and rewrite tokenizer_config.json so that transformers 4 and 5
+        read the same ids from them.
 
-        pad: the id that fills up a batch where the tokenizer names none; on the left, as generation needs it, where it names no side.
-        model_type: of the model whose folder this is.
+        pad: the padding id if the tokenizer defines none; the padding side defaults to left, as
+        generation requires. model_type: of the model in the folder.
         """
         for file in sorted(self.folder.iterdir()):
             ours = (
@@ -91,9 +98,11 @@ class Tokenizer:
 def special_ids(
     tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The special tokens that ``generate`` must know: the tokenizer's, and those of ``known`` that it does not have.
+    """Return the special tokens that ``generate`` needs: the tokenizer's, and those of ``known``
+    that it lacks.
 
-    Several known ends stay where the tokenizer's is one of them. A tokenizer that has nothing else for it pads a text with its end.
+    Several known end tokens are kept if they include the tokenizer's. A tokenizer without a padding
+    token pads with its end token.
     """
     own = {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
     found = {name: known.get(name) if value is None else value for name, value in own.items()}
@@ -106,16 +115,19 @@ def special_ids(
 
 
 def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Where a checkpoint's tokenizer may be, the first that is there counts: beside the steps (an import's), where the training had it."""
+    """Return the possible folders of a checkpoint's tokenizer, by priority: next to the steps (an
+    import), then the training's.
+    """
     named = manifest["config"]["data"]["tokenizer"]
     return [step.parent / "tokenizer", *([Path(named)] if named else [])]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder; tokenizer.json, where there is one, as data_prep reads it, whatever class is named beside it.
+    """Return the tokenizer in a folder; if tokenizer.json exists, read it as data_prep does,
+    whatever class the folder names.
 
-    transformers 5 takes only vocabulary and merges from tokenizer.json for most classes and builds the rest anew. Raises ConfigError
-    where it is damaged or wants to run code.
+    For most classes transformers 5 takes only vocabulary and merges from tokenizer.json and
+    rebuilds the rest. Raises ConfigError if the tokenizer is damaged or requires running code.
     """
     whole = folder / WHOLE
     if not whole.is_file():
@@ -135,7 +147,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder as transformers opens it, by the class that it takes. Raises ConfigError where it cannot."""
+    """Return the tokenizer in a model's folder as transformers opens it, with the class that it
+    chooses. Raises ConfigError on failure.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -148,7 +162,9 @@ def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
 
 
 def _tokens_of_class(folder: Path) -> dict[str, str]:
-    """Special tokens that tokenizer_config.json leaves to the class that it, or the model beside it, names (GPT-2's leaves all)."""
+    """Return special tokens that tokenizer_config.json leaves to the defaults of its class or its
+    model's class (GPT-2's leaves all).
+    """
     settings, model = (
         json_object(folder / name) if (folder / name).is_file() else {}
         for name in (SETTINGS, CONFIG)
@@ -173,7 +189,9 @@ def _tokens_of_class(folder: Path) -> dict[str, str]:
 def _settings_of_any_class(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """tokenizer_config.json such that transformers 4 and 5 open the tokenizer.json beside it as it is."""
+    """Return a tokenizer_config.json with which transformers 4 and 5 open the tokenizer.json in the
+    same folder unchanged.
+    """
     found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
     found["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES:
@@ -191,7 +209,9 @@ def _settings_of_any_class(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path
 ) -> int:
-    """How many entries it has. Raises ConfigError where the model does not know all of them."""
+    """Return the number of entries. Raises ConfigError if the model's vocabulary does not contain
+    all of them.
+    """
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:
         raise ConfigError(
@@ -201,5 +221,5 @@ def check_tokenizer(
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message, its first line."""
+    """Return the first line of an exception's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

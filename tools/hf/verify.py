@@ -1,6 +1,8 @@
-"""The verb ``verify``: whether two models, each a checkpoint or a Hugging Face folder, are one, and where they part if not.
+"""Verb ``verify``: check whether two models, each a checkpoint or a Hugging Face folder, are equal,
+and where they first differ.
 
-One model is in memory at a time: what the first computes waits in a temporary folder, and weights are compared tensor by tensor.
+One model is in memory at a time: the results of the first are stored in a temporary folder, and
+weights are compared tensor by tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ SHOWN = 8  # settings and tensors that are named before "and N more"
 
 
 def as_text(found: Findings) -> str:
-    """The findings for a reader; the last line is the verdict."""
+    """Return the findings for a reader; the last line is the verdict."""
     lines = [
         f"{side}  {path}: {about}"
         for side, path, about in zip("AB", found.sides, found.about, strict=True)
@@ -124,7 +126,7 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """The findings for machines; a number that is not finite is null."""
+    """Return the findings for programs; a non-finite number is null."""
     first, weights, logits, seen = found.first(), found.weights, found.logits, found.predictions
     return {
         "format": 1,
@@ -198,7 +200,9 @@ READ = (
 
 @dataclass(frozen=True)
 class Side:
-    """What is kept of a model once it is closed. about: in words. hf: transformers' configuration of it. limit: tokens of a prompt."""
+    """Data of a model that remain after it is closed. about: description. hf: transformers'
+    configuration. limit: maximum tokens of a prompt.
+    """
 
     path: Path
     source: Path
@@ -210,7 +214,7 @@ class Side:
 
     @classmethod
     def open(cls, path: Path, device: str) -> tuple[Side, Any]:
-        """And the model itself."""
+        """Open a model and return (side, model)."""
         print(f"opening {path}", file=sys.stderr)
         opened = open_model(path, device=device)
         model, dtype = opened.model, str(opened.dtype).removeprefix("torch.")
@@ -223,12 +227,12 @@ class Side:
 
     @property
     def ours(self) -> bool:
-        """Of our modeling code, not of a stock class."""
+        """True for our modeling code, False for a stock class."""
         return bool(self.hf.model_type == "fem_lm")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """config.json's, with what an older export has not yet heard of."""
+        """Return the settings of config.json, completed by those that an older export lacks."""
         settings: dict[str, Any] = self.hf.to_dict()
         known = "architecture" in settings and self.config is not None
         if known:  # where they are told once more, by an export that has heard of it
@@ -247,14 +251,17 @@ def verify(
     json_out: Path | None,
     device: str,
 ) -> bool:
-    """Compares configuration, tokenizers, weights, activations and logits, prints the findings, and says whether the models are equal.
+    """Compare configuration, tokenizers, weights, activations and logits, print the findings, and
+    return True if the models are equal.
 
-    They are if no logit differs by more than ``tolerance`` x max(1, the largest logit), no weight by more than ``tolerance`` x its
-    tensor's largest, and the tokenizers agree, a folder's also as transformers opens it. tolerance None: 1e-4; 2e-2 where one of them is
-    stored in bf16. prompts: a file, one a line, instead of the built-in texts. json_out: the findings for machines.
+    They are equal if no logit differs by more than ``tolerance`` x max(1, the largest logit), no
+    weight by more than ``tolerance`` x the largest element of its tensor, and the tokenizers agree,
+    also as transformers opens them. tolerance None: 1e-4; 2e-2 if one is stored in bf16. prompts: a
+    file with one prompt per line, in place of the built-in texts. json_out: the findings for
+    programs.
 
     Raises:
-        ConfigError: one of the two cannot be opened, or an argument is wrong.
+        ConfigError: a model cannot be opened, or an argument is invalid.
     """
     if tolerance is not None and not tolerance >= 0:
         raise ConfigError(f"--tolerance {tolerance}: a number from 0 on")
@@ -310,7 +317,7 @@ def verify(
 
 
 def lines_of(prompts: Path) -> list[str]:
-    """A file's lines that are not empty. Raises ConfigError where there are none."""
+    """Return the non-empty lines of a file. Raises ConfigError if it has none."""
     lines = [line for line in read_lines(prompts) if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts {prompts} has no line with a prompt")
@@ -318,7 +325,7 @@ def lines_of(prompts: Path) -> list[str]:
 
 
 def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
-    """The prompts that need no tokenizer: the same ids wherever the vocabulary has the same size."""
+    """Return the prompts that need no tokenizer: equal ids for equal vocabulary sizes."""
     state, found = 20240229, []
     for length in LENGTHS:
         ids = []
@@ -335,7 +342,7 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
 def _remember(
     path: Path, texts: list[str], reader: Any | None, scratch: Path, device: str
 ) -> tuple[Side, list[list[int]]]:
-    """Opens the first model, puts a trace of each prompt into ``scratch``, and closes it."""
+    """Open the first model, store a trace of each prompt in ``scratch``, and close it."""
     side, model = Side.open(path, device)
     asked = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
@@ -353,7 +360,9 @@ def _remember(
 def _compare(
     path: Path, asked: list[list[int]], scratch: Path, device: str
 ) -> tuple[Side, dict[str, Difference], Predictions, int]:
-    """Opens the second model and compares its traces with the first's. -> it, the worst of every place, predictions, prompts left out."""
+    """Open the second model and compare its traces with the first's. Return it, the largest
+    difference per place, predictions, skipped prompts.
+    """
     side, model = Side.open(path, device)
     worst: dict[str, Difference] = {}
     predictions, skipped = Predictions(), 0
@@ -370,7 +379,9 @@ def _compare(
 
 
 def _weights(one: Side, two: Side) -> Weights | None:
-    """The weights' differences; None where names have nothing, or, of our code and a stock class, little in common."""
+    """Return the differences of the weights; None if no names match, or if only one side is our
+    code.
+    """
     found = compare_weights(
         _tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two))
     )
@@ -378,7 +389,7 @@ def _weights(one: Side, two: Side) -> Weights | None:
 
 
 def _tensors(side: Side) -> Tensors:
-    """Its tensors, as its export has them."""
+    """Return the tensors of a side with the names and shapes of its export."""
     if is_folder(side.source):
         return read_folder(side.source)
     assert side.config is not None

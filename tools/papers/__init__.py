@@ -1,1 +1,3 @@
-"""The papers' own experiments on the layers that pretraining uses. No trainer of language models may come in: that is ``pretrain``."""
+"""The papers' experiments with the layers that pretraining uses. Must not contain a trainer of
+language models; that is ``pretrain``.
+"""

@@ -1,4 +1,5 @@
-"""``python -m tools.papers VERB``: the papers' own experiments, run by the layers that pretraining uses.
+"""``python -m tools.papers VERB``: run the papers' experiments with the layers that pretraining
+uses.
 
 Exit codes: those of every command (``fem_common/README.md``).
 """
@@ -22,7 +23,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code."""
+    """Run a verb and return its exit code."""
     return verb_main(
         "tools.papers", "The four papers' experiments: list, run, report.", VERBS, argv
     )

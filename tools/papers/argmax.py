@@ -1,4 +1,4 @@
-"""FEM, appendix P: one layer finds, in every channel, the largest of the values that it has seen; a mean cannot."""
+"""FEM, appendix P: one layer finds the largest of the past values in every channel; a mean cannot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ CASES = ("T = 4", "T = 16", "T = 64")
 
 
 def examples(count: int, tokens: int, width: int, generator: Generator) -> Examples:
-    """Values [count, tokens, width], normal, of which one a channel, drawn evenly, is larger by MARGIN; the largest of each channel."""
+    """Return normal values [count, tokens, width], one uniformly drawn token per channel increased
+    by MARGIN, and the maximum of each channel.
+    """
     values = torch.randn(count, tokens, width, generator=generator)
     winner = torch.randint(tokens, (count, 1, width), generator=generator)
     values.scatter_add_(1, winner, torch.full((count, 1, width), MARGIN))
@@ -50,7 +52,9 @@ def examples(count: int, tokens: int, width: int, generator: Generator) -> Examp
 
 
 class LastStep(nn.Module):
-    """What one mixer adds at the last position, [b, s, D] -> [b, D]: its norm, projections and read, without the residual stream."""
+    """Output of one mixer at the last position without the residual stream, [b, s, D] -> [b, D]:
+    its norm, projections and read.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -58,13 +62,15 @@ class LastStep(nn.Module):
         start(self, model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, s, D] -> [b, D]."""
+        """Map x [b, s, D] to [b, D]."""
         stream = x.transpose(0, 1)
         return (self.mixer(stream, Context()) - stream)[-1]
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Squared error; index: the share of the channels whose nearest value to the output is the largest one."""
+    """Return the problem: squared error; index: the share of channels whose nearest value to the
+    output is the largest one.
+    """
     tokens = int(case.removeprefix("T = "))
     generator = torch.Generator().manual_seed(1000 + seed)
     made = [

@@ -1,4 +1,6 @@
-"""Sudokus with one solution and 17 to 34 givens, made here, in parallel, and kept in a file. Torch-free."""
+"""Sudoku boards with one solution and 17 to 34 givens, generated in parallel and cached in a file.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Board = list[int]
 
 
 def solutions(board: Board, most: int, draw: random.Random | None = None) -> list[Board]:
-    """Up to ``most`` solutions of a board; ``draw`` shuffles the order in which digits are tried."""
+    """Return up to ``most`` solutions of a board; ``draw`` shuffles the order in which digits are
+    tried.
+    """
     can = [0b1111111110] * 81
     cells, found = list(board), list[Board]()
     for cell, digit in enumerate(board):
@@ -80,7 +84,9 @@ def solutions(board: Board, most: int, draw: random.Random | None = None) -> lis
 
 
 def moved(board: Board, how: int) -> Board:
-    """The board under one of the symmetries of the rules, the same for the same ``how``: digits, rows, columns, a transposition."""
+    """Return the board under a symmetry of the rules that ``how`` determines: digits, rows,
+    columns, a transposition.
+    """
     draw = random.Random(how)
     digits = [0, *draw.sample(range(1, 10), 9)]
     rows, columns = (
@@ -102,7 +108,9 @@ def _seventeen(number: int) -> tuple[Board, Board]:
 
 
 def made(seed: int) -> tuple[Board, Board]:
-    """A board and its one solution; the number of givens is drawn evenly, and comes out larger where no given can be spared."""
+    """Return a board and its unique solution. The number of givens is drawn uniformly, and is
+    larger if no given can be removed.
+    """
     draw = random.Random(seed)
     wanted = draw.randint(*GIVENS)
     if wanted < 22:
@@ -129,7 +137,9 @@ def _part(first: int, count: int) -> list[tuple[Board, Board]]:
 
 
 def boards(count: int, seed: int, folder: Path) -> np.ndarray:
-    """``count`` boards and their solutions, uint8 [count, 2, 81], from ``folder`` or made, by all cores where there are many, and kept."""
+    """Return ``count`` boards and their solutions, uint8 [count, 2, 81], from ``folder``, or
+    generate and cache them, on all cores if they are many.
+    """
     file = folder / f"sudoku-{count}-{seed}.npy"
     make_folder(folder)
     with locked(folder / "lock", wait=True):

@@ -1,4 +1,5 @@
-"""``list``: every experiment of the four papers, what it needs, what it costs, and whether it can run here. Torch-free.
+"""``list``: every experiment of the four papers, its requirements and cost, and whether it can run
+on this machine. Torch-free.
 
 list [--json]
 """
@@ -28,7 +29,8 @@ FEM, SECOND, CEM, HYPERSET = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment. module: "module:name" of it, None where this tool cannot run it; why: what is missing then, or what to use instead.
+    """One experiment. module: its "module:name", None if this tool cannot run it; why: the reason,
+    or the alternative.
 
     quick: minutes of one idle core. full: the paper's sizes. Both are estimates.
     """
@@ -199,7 +201,7 @@ NAMES = tuple(entry.name for entry in ENTRIES if entry.module)
 
 
 def experiment_of(name: str) -> Any:
-    """The `Experiment` of this name. Raises UserError where there is none, or it cannot run."""
+    """Return the `Experiment` of this name. Raises UserError if it does not exist or cannot run."""
     entry = next((entry for entry in ENTRIES if entry.name == name), None)
     if entry is None:
         raise UserError(f"{name}: no experiment has this name; {did_you_mean(name, NAMES)}")
@@ -209,12 +211,12 @@ def experiment_of(name: str) -> Any:
 
 
 def add_arguments(parser: Parser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table: 0."""
+    """Print the table and return 0."""
     if arguments.json:
         for entry in ENTRIES:
             print(

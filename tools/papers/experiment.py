@@ -1,4 +1,6 @@
-"""What an experiment is: its rows, cases, sizes and claims, and the record of its trials. Torch-free."""
+"""Definition of an experiment: its rows, cases, sizes and claims, and the record of its trials.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the trials of an experiment are; ``--quick`` and the full form are two of these.
+    """Size of the trials of an experiment; ``--quick`` and the full form are two of these.
 
-    rates: AdamW's learning rates, each tried with the first seed; the best on validation data is taken for the other seeds.
-    warmup: share of the steps in which the rate rises; it falls along a cosine to zero afterwards.
-    train, test: examples (validation: as many as test). length: of a sequence, where the case does not say.
-    inner: the MLP's width, None: 8/3 of the width.
+    rates: AdamW's learning rates, each tried with the first seed; the best on validation data is
+    used for the other seeds. warmup: share of the steps in which the rate increases; it then
+    decreases to zero along a cosine. train, test: examples (validation: as many as test). length:
+    of a sequence, unless the case defines it. inner: the MLP's width, None: 8/3 of the width.
     """
 
     cases: tuple[str, ...]
@@ -46,7 +48,9 @@ class Size:
     clip: float = 1.0
 
     def key(self) -> str:
-        """Names what a trial depends on besides its row, case, rate and seed; which rows, cases and rates are tried is not in it."""
+        """Hash of everything that a trial depends on besides its row, case, rate and seed, and
+        independent of their selection.
+        """
         said = {
             name: value
             for name, value in asdict(self).items()
@@ -57,7 +61,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Claim:
-    """An order that the paper reports: ``above`` is better than ``below`` in each of ``cases``; none: in all."""
+    """An order that the paper reports: ``above`` is better than ``below`` in each of ``cases``
+    (empty: in all).
+    """
 
     above: str
     below: str
@@ -68,11 +74,12 @@ class Claim:
 class Experiment:
     """One table of a paper.
 
-    metric: what is reported, of the test data unless its name begins with ``train_``. falls: a smaller one is better. scale: what it is
-    multiplied by in tables. also: further scores that have tables of their own, name -> what it is. curves: what is recorded iteration by
-    iteration, likewise. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets. enough: the
-    mean score from which on two rows are level. problem: (case, row, size, seed) -> what is trained. told: what a reader of the report
-    should know, Markdown.
+    metric: the reported score, on test data unless its name begins with ``train_``. falls: smaller
+    is better. scale: factor for tables. also: further scores with separate tables, name ->
+    description. curves: values recorded per iteration, likewise. published: (case, row) -> the
+    paper's number in the units of the table. chance: case -> score of guessing. enough: mean score
+    from which two rows count as equal. problem: (case, row, size, seed) -> the training problem.
+    told: remarks for the reader of the report, Markdown.
     """
 
     name: str
@@ -93,13 +100,13 @@ class Experiment:
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Those of all its sizes: any may be asked for at any size."""
+        """Cases of all sizes: any may be run at any size."""
         return tuple(dict.fromkeys(case for size in self.sizes.values() for case in size.cases))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: everything that its result is kept under."""
+    """One training: the key of its result."""
 
     case: str
     row: str
@@ -112,7 +119,9 @@ Results = dict[Trial, dict[str, Any]]
 
 
 def gather(folder: Path) -> Results:
-    """The trials of all a folder's ``results*.jsonl``: those of an array's tasks too. Raises ConfigError."""
+    """Return the trials in all ``results*.jsonl`` of a folder, including those of an array's tasks.
+    Raises ConfigError.
+    """
     return {
         trial: record
         for path in sorted(folder.glob("results*.jsonl"))
@@ -121,10 +130,11 @@ def gather(folder: Path) -> Results:
 
 
 def read_results(path: Path) -> Results:
-    """The trials of a file of JSON lines; {} where there is none. A last line that a kill cut off is left out.
+    """Return the trials in a file of JSON lines; {} if it does not exist. An incomplete last line
+    is ignored.
 
     Raises:
-        ConfigError: another line is not a trial's.
+        ConfigError: another line is not a trial.
     """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     results: Results = {}
@@ -143,14 +153,16 @@ def read_results(path: Path) -> Results:
 
 
 def line_of(trial: Trial, record: Mapping[str, Any]) -> str:
-    """The trial's line in the file."""
+    """Return the trial's line of the file."""
     return json.dumps({**asdict(trial), **record}) + "\n"
 
 
 def best_rate(
     experiment: Experiment, results: Results, case: str, row: str, size: Size
 ) -> float | None:
-    """The rate that is best on validation data with the first seed; None until all are tried. One that diverged counts as the worst."""
+    """Return the rate that is best on validation data with the first seed; None until all were
+    tried. A diverged one counts as the worst.
+    """
     tried = [results.get(Trial(case, row, rate, 0, size.key())) for rate in size.rates]
     if any(record is None for record in tried):
         return None
@@ -165,7 +177,7 @@ def best_rate(
 def by_seed(
     experiment: Experiment, results: Results, case: str, row: str, size: Size
 ) -> dict[int, dict[str, Any]]:
-    """The records of the best rate, in the seeds' order; those that diverged are left out."""
+    """Return the records of the best rate, in order of the seeds, without diverged ones."""
     rate = best_rate(experiment, results, case, row, size)
     records = (
         {}
@@ -185,7 +197,7 @@ def by_seed(
 def chosen(
     experiment: Experiment, results: Results, case: str, row: str, size: Size
 ) -> list[dict[str, Any]]:
-    """`by_seed`'s records."""
+    """Return the records of `by_seed`."""
     return list(by_seed(experiment, results, case, row, size).values())
 
 
@@ -194,7 +206,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95% interval, Student's; infinite for one value."""
+    """Return the mean and half the width of its 95% interval (Student's t); infinite for one value."""
     found = list(values)
     mean, freedom = fmean(found), len(found) - 1
     if not freedom:

@@ -1,6 +1,7 @@
-"""FEM, table 4: forecasts of time series, FEM beside softmax attention, GLA, AFT and DLinear.
+"""FEM, table 4: forecasts of time series by FEM, softmax attention, GLA, AFT and DLinear.
 
-The benchmark's files are read from runs/papers/data; a synthetic twin of ETT's, hourly with a day's and a week's course, is made here.
+The benchmark's files are read from runs/papers/data. A synthetic equivalent of ETT, hourly with
+daily and weekly periods, is generated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ HOURS = 24 * 30
 
 @dataclass(frozen=True)
 class Set:
-    """A data set: its series, where its training and its validation part end, its points; how its file names them."""
+    """A data set: its series, the ends of its training and validation parts, its points, and its
+    file.
+    """
 
     series: int
     training: int
@@ -37,12 +40,12 @@ class Set:
 
 
 def _of_months(hours: int) -> Set:
-    """ETT's parts: a third as many points as training's for validation, and again for test."""
+    """Return the split of ETT: validation and test each have a third of the points of training."""
     return Set(7, hours, hours * 4 // 3, hours * 5 // 3)
 
 
 def _of_all(series: int, points: int, **given: Any) -> Set:
-    """The benchmark's parts of other sets: 70 % training, the last 20 % test."""
+    """Return the benchmark's split of other sets: 70 % training, the last 20 % test."""
     return Set(series, int(points * 0.7), points - int(points * 0.2), points, **given)
 
 
@@ -67,7 +70,9 @@ MEAN = 25  # DLinear's window
 
 
 def synthetic(points: int, generator: Generator) -> Tensor:
-    """[points, 7]: a day's and a week's waves, of a size and phase for each series, on a random walk that comes back, and noise."""
+    """Return [points, 7]: daily and weekly waves with an amplitude and phase per series, on a
+    mean-reverting random walk, and noise.
+    """
     hours, count = torch.arange(points)[:, None], SETS["synthetic"].series
     phase, size = (torch.rand(4, count, generator=generator) for _ in range(2))
     waves = [
@@ -82,7 +87,9 @@ def synthetic(points: int, generator: Generator) -> Tensor:
 
 
 def series(name: str) -> Tensor:
-    """The data set's series, float32 [points, series], all but the dates. Raises UserError where its file is not here or is another."""
+    """Return the data set's series, float32 [points, series], without dates. Raises UserError if
+    its file is missing or differs.
+    """
     this = SETS[name]
     if name == "synthetic":
         return synthetic(this.points, Generator().manual_seed(5))
@@ -104,9 +111,11 @@ def series(name: str) -> Tensor:
 
 
 def windows(case: str, size: Size) -> list[Examples]:
-    """Training, validation and test data: points, and those that follow; every series for itself, [n, size.length], [n, horizon].
+    """Return training, validation and test data: points and their continuation, each series
+    separately, [n, size.length], [n, horizon].
 
-    Series have mean 0 and spread 1 in the training part. The first size.train and size.test of the windows, 0: all.
+    Series have mean 0 and standard deviation 1 in the training part. The first size.train and
+    size.test windows are used, 0: all.
     """
     name, horizon = case.rsplit(" ", 1)
     length = size.length
@@ -128,41 +137,45 @@ def windows(case: str, size: Size) -> list[Examples]:
 
 
 class Patches(nn.Module):
-    """[b, length] -> [b, length / PATCH, D], a linear layer a patch."""
+    """Map [b, length] to [b, length / PATCH, D] by one linear layer per patch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.into = nn.Linear(PATCH, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The patches, one after the other."""
+        """Return the embedded patches in order."""
         made: Tensor = self.into(x.unfold(1, PATCH, PATCH))
         return made
 
 
 class Relative(nn.Module):
-    """Forecasts of a series in its own mean and spread, put back afterwards."""
+    """Forecast of a series normalised by its own mean and standard deviation, which are restored
+    afterwards.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, length] -> [b, horizon]."""
+        """Map [b, length] to [b, horizon]."""
         mean, spread = x.mean(1, keepdim=True), x.std(1, keepdim=True) + SPREAD
         made: Tensor = self.inner((x - mean) / spread)
         return made * spread + mean
 
 
 class DLinear(nn.Module):
-    """A linear layer on the running mean of MEAN points, and one on what is left (Zeng et al. 2023)."""
+    """A linear layer on the moving average over MEAN points, and one on the remainder (Zeng et al.
+    2023).
+    """
 
     def __init__(self, length: int, horizon: int) -> None:
         super().__init__()
         self.trend, self.rest = nn.Linear(length, horizon), nn.Linear(length, horizon)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, length] -> [b, horizon]."""
+        """Map [b, length] to [b, horizon]."""
         wide = torch.cat((x[:, :1].expand(-1, MEAN // 2), x, x[:, -1:].expand(-1, MEAN // 2)), 1)
         trend = wide.unfold(1, MEAN, 1).mean(-1)
         made: Tensor = self.trend(trend) + self.rest(x - trend)
@@ -179,7 +192,9 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Patches of one series as tokens, bidirectional; the forecast from all of them. The seed is the weights' and the order's alone."""
+    """Return the problem: patches of one series as tokens, bidirectional; the forecast is made from
+    all of them. The seed affects weights and order only.
+    """
     data, horizon = windows(case, size), int(case.rsplit(" ", 1)[1])
     torch.manual_seed(seed)
     if row == "DLinear":

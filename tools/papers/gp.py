@@ -1,4 +1,6 @@
-"""CEM, table 3: one MLP on samples of Gaussian processes of ten inputs, CEM's with T = 1, 2, 4, 8 steps."""
+"""CEM, table 3: one MLP on samples of Gaussian processes with ten inputs; CEM's MLP with T = 1, 2,
+4, 8 steps.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,22 @@ ORDERS = 8
 
 
 def _rbf(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """exp(-d^2 / 2)."""
+    """Sample frequencies of exp(-d^2 / 2)."""
     return torch.randn(shape, generator=generator)
 
 
 def _matern(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """(1 + sqrt(3) d) exp(-sqrt(3) d), nu = 3/2: a multivariate t of three degrees of freedom."""
+    """Sample frequencies of (1 + sqrt(3) d) exp(-sqrt(3) d), nu = 3/2: a multivariate t with three
+    degrees of freedom.
+    """
     chi = torch.randn((shape[0], 3), generator=generator).square().mean(1, keepdim=True)
     return torch.randn(shape, generator=generator) / chi.sqrt()
 
 
 def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """exp(-sum over the inputs of sin^2(pi d / PERIOD) / 2): whole numbers of turns, by the modified Bessel functions I_k(1/4)."""
+    """Sample frequencies of exp(-sum over the inputs of sin^2(pi d / PERIOD) / 2): integer
+    multiples, by the modified Bessel functions I_k(1/4).
+    """
     orders, points = torch.arange(-ORDERS, ORDERS + 1), (torch.arange(512) + 0.5) * math.pi / 512
     weights = ((points.cos() / 4).exp() * (orders[:, None] * points).cos()).mean(1).clamp_min(0)
     drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
@@ -43,7 +49,7 @@ def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
 
 
 def _rational_quadratic(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """1 / (1 + d^2 / 2): normal, of a variance that is exponential."""
+    """Sample frequencies of 1 / (1 + d^2 / 2): normal with an exponentially distributed variance."""
     variance = -torch.log1p(-torch.rand((shape[0], 1), generator=generator))
     return torch.randn(shape, generator=generator) * variance.sqrt()
 
@@ -58,9 +64,11 @@ KERNELS: dict[str, Callable[[tuple[int, int], Generator], Tensor]] = {
 
 
 def examples(kernel: str, count: int, inputs: Generator, function: Generator) -> Examples:
-    """Points [count, INPUTS] drawn evenly from the unit cube, of spread 1 afterwards, and one sample of the process there, [count, 1].
+    """Return points [count, INPUTS], uniform in the unit cube and then scaled to unit variance, and
+    one sample of the process at them, [count, 1].
 
-    The sample is a sum of FEATURES random waves, whose covariance is the kernel's on average: any number of points is cheap. No noise.
+    The sample is a sum of FEATURES random waves whose expected covariance is the kernel, so any
+    number of points is cheap. No noise.
     """
     points = torch.rand(count, INPUTS, generator=inputs)
     frequencies = KERNELS[kernel]((FEATURES, INPUTS), function)
@@ -73,7 +81,7 @@ def examples(kernel: str, count: int, inputs: Generator, function: Generator) ->
 
 
 class Plain(nn.Module):
-    """x + W silu(V RMSNorm(x))."""
+    """MLP x + W silu(V RMSNorm(x))."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -83,13 +91,13 @@ class Plain(nn.Module):
         )
 
     def forward(self, x: Tensor, _: Context) -> Tensor:
-        """[..., D] -> the same."""
+        """Map [..., D] to the same shape."""
         out: Tensor = x + self.down(silu(self.up(rms_norm(x, None, 1e-6))))
         return out
 
 
 class Mlp(nn.Module):
-    """Ten inputs, one MLP of a row, one output."""
+    """Ten inputs, the MLP of one row, one output."""
 
     def __init__(self, size: Size, row: str) -> None:
         super().__init__()
@@ -104,13 +112,13 @@ class Mlp(nn.Module):
         start(self, model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, INPUTS] -> [b, 1]."""
+        """Map [b, INPUTS] to [b, 1]."""
         out: Tensor = self.leave(self.mlp(self.enter(x)[None], Context())[0])
         return out
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Mean squared error; every seed is another sample of the process."""
+    """Return the problem: mean squared error; every seed has another sample of the process."""
     kernel, _, points = case.partition(" of ")
     train = int(points.removesuffix(" points")) if points else size.train
     made = []

@@ -1,6 +1,8 @@
-"""Images in patches: Hyper-SET's section 5.2 with the designs of its table 3, and FEM in DeiT's place (its table 3).
+"""Images in patches: Hyper-SET's section 5.2 with the variants of its table 3, and FEM in DeiT (its
+table 3).
 
-Here scikit-learn's digits, 8 x 8 and grey; CIFAR and ImageNet-100 from files or, where there is a network, the Hub.
+The quick form uses scikit-learn's digits, 8 x 8 in grey; CIFAR and ImageNet-100 are read from files
+or from the Hub.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ CASES = {
 
 
 def images(case: str) -> tuple[Tensor, Tensor, int | None]:
-    """All images, float32 [n, channels, side, side] from -1 to 1, their classes, and where test data begin; None: they are not divided.
+    """Return all images, float32 [n, channels, side, side] from -1 to 1, their classes, and the
+    start of the test data; None: not divided.
 
-    Raises UserError where a package or the data are not here.
+    Raises UserError if a package or the data is missing.
     """
     if case == DIGITS:
         try:
@@ -66,7 +69,9 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
 
 
 def divided(case: str, size: Size, seed: int) -> list[Examples]:
-    """Training, validation and test data; what the data leave undivided is divided by ``seed``, another way for each."""
+    """Return training, validation and test data; parts that the data set does not define depend on
+    ``seed``.
+    """
     if case == FILES:
         return _divided_files(size, seed)
     whole, classes, first = images(case)
@@ -80,7 +85,7 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
 
 
 def _divided_files(size: Size, seed: int) -> list[Any]:
-    """The first two parts from train, the third is val."""
+    """Return training and validation data from train, test data from val."""
     side, _, classes, _ = CASES[FILES]
     (whole, numbers), (test, asked) = pictures.found(
         DATA / FILES.lower(), side, classes, "clane9/imagenet-100"
@@ -91,14 +96,14 @@ def _divided_files(size: Size, seed: int) -> list[Any]:
 
 
 class Patches(nn.Module):
-    """Squares of an image through a linear layer, row by row."""
+    """Square patches of an image through a linear layer, row by row."""
 
     def __init__(self, channels: int, side: int, width: int) -> None:
         super().__init__()
         self.side, self.into = side, nn.Linear(channels * side**2, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, channels, n side, m side] -> [b, n m, D]."""
+        """Map [b, channels, n side, m side] to [b, n m, D]."""
         made: Tensor = self.into(unfold(x, self.side, stride=self.side).transpose(1, 2))
         return made
 
@@ -106,7 +111,9 @@ class Patches(nn.Module):
 def problem(
     case: str, row: dict[str, Any], size: Size, seed: int, *, learned: bool = True
 ) -> tuple[Problem, Network]:
-    """Patches and a learned token behind them, where the class is read; places are learned, or sinusoids. Bidirectional."""
+    """Return the problem: patches followed by a learned token from which the class is read; learned
+    or sinusoidal positions. Bidirectional.
+    """
     side, channels, classes, patch = CASES[case]
     torch.manual_seed(seed)
     inputs = Positions(
@@ -122,13 +129,15 @@ def problem(
 
 
 def iterated_problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """One shared layer, six times, places learned; not digits: twelve times, sinusoids, as in the paper."""
+    """Return the problem with one shared layer: six times with learned positions for digits, else
+    twelve times with sinusoids, as in the paper.
+    """
     given = {**HYPERSET[row], "rope": False, "recurrence": 6 if case == DIGITS else 12}
     return iterated(*problem(case, given, size, seed, learned=case == DIGITS))
 
 
 def stacked_problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """DeiT's form: layers of their own, learned places."""
+    """Return the problem in DeiT's form: separate layers, learned positions."""
     return problem(case, STACKED[row], size, seed)[0]
 
 

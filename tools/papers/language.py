@@ -1,6 +1,8 @@
-"""Language modelling at a small size: CEM's attention, MLP and both beside Llama's (CEM, section 4), and second-order attention beside MHA.
+"""Small language models: CEM's attention, MLP and both against Llama's (CEM, section 4), and
+second-order attention against MHA.
 
-Bytes of the running Python's standard library. The papers' own sizes are runs of `pretrain` (``catalogue``).
+The data are bytes of the running Python's standard library. The papers' own sizes are runs of
+`pretrain` (``catalogue``).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ STRIDE = 7
 
 
 def corpus() -> Tensor:
-    """The library's largest modules of one file, in an order that has no meaning, as bytes, uint8 [n]."""
+    """Return the largest single-file modules of the library in a fixed arbitrary order, as bytes,
+    uint8 [n].
+    """
     files = sorted(
         Path(sysconfig.get_path("stdlib")).glob("*.py"),
         key=lambda file: (-file.stat().st_size, file.name),
@@ -33,7 +37,9 @@ def corpus() -> Tensor:
 
 
 def windows(size: Size, seed: int) -> list[Examples]:
-    """Bytes [n, length] and those that follow: training, validation and test data from the corpus' first 8 tenths, the ninth, the last."""
+    """Return bytes [n, length] and the following ones: training, validation and test data from the
+    first eight tenths, the ninth, and the last.
+    """
     text, made = corpus(), list[Examples]()
     tenth = len(text) // 10
     for part, (begin, end, count) in enumerate(
@@ -49,7 +55,7 @@ def windows(size: Size, seed: int) -> list[Examples]:
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """A causal model of bytes; loss: nats a byte."""
+    """Return the problem: a causal model of bytes; loss in nats per byte."""
     torch.manual_seed(seed)
     network = Network(
         model_of(size, ROWS[row]), nn.Embedding(BYTES, size.width), classifier(size.width, BYTES)

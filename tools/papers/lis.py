@@ -1,4 +1,6 @@
-"""Second-order attention, section 5: the length of the longest increasing subsequence of a sequence of numbers."""
+"""Second-order attention, section 5: the length of the longest increasing subsequence of a sequence
+of numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,20 @@ ATTENTION, MLP = "alone", "with MLP"
 
 
 def cases(*lengths: int) -> tuple[str, ...]:
-    """Names of the cases of these lengths, without MLPs and with them."""
+    """Return the names of the cases with these lengths, without and with MLPs."""
     return tuple(f"L = {length} {kind}" for kind in (ATTENTION, MLP) for length in lengths)
 
 
 def parts(case: str) -> tuple[int, str]:
-    """Length and kind of a case."""
+    """Return length and kind of a case."""
     length, kind = case.removeprefix("L = ").split(" ", 1)
     return int(length), kind
 
 
 def examples(count: int, length: int, generator: Generator) -> Examples:
-    """Numbers and a last token that asks, [count, length + 1]; the length of the longest increasing subsequence, [count]."""
+    """Return numbers followed by a query token, [count, length + 1]; and the length of the longest
+    increasing subsequence, [count].
+    """
     numbers = torch.randint(LARGEST * length, (count, length), generator=generator)
     return torch.cat((numbers, torch.full((count, 1), LARGEST * length)), 1), longest_increasing(
         numbers
@@ -42,7 +46,7 @@ def examples(count: int, length: int, generator: Generator) -> Examples:
 
 
 def longest_increasing(numbers: Tensor) -> Tensor:
-    """[b, n] -> [b]: by the lengths of the subsequences that end at each place."""
+    """Map [b, n] to [b], by the lengths of the subsequences that end at each position."""
     ending = torch.ones_like(numbers)
     for place in range(1, numbers.shape[1]):
         below = numbers[:, :place] < numbers[:, place : place + 1]
@@ -51,7 +55,9 @@ def longest_increasing(numbers: Tensor) -> Tensor:
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Three layers over embeddings and absolute positions, the answer read at the last token."""
+    """Return the problem: three layers over embeddings and absolute positions; the answer is read
+    at the last token.
+    """
     length, kind = parts(case)
     generator = torch.Generator().manual_seed(2000 + seed)
     made = [examples(count, length, generator) for count in (size.train, size.test, size.test)]
@@ -67,7 +73,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 
 def most_frequent(case: str, size: Size) -> float:
-    """Accuracy of always answering the length that is most frequent."""
+    """Return the accuracy of always answering the most frequent length."""
     length, _ = parts(case)
     _, answers = examples(size.test, length, torch.Generator().manual_seed(2))
     return float(answers.bincount().max()) / len(answers)

@@ -1,6 +1,8 @@
-"""FEM, table 1: the six tasks of MAD (Poli et al. 2024, arXiv 2403.17844), which probe what a mixer can do with a sequence.
+"""FEM, table 1: the six tasks of MAD (Poli et al. 2024, arXiv 2403.17844), which test the
+capabilities of a mixer.
 
-The generators are ours, from the paper's description and the settings of its published benchmark.
+The generators are our own, from the paper's description and the settings of its published
+benchmark.
 """
 
 from __future__ import annotations
@@ -37,20 +39,24 @@ ENOUGH = 0.999
 
 
 def length_of(case: str, size: Size) -> int:
-    """Tokens of a sequence: the benchmark's, 128 where it is not said here, or shorter in the same proportion, some by half of that."""
+    """Return the tokens of a sequence: the benchmark's (128 if it defines none), or shorter in
+    proportion, for some tasks by another half.
+    """
     whole = LENGTHS.get(task_of(case), 128) * size.length // 128
     return whole // 2 if size.length < 128 and task_of(case) in HALVED else whole
 
 
 def task_of(case: str) -> str:
-    """The task of a case, without what makes it harder."""
+    """Return the task of a case, without its difficulty."""
     return case.partition(" of ")[0]
 
 
 def examples(
     case: str, count: int, length: int, generator: Generator, *, training: bool
 ) -> Examples:
-    """``count`` sequences of a task, [count, length] each; a target is IGNORED where nothing is asked."""
+    """Return ``count`` sequences of a task, [count, length] each; a target is IGNORED where no
+    answer is required.
+    """
     if case == "compression":
         return compression(count, length, generator)
     if case == "memorization":
@@ -67,9 +73,10 @@ def examples(
 def recall(
     count: int, length: int, generator: Generator, *, training: bool, noise: float
 ) -> Examples:
-    """Pairs of a key and its value, 8 of each; the last key stood before. Asked: values of keys seen before; in training: every token.
+    """Return pairs of a key and its value, 8 kinds of each; the last key occurred before. Targets:
+    values of known keys; in training: every token.
 
-    noise: share of the pairs that are two tokens of a further 16 instead.
+    noise: share of the pairs that are replaced by two tokens of a further 16.
     """
     pairs, kinds = length // 2, 8
     values = torch.randint(kinds, 2 * kinds, (count, kinds), generator=generator)
@@ -89,7 +96,9 @@ def recall(
 
 
 def fuzzy_recall(count: int, length: int, generator: Generator, *, training: bool) -> Examples:
-    """As `recall`; keys and values are one to three different tokens of 7 and 8, in test data keys are always three."""
+    """Return sequences as `recall` does; keys and values are one to three different tokens of 7 and
+    8; in test data keys have always three.
+    """
     keys = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7), size)]
     values = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7, 15), size)]
     key_table, value_table = _table(keys), _table(values)
@@ -140,7 +149,9 @@ def _table(motifs: list[tuple[int, ...]]) -> Tensor:
 def _motifs(
     motifs: list[tuple[int, ...]], shape: tuple[int, int], generator: Generator, least: int
 ) -> Tensor:
-    """Numbers of motifs: the length is drawn first, evenly, then one of that length."""
+    """Return the numbers of motifs: the length is drawn uniformly first, then a motif of that
+    length.
+    """
     counts = torch.tensor(
         [sum(len(motif) == size for motif in motifs) for size in range(1, MOTIF + 1)]
     )
@@ -150,7 +161,9 @@ def _motifs(
 
 
 def memorization(count: int, length: int, generator: Generator) -> Examples:
-    """Keys, each followed by a token that asks for its value; 127 pairs, the same in all data: what is tested is what was learned."""
+    """Return keys, each followed by a query for its value; 127 pairs, equal in all data: the test
+    measures what was memorized.
+    """
     pairs = VOCABULARY["memorization"] // 2 - 1
     values = pairs + torch.randperm(pairs, generator=torch.Generator().manual_seed(12345))
     keys = torch.randint(pairs, (count, length // 2), generator=generator)
@@ -162,14 +175,18 @@ def memorization(count: int, length: int, generator: Generator) -> Examples:
 
 
 def compression(count: int, length: int, generator: Generator) -> Examples:
-    """Random tokens and one last token, from whose state all are read again, itself among them."""
+    """Return random tokens and one last token, from whose state all tokens, including itself, must
+    be decoded.
+    """
     tokens = torch.randint(VOCABULARY["compression"] - 1, (count, length), generator=generator)
     tokens[:, -1] = VOCABULARY["compression"] - 1
     return tokens, tokens
 
 
 def selective_copying(count: int, length: int, generator: Generator) -> Examples:
-    """length / 16 tokens among blanks, then the sign to copy, then as many blanks, where they are asked for in order."""
+    """Return length / 16 tokens among blanks, then the copy sign, then as many blanks, at which the
+    tokens are the targets in order.
+    """
     copied = length // 16
     body, blank = length - copied - 1, VOCABULARY["selective copying"] - 2
     places = torch.rand(count, body, generator=generator).topk(copied)[1].sort()[0]
@@ -182,7 +199,9 @@ def selective_copying(count: int, length: int, generator: Generator) -> Examples
 
 
 class Decompression(nn.Module):
-    """Every token from the last state: its position's sinusoids are added, then two layers of GELU and the output layer."""
+    """Decoder of every token from the last state: adds the sinusoids of its position, then two
+    layers of GELU and the output layer.
+    """
 
     positions: Tensor
 
@@ -197,13 +216,15 @@ class Decompression(nn.Module):
         self.decoder = nn.Sequential(*layers, classifier(width, classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, D] -> [b, s, classes]."""
+        """Map [b, s, D] to [b, s, classes]."""
         out: Tensor = self.decoder(x[:, -1:] + self.positions)
         return out
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Two blocks between an embedding and an output layer, or for compression the decoder."""
+    """Return the problem: two blocks between an embedding and an output layer, or for compression
+    the decoder.
+    """
     kind, length = task_of(case), length_of(case, size)
     entries, made = VOCABULARY[kind], []
     for part, count in enumerate((800 if case == FEW else size.train, size.test, size.test)):
@@ -319,7 +340,7 @@ FULL = Size(
 
 
 def guessing(case: str, size: Size) -> float:
-    """Accuracy of an answer drawn among the tokens that can be asked for."""
+    """Return the accuracy of an answer drawn from the possible tokens."""
     length = length_of(case, size)
     task = task_of(case)
     kinds = {"compression": 15, "memorization": 127, "selective copying": 14}.get(task, 8)

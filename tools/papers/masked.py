@@ -1,6 +1,8 @@
-"""Hyper-SET, section 5.3: hidden parts of an image from those that are seen, here of scikit-learn's digits and in pixels.
+"""Hyper-SET, section 5.3: reconstruct masked parts of an image, in this experiment pixels of
+scikit-learn's digits.
 
-The paper has ImageNet-100 in a VQ-GAN's code; what is hidden, how much of it, and what the loss is of are as its appendix D.4 has them.
+The paper uses ImageNet-100 in the code of a VQ-GAN. The mask, its size and the loss follow its
+appendix D.4.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def hidden(count: int, generator: Generator, *, training: bool) -> Tensor:
-    """Which patches are not seen, [count, PATCHES] bool: a share drawn evenly up to MOST, one patch at least; in test data MOST."""
+    """Return the mask of patches, [count, PATCHES] bool: a share drawn uniformly up to MOST, at
+    least one patch; in test data MOST.
+    """
     share = torch.rand(count, 1, generator=generator) if training else torch.ones(count, 1)
     number = (share * MOST * PATCHES).floor().clamp_min(1)
     return torch.rand(count, PATCHES, generator=generator).argsort(1).argsort(1) < number
 
 
 def examples(images: Tensor, seed: int, *, training: bool) -> Examples:
-    """Inputs [n, PATCHES, PIXELS + 1], whose last number is 1 and the others 0 where a patch is hidden; targets, all pixels."""
+    """Return inputs [n, PATCHES, PIXELS + 1], whose last number is 1 and the others 0 for a masked
+    patch; and targets, all pixels.
+    """
     patches = unfold(images, PATCH, stride=PATCH).transpose(1, 2)
     if training:
         patches = patches.repeat(VIEWS, 1, 1)
@@ -47,19 +53,21 @@ def examples(images: Tensor, seed: int, *, training: bool) -> Examples:
 
 
 class Seen(nn.Module):
-    """A linear layer on what is seen of an image, a learned token in place of what is not."""
+    """A linear layer on the visible patches of an image, and a learned token for the masked ones."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.into, self.token = nn.Linear(PIXELS, width), nn.Parameter(torch.empty(1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, PATCHES, PIXELS + 1] -> [b, PATCHES, D]."""
+        """Map [b, PATCHES, PIXELS + 1] to [b, PATCHES, D]."""
         return torch.where(x[..., -1:] > 0, self.token, self.into(x[..., :-1]))
 
 
 def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
-    """Of images whose hidden patches are the output's: decibels and similarity, sums over images."""
+    """Return decibels and similarity of images whose masked patches come from the output, summed
+    over images.
+    """
     whole = torch.where(inputs[..., -1:] > 0, output, targets).double()
     made, true = (
         fold(part.transpose(1, 2), SIDE, PATCH, stride=PATCH).flatten(1)
@@ -73,7 +81,9 @@ def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[T
 
 
 def similarity(x: Tensor, y: Tensor) -> Tensor:
-    """SSIM (Wang et al. 2004) of images [n, pixels] of RANGE, in one window, which the whole image is: [n]."""
+    """Return SSIM (Wang et al. 2004) of images [n, pixels] with range RANGE, in one window over the
+    full image: [n].
+    """
     first, second = (0.01 * RANGE) ** 2, (0.03 * RANGE) ** 2
     means, spreads = (x.mean(1), y.mean(1)), (x.var(1, correction=0), y.var(1, correction=0))
     both = ((x - x.mean(1, keepdim=True)) * (y - y.mean(1, keepdim=True))).mean(1)
@@ -82,13 +92,15 @@ def similarity(x: Tensor, y: Tensor) -> Tensor:
 
 
 def loss(output: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean squared error of the hidden pixels."""
+    """Return the mean squared error of the masked pixels."""
     gone = inputs[..., -1:]
     return ((output - targets).square() * gone).sum() / (gone.sum() * PIXELS)
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """One shared layer, places learned, bidirectional; a norm and a linear layer give a patch's pixels."""
+    """Return the problem: one shared layer, learned positions, bidirectional; a norm and a linear
+    layer give the pixels of a patch.
+    """
     parts = divided(case, size, seed)
     train, validation, test = (
         examples(images, 10 * seed + part, training=part == 0)
@@ -102,7 +114,9 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 
 def mean_image(case: str, size: Size) -> float:
-    """Decibels of the mean of the first seed's training images in place of what is hidden."""
+    """Return the decibels of replacing masked parts by the mean of the first seed's training
+    images.
+    """
     (images, _), _, (asked, _) = divided(case, size, 0)
     inputs, targets = examples(asked, 2, training=False)
     mean = unfold(images.mean(0, keepdim=True), PATCH, stride=PATCH).transpose(1, 2)

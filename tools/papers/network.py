@@ -1,4 +1,6 @@
-"""Models whose inputs or outputs are not text: the layers that pretraining uses between an input layer and a head."""
+"""Models whose inputs or outputs are not text: the layers that pretraining uses between an input
+layer and a head.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tools.papers.experiment import Size
 
 
 def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
-    """The configuration of a row: the size's widths and what the row gives, sections as dictionaries."""
+    """Return the configuration of a row: the size's widths and the row's settings, sections as
+    dictionaries.
+    """
     sizes = {
         "hidden_size": size.width,
         "num_layers": size.layers,
@@ -35,9 +39,11 @@ def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
 
 
 class Network(nn.Module):
-    """inputs, the blocks of ``model``, head: [b, s, ...] -> inputs -> [b, s, D] -> blocks -> [b, s, D] -> head.
+    """Inputs, the blocks of ``model``, head: [b, s, ...] -> inputs -> [b, s, D] -> blocks -> [b, s,
+    D] -> head.
 
-    head takes the residual stream as it is: a norm, and the choice of positions, are its own.
+    head receives the residual stream unchanged; it includes the norm and the selection of
+    positions.
     """
 
     def __init__(self, model: ModelConfig, inputs: nn.Module, head: nn.Module) -> None:
@@ -48,7 +54,7 @@ class Network(nn.Module):
         start(self, model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What head makes of the stream."""
+        """Return the output of the head."""
         x = self.inputs(x).transpose(0, 1)
         for block in self.blocks:
             x = block(x, Context(causal=self.causal))
@@ -57,14 +63,16 @@ class Network(nn.Module):
 
 
 def layer(shape: Shape) -> Update:
-    """The update of this shape, in one process; `start` fills it."""
+    """Return an uninitialised update of this shape in one process; `start` initialises it."""
     made: Update = located(shape.layer_class)(shape, OneProcess())
     return made
 
 
 @torch.no_grad()
 def start(network: nn.Module, model: ModelConfig) -> None:
-    """Draw every weight from torch's generator: the layers' as training starts them, the tool's own matrices with the model's init_std."""
+    """Draw every weight from torch's generator: layers as in training, the tool's own matrices with
+    the model's init_std.
+    """
     for name, weight in network.named_parameters():
         spec = getattr(weight, "spec", None)
         if spec is not None:
@@ -77,34 +85,37 @@ def start(network: nn.Module, model: ModelConfig) -> None:
 
 
 class Last(nn.Module):
-    """Takes the last position and normalises it."""
+    """Normalised last position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, D] -> [b, D]."""
+        """Map [b, s, D] to [b, D]."""
         out: Tensor = self.norm(x[:, -1])
         return out
 
 
 def classifier(width: int, classes: int) -> nn.Sequential:
-    """A norm and an output layer, for every position that it is given."""
+    """Return a norm and an output layer, for every position."""
     return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, classes))
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Sines and cosines of the positions, [length, width] (Vaswani et al. 2017); width is even."""
+    """Return sines and cosines of the positions, [length, width] (Vaswani et al. 2017); width is
+    even.
+    """
     rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class Positions(nn.Module):
-    """What ``inner`` makes of the inputs, [b, s, D], before ``extra`` learned tokens, with a vector for every place added.
+    """Output of ``inner`` for the inputs, [b, s, D], followed by ``extra`` learned tokens, plus a
+    vector for every position.
 
-    The vectors are learned; sines of a size are the positions' sinusoids, at that size.
+    The vectors are learned, or with ``sines`` the positions' sinusoids scaled by it.
     """
 
     places: Tensor
@@ -123,7 +134,7 @@ class Positions(nn.Module):
             self.places = nn.Parameter(torch.empty(length + extra, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """-> [b, s + extra, D]."""
+        """Return [b, s + extra, D]."""
         made: Tensor = self.inner(x)
         if self.extra is not None:
             made = torch.cat((made, self.extra.expand(len(made), -1, -1)), 1)

@@ -1,4 +1,6 @@
-"""Images of a `datasets.Dataset`, or in files, a folder a class, as ImageNet is kept; decoded when they are asked for."""
+"""Images of a `datasets.Dataset`, or in files with one folder per class like ImageNet; decoded on
+access.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ SHORTER = 8 / 7  # of the square's side, before the cut: 256 where 224 are kept
 
 
 class Pictures:
-    """Of `training.Examples` the inputs: [n, 3, side, side], float32 from -1 to 1, the middle square of each image.
+    """Inputs of `training.Examples`: [n, 3, side, side], float32 from -1 to 1, the central square
+    of each image.
 
-    source: files, or a `datasets.Dataset` whose column image is not decoded; places: which of them, all where nothing is said. As numbers
-    ImageNet-100's would be 76 GB. Decoding leaves Python's lock, so threads share it.
+    source: files, or a `datasets.Dataset` whose column image is not decoded; places: a selection of
+    them (default: all). ImageNet-100 would need 76 GB as numbers. Decoding releases Python's lock,
+    so threads share it.
     """
 
     def __init__(
@@ -39,23 +43,23 @@ class Pictures:
         return len(self.places)
 
     def to(self, where: torch.device | str) -> Pictures:
-        """The same, told where their numbers are to be."""
+        """Return the same images with another device for their numbers."""
         return Pictures(self.source, self.side, where, self.places)
 
     def __getitem__(self, key: Tensor | slice) -> Pictures | Tensor:
-        """Of a slice the pictures, of places [n] the numbers."""
+        """Return a selection of images for a slice, numbers for positions [n]."""
         if isinstance(key, slice):
             return Pictures(self.source, self.side, self.where, self.places[key])
         return self._numbers([self.places[place] for place in key.tolist()])
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """All numbers, ``size`` pictures at a time."""
+        """Yield all numbers, ``size`` images at a time."""
         return (
             self._numbers(self.places[first : first + size]) for first in range(0, len(self), size)
         )
 
     def part(self, places: Tensor) -> Pictures:
-        """The pictures at these places [n]."""
+        """Return the images at these positions [n]."""
         return Pictures(
             self.source, self.side, self.where, [self.places[place] for place in places.tolist()]
         )
@@ -91,11 +95,12 @@ class Pictures:
 
 
 def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictures, Tensor]]:
-    """Of the training and the test part the pictures and their classes [n].
+    """Return the images and their classes [n] of the training and the test part.
 
-    Those of ``folder``/train and /val, a folder a class, numbered as their names are sorted; else `dataset`'s, by ``name`` on the Hub.
+    They come from ``folder``/train and /val, with one folder per class, numbered in alphabetical
+    order; else from `dataset`, by ``name`` on the Hub.
 
-    Raises UserError where the parts have another number of classes, or not the same.
+    Raises UserError if the parts have another number of classes, or different classes.
     """
     if not any((folder / "val").glob("*/")):
         parts = dataset(folder, name, ("label",), decoded=False)
@@ -120,7 +125,7 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
 
 
 def check_classes(where: str, numbers: Tensor, classes: int) -> None:
-    """Raises UserError unless the numbers are those of as many classes, from 0 on."""
+    """Raise UserError unless the numbers are exactly ``classes`` classes from 0."""
     found = numbers.unique().tolist()
     if found != list(range(classes)):
         raise UserError(
@@ -129,13 +134,15 @@ def check_classes(where: str, numbers: Tensor, classes: int) -> None:
 
 
 def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool = True) -> list[Any]:
-    """Training and test part of a data set of images, `datasets.Dataset` with the columns image and label; ``decoded``, or bytes.
+    """Return training and test part of a data set of images, `datasets.Dataset` with the columns
+    image and label; ``decoded``, or bytes.
 
-    Read from ``folder`` where it is there (what save_to_disk wrote, parquet files, or a folder a part with a folder a class in it), else
-    from the Hub by ``name``. labels: the label's column, the first of these that there is.
+    Reads ``folder`` if it exists (written by save_to_disk, parquet files, or one folder per part
+    with one folder per class), else the Hub by ``name``. labels: candidates for the column of the
+    label, the first existing one is used.
 
     Raises:
-        UserError: the package is not installed, the data are not here, or are of another form.
+        UserError: the package is not installed, the data are missing, or have another form.
     """
     try:
         import datasets

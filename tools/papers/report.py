@@ -1,9 +1,10 @@
-"""``report``: one page of all results, tables beside the papers' numbers, a picture each, and which orders agree.
+"""``report``: write one page of all results: tables with the papers' numbers, a picture each, and
+the orders that agree.
 
     report [--runs FOLDER] [--out FOLDER]
 
-Reads what ``run`` wrote, and what lies beside the page from earlier reports, and keeps both there: OUT/papers.md and
-OUT/papers/NAME-quick.jsonl, with a picture.
+Reads the results of ``run`` and those of earlier reports in the page's folder, and stores both in
+it: OUT/papers.md and OUT/papers/NAME-quick.jsonl, with a picture.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VERDICTS = ("agrees", "leans with it", "leans against it", "against it", LEVEL)
 
 
 def add_arguments(parser: Parser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "--runs",
         type=Path,
@@ -62,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page: 0. Raises UserError where there is no result, ConfigError, StorageError."""
+    """Write the page and return 0. Raises UserError without results, ConfigError, StorageError."""
     with files_told():
         found = found_results(arguments.runs, arguments.out)
         if not found:
@@ -95,7 +96,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
-    """(experiment, size) -> its trials of the present sizes, from the page's folder and from the runs, in a fixed order."""
+    """Return (experiment, size) -> its trials of the current sizes, from the page's folder and from
+    the runs, in a fixed order.
+    """
     found = {}
     for name in NAMES:
         for kind, size in experiment_of(name).sizes.items():
@@ -123,7 +126,7 @@ def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
 
 
 def wrapped(text: str, first: str = "") -> str:
-    """Prose of at most 100 columns."""
+    """Wrap prose at 100 columns."""
     return textwrap.fill(
         text,
         100,
@@ -135,7 +138,7 @@ def wrapped(text: str, first: str = "") -> str:
 
 
 def section(experiment: Experiment, kind: str, size: Size, results: Results) -> str:
-    """An experiment's part of the page."""
+    """Return the section of an experiment."""
     seconds = sum(record["seconds"] for record in results.values())
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
     sizes = f"{size.steps:,} steps of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
@@ -158,7 +161,7 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
 
 
 def table(experiment: Experiment, size: Size, results: Results, metric: str) -> str:
-    """Rows by cases: mean ± half the interval (the paper's number)."""
+    """Return a table of rows by cases: mean ± half the interval (the paper's number)."""
     rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
     cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
     lines = [["", "parameters", *cases]]
@@ -188,7 +191,7 @@ def table(experiment: Experiment, size: Size, results: Results, metric: str) -> 
 
 
 def cell(values: list[float], published: float | None) -> str:
-    """``52.1 ± 1.4 (44.3)``."""
+    """Format a cell as ``52.1 ± 1.4 (44.3)``."""
     if not values:
         return "-"
     mean, half = interval(values)
@@ -198,7 +201,7 @@ def cell(values: list[float], published: float | None) -> str:
 
 
 def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
-    """A line for each of the paper's orders: in which cases it agrees."""
+    """Return one line for each of the paper's orders with the cases in which it agrees."""
     lines = []
     for claim in experiment.claims:
         found: dict[str, list[str]] = {}
@@ -217,7 +220,9 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
 def verdict(
     experiment: Experiment, size: Size, results: Results, claim: Claim, case: str
 ) -> str | None:
-    """One of VERDICTS, by the differences of the seeds that both rows have; None where they have fewer than two."""
+    """Return one of VERDICTS from the differences of the seeds that both rows have; None with fewer
+    than two.
+    """
     above, below = (
         by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below)
     )
@@ -235,7 +240,9 @@ def verdict(
 
 
 def picture(experiment: Experiment, size: Size, results: Results) -> Any:
-    """A panel a case: each row's mean and interval, and the paper's number as an open diamond."""
+    """Return a figure with one panel per case: mean and interval of each row, and the paper's
+    number as an open diamond.
+    """
     rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
     cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
     figure = new_figure((1.6 + 1.7 * len(cases), 1.0 + 0.24 * len(rows)))
@@ -281,7 +288,9 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
 
 
 def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
-    """A panel a curve, of the first case: the rows' means over seeds by iteration, and where training ends."""
+    """Return a figure of the first case with one panel per curve: means over seeds by iteration,
+    and the end of training.
+    """
     figure = new_figure((2.6 * len(experiment.curves) + 1.2, 2.4))
     panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]
     for (name, said), axes in zip(experiment.curves.items(), panels, strict=True):

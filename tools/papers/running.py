@@ -1,11 +1,13 @@
-"""``run``: one experiment's trials, those that have no result yet, into a file of JSON lines.
+"""``run``: run the missing trials of one experiment and append them to a file of JSON lines.
 
     run NAME [--quick] [--mixers A,B --cases A,B --seeds N] [--workers N]
     python -m launch submit --cluster PROFILE --tasks 16 -- tools.papers run NAME
 
-Every row is tried with the same rates and the first seed; the rate that is best on validation data is taken for the other seeds. A trial's
-line is written when it ends, so the same command goes on where an interrupted one was. --quick: sizes that two cores train in minutes;
-without it the paper's sizes, which want a GPU. A task of an array does its share of the rows' cases, into a file of its own.
+Every row is trained with the same rates and the first seed; the rate that is best on validation
+data is used for the other seeds. A trial's line is written when it ends, so the same command
+resumes an interrupted one. --quick: sizes that two cores train in minutes; otherwise the paper's
+sizes, which need a GPU. A task of an array runs its share of the rows' cases and writes its own
+file.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tools.papers.experiment import (
 
 
 def add_arguments(parser: Parser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument("name", metavar="NAME", help=f"an experiment: {', '.join(NAMES)}")
     parser.add_argument(
         "--quick", action="store_true", help="sizes that two cores train in minutes"
@@ -66,7 +68,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run what is missing: its exit code. Raises UserError, ConfigError, StorageError, InUse."""
+    """Run the missing trials and return the exit code. Raises UserError, ConfigError, StorageError,
+    InUse.
+    """
     if arguments.workers < 1 or (arguments.seeds is not None and arguments.seeds < 1):
         raise UserError("--workers and --seeds: 1 or more")
     experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
@@ -89,7 +93,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The names in ``given``, in the known ones' order; () where nothing is given. Raises UserError."""
+    """Return the names in ``given``, in the order of the known ones; () if not given. Raises
+    UserError.
+    """
     if given is None:
         return ()
     found = [name.strip() for name in given.split(",")]
@@ -107,7 +113,9 @@ def run(
     workers: int,
     task: Task | None = None,
 ) -> Results:
-    """Train what is missing in the file's folder, rates with the first seed before the other seeds; all results. ``task``: its share."""
+    """Train the missing trials of the file's folder, rates with the first seed before other seeds;
+    return all results. ``task``: its share.
+    """
     results = gather(file.parent)
     mend(file)
     pairs = [(case, row) for case in size.cases for row in size.rows]
@@ -148,7 +156,7 @@ def run(
 
 
 def mend(file: Path) -> None:
-    """Take away the last line where a kill cut it off."""
+    """Remove an incomplete last line."""
     if file.exists() and not (content := file.read_bytes()).endswith(b"\n") and content:
         file.write_bytes(content[: content.rfind(b"\n") + 1])
 
@@ -160,7 +168,7 @@ def finished(
     missing: Callable[[str, str], list[Trial]],
     workers: int,
 ) -> Iterator[tuple[Trial, dict[str, Any]]]:
-    """The missing trials and their records as they end. One worker: in this process."""
+    """Yield the missing trials and their records as they end. With one worker: in this process."""
     if workers == 1:
         for pair in pairs:
             while trials := missing(*pair):
@@ -189,7 +197,7 @@ def finished(
 
 
 def train_one(name: str, size: Size, trial: Trial) -> dict[str, Any]:
-    """Train one trial, with one thread: its record."""
+    """Train one trial with one thread and return its record."""
     import torch
 
     from tools.papers.training import train
@@ -201,7 +209,7 @@ def train_one(name: str, size: Size, trial: Trial) -> dict[str, Any]:
 
 
 def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
-    """A line a case and row: the mean and the interval over seeds of the best rate."""
+    """Return one line per case and row: mean and interval over the seeds of the best rate."""
     lines = []
     for case in size.cases:
         for row in size.rows:

@@ -1,4 +1,6 @@
-"""Hyper-SET, section 5.1: Sudoku by one layer that is applied again and again, and what its energies do meanwhile."""
+"""Hyper-SET, section 5.1: Sudoku by one layer that is applied repeatedly, and its energies over the
+iterations.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,17 @@ ITERATIONS = {"8 iterations": 8, "24 iterations": 24}
 
 
 def examples(count: int, seed: int) -> Examples:
-    """Boards, 0: not given, and the digits that are asked for, each [count, 81]."""
+    """Return boards (0: not given) and the missing digits, each [count, 81]."""
     board, solved = torch.from_numpy(boards(count, seed, RUNS / "sudoku")).long().unbind(1)
     return board, solved.masked_fill(board > 0, IGNORED)
 
 
 @torch.no_grad()
 def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[float]]:
-    """By iteration, means over boards: both energies, summed over the tokens, effective rank and mean angle of a head's tokens; before it.
+    """Return means over boards before each iteration: both energies, summed over the tokens,
+    effective rank and mean angle of a head's tokens.
 
-    Tokens [b, s]; only where the block's mixer is Hyper-SET.
+    Tokens [b, s]; only for Hyper-SET.
     """
     seen: dict[str, list[float]] = {}
 
@@ -58,7 +61,7 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
 
 
 def iterated(task: Problem, network: Network) -> Problem:
-    """The task, whose network is also measured at twice its iterations, and watched there."""
+    """Return the task, extended by measurements at twice the iterations of training."""
     (block,) = network.blocks
     assert isinstance(block, Block)
 
@@ -79,7 +82,9 @@ def iterated(task: Problem, network: Network) -> Problem:
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """A digit or none, and a learned place, a cell; the loss is that of the cells that were not given. All seeds have the same boards."""
+    """Return the problem: a digit or none, and a learned position, per cell; the loss is over cells
+    that were not given. All seeds have the same boards.
+    """
     made = [examples(count, part) for part, count in enumerate((size.train, size.test, size.test))]
     torch.manual_seed(seed)
     model = model_of(

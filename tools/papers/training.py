@@ -1,4 +1,6 @@
-"""One small trainer for what is not text: AdamW, a warm-up and a cosine, and measures on validation and test data."""
+"""Small trainer for data that is not text: AdamW, warm-up and cosine, and scores on validation and
+test data.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and on what. loss, scores: (output, inputs, targets) -> the loss; names -> the sum over examples, and a count.
+    """A network and its data. loss, scores: (output, inputs, targets) -> the loss; names -> the sum
+    over examples, and a count.
 
-    score: the name that validation goes by, and enough the value at which a trial ends before its last step. root: a score is the root of
-    the mean. after: what else is measured of the trained network.
+    score: the name of the validation score; enough: its value at which a trial ends early. root: a
+    score is the root of the mean. after: further measurements of the trained network.
     """
 
     network: nn.Module
@@ -47,7 +50,9 @@ class Problem:
 def classification(
     network: nn.Module, train: Examples, validation: Examples, test: Examples
 ) -> Problem:
-    """Cross-entropy; accuracy is the share of the targets that are asked for which are met."""
+    """Return a problem with cross-entropy; accuracy is the share of correct answers over targets
+    that are not ignored.
+    """
 
     def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
         asked = targets != IGNORED
@@ -62,7 +67,7 @@ def classification(
 def regression(
     network: nn.Module, train: Examples, validation: Examples, test: Examples
 ) -> Problem:
-    """Mean squared error; rmse is its root over all examples."""
+    """Return a problem with mean squared error; rmse is its root over all examples."""
 
     def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
         return {"rmse": ((output - targets).double().square().sum(), targets.numel())}
@@ -86,10 +91,12 @@ def train(
     seed: int,
     tick: Callable[[float], None] = lambda loss: None,
 ) -> dict[str, Any]:
-    """Train, and measure: the record of a trial. ``tick`` is called with each step's loss.
+    """Train and measure; return the record of a trial. ``tick`` is called with the loss of each
+    step.
 
     Returns:
-        score, train_score: by the problem's name of it; validation: the same on validation data, None where the loss was not finite.
+        score, train_score: under the problem's name; validation: the same on validation data, None
+        if the loss was not finite.
     """
     network, began, where = (
         problem.network.to(platform.device()),
@@ -140,7 +147,7 @@ def train(
 
 
 def schedule(step: int, size: Size) -> float:
-    """The rate's factor at a step, from 0 on."""
+    """Return the factor of the learning rate at a step, from 0."""
     warm = max(1, round(size.warmup * size.steps))
     if step < warm:
         return (step + 1) / warm
@@ -148,7 +155,9 @@ def schedule(step: int, size: Size) -> float:
 
 
 def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """The optimizer's groups: of the weights those that ``Weight.decayed`` says, of the tool's own the matrices."""
+    """Return the optimizer's groups: layer weights by ``Weight.decayed``, the tool's own weights if
+    they are matrices.
+    """
     pulled, free = list[nn.Parameter](), list[nn.Parameter]()
     for weight in network.parameters():
         spec = getattr(weight, "spec", None)
@@ -158,7 +167,7 @@ def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def measure(problem: Problem, examples: Examples) -> dict[str, float]:
-    """The problem's scores over all these examples."""
+    """Return the problem's scores over all these examples."""
     problem.network.eval()
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}

@@ -1,1 +1,3 @@
-"""Scaling-law studies: from a question to a fitted law with its uncertainty, and to the run that the law recommends."""
+"""Scaling-law studies: from a question to a fitted law with its uncertainty, and to the recommended
+run.
+"""

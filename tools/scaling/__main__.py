@@ -1,6 +1,8 @@
-"""``python -m tools.scaling VERB STUDY.yaml``: from a question about models and compute to a fitted law, and to the run it recommends.
+"""``python -m tools.scaling VERB STUDY.yaml``: from a question about models and compute to a fitted
+law, and to the run it recommends.
 
-Exit codes: those of every command (``fem_common/README.md``). 1: also where runs failed or are missing.
+Exit codes: those of every command (``fem_common/README.md``). 1: also if runs failed or are
+missing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code."""
+    """Run a verb and return its exit code."""
     return verb_main(
         "tools.scaling",
         "Scaling-law studies: plan, run, collect, fit, plot, recommend.",

@@ -1,6 +1,8 @@
-"""A model of one width, trained for some steps by the real engine on one fixed batch: the size of every activation after each step.
+"""Train a model of one width for some steps with the real engine on one fixed batch, and record the
+size of every activation.
 
-One process, whatever the layout of the run. The groups of Megatron-core live as long as `one_process`, an engine as long as `measure`.
+Uses one process, whatever the layout of the run. Megatron-core's groups exist within `one_process`,
+an engine within `measure`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ ZIPF_SEED = 1
 
 @contextmanager
 def one_process(config: RunConfig) -> Iterator[None]:
-    """Megatron-core's groups of one process, for any number of engines one after another; ``config``: any run of one process."""
+    """Create Megatron-core's groups for one process; any number of engines may be used within.
+    ``config``: any run of one process.
+    """
     own = not torch.distributed.is_initialized()
     if own:
         platform.initialize_distributed()
@@ -44,7 +48,9 @@ def one_process(config: RunConfig) -> Iterator[None]:
 
 
 def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
-    """``count`` ids (int64) drawn alone, id i with a probability proportional to 1 / (i + 1), always the same ones."""
+    """Return ``count`` independent ids (int64) with probabilities proportional to 1 / (i + 1),
+    always the same ones.
+    """
     weights = 1.0 / np.arange(1, vocabulary + 1)
     return (
         np.random.default_rng(ZIPF_SEED)
@@ -54,10 +60,12 @@ def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
 
 
 def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> list[Record]:
-    """The run's model trained for ``steps`` steps on one batch, made of the first of ``tokens`` [batch * (length + 1) or more].
+    """Train the run's model for ``steps`` steps on one batch of the first ``tokens`` [batch *
+    (length + 1) or more], and return records.
 
-    The run must be one process's, its batch one micro-batch; within `one_process`. Returns a record of each site at each step from 0 (the
-    start) to ``steps``; a number that is not finite is recorded as it is.
+    The run must use one process, with its batch as one micro-batch; call within `one_process`.
+    Returns one record per site and step from 0 (the start) to ``steps``; non-finite numbers are
+    recorded unchanged.
     """
     model, train = config.model, config.train
     batch = one_batch(tokens, train.global_batch_size, config.data.seq_length)
@@ -80,7 +88,9 @@ def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> 
 
 
 def one_batch(tokens: np.ndarray, sequences: int, length: int) -> Batch:
-    """The first sequences * (length + 1) of ``tokens`` as one micro-batch, on this machine's device."""
+    """Return the first sequences * (length + 1) ``tokens`` as one micro-batch on this machine's
+    device.
+    """
     rows = (
         torch.from_numpy(tokens[: sequences * (length + 1)])
         .view(sequences, length + 1)
@@ -96,7 +106,9 @@ def one_batch(tokens: np.ndarray, sequences: int, length: int) -> Batch:
 
 
 class Sites:
-    """What the last forward pass made at each site, kept by hooks, and what the first one had made there."""
+    """Outputs of the last forward pass at each site, collected by hooks, and those of the first
+    pass.
+    """
 
     def __init__(self, chunk: Any, vocabulary: int) -> None:
         self.now: dict[str, Tensor] = {}
@@ -120,14 +132,16 @@ class Sites:
         )
 
     def read(self) -> dict[str, tuple[float, float]]:
-        """Site -> (scale, change) of the last forward pass; the first call's is the start that changes are from."""
+        """Return site -> (scale, change) of the last forward pass. The first call defines the start
+        of all changes.
+        """
         now = self.now
         self.start = self.start or now
         self.now = {}
         return {site: (_rms(value), _rms(value - self.start[site])) for site, value in now.items()}
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self.handles:
             handle.remove()
 

@@ -1,10 +1,12 @@
-"""``collect``: the losses of a study's runs as one table, from their run directories or from an export of Weights & Biases. No torch.
+"""``collect``: write the losses of a study's runs into one table, from run directories or an export
+of Weights & Biases. No torch.
 
     collect STUDY.yaml [--wandb EXPORT.jsonl] [--partial] [--out FILE] [--results FOLDER]
 
-Writes runs.csv in the study's results, a row a validation, and collected.json, which says what is not in it. Runs that are missing, failed
-or unfinished are named and nothing is written, unless --partial says that the rest will do. Runs whose losses cannot be compared are
-refused: other data, another tokenizer, or a configuration that is not what the study plans now.
+Writes runs.csv in the study's results, with one row per validation of a run, and collected.json,
+which lists missing runs. If runs are missing, failed or unfinished, they are reported and no file
+is written, unless --partial is given. Runs whose losses are not comparable are refused: different
+data, tokenizer, or a configuration that differs from the study's plan.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _NAMED = 10  # runs that are not complete, told one by one
 
 
 class Found(NamedTuple):
-    """A planned run that left a record, and the identity of its data."""
+    """A planned run with a record, and the identity of its data."""
 
     planned: PlannedRun
     record: Record
@@ -49,7 +51,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Collected:
-    """What a table holds of its study, collected.json: planned and complete runs, and why each other one is not among them."""
+    """Content of collected.json: numbers of planned and complete runs, and the reason for each run
+    that is not complete.
+    """
 
     planned: int
     complete: int
@@ -57,7 +61,7 @@ class Collected:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     add_study(parser)
     parser.add_argument(
         "--wandb",
@@ -79,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the table: 0; 1 where runs are missing. Raises ConfigError, StorageError."""
+    """Write the table and return 0, or 1 if runs are missing. Raises ConfigError, StorageError."""
     study = study_of(arguments)
     out = arguments.out or Path(study.results) / TABLE
     if out.suffix not in (".csv", ".parquet"):
@@ -122,10 +126,10 @@ def main(arguments: argparse.Namespace) -> int:
 def find_runs(
     study: Study, planned: Iterable[PlannedRun], export: Path | None
 ) -> tuple[list[Found], dict[str, str]]:
-    """(the runs that left a record, in the plan's order; name -> why it is not complete, of the others and of unfinished ones).
+    """Return (runs with a record, in the order of the plan; name -> reason for incomplete runs).
 
-    A run directory is taken before an export's line of that name. Raises ConfigError (a run is not what the study plans now, has no losses,
-    or nothing tells which data it read), StorageError.
+    A run directory has precedence over a line of the export. Raises ConfigError (a run differs from
+    the study's plan, has no losses, or its data is unknown), StorageError.
     """
     exported = read_export(export) if export is not None else {}
 
@@ -166,7 +170,7 @@ def find_runs(
 
 
 def _notes(found: list[Found]) -> list[str]:
-    """What a reader of the table should know."""
+    """Return notes for the reader of the table."""
     notes, first = [], found[0]
     ours = heldout_tokens(first.record.config)
     other = next((entry for entry in found if heldout_tokens(entry.record.config) != ours), None)
@@ -181,7 +185,9 @@ def _notes(found: list[Found]) -> list[str]:
 
 
 def read_collected(table: Path) -> Collected | None:
-    """What ``collect`` said of a table; None where it did not write it. Raises ConfigError (collected.json is damaged)."""
+    """Return the collected.json of a table, or None if ``collect`` did not write the table. Raises
+    ConfigError if it is damaged.
+    """
     file = table.with_name(COLLECTED)
     if not file.is_file():
         return None

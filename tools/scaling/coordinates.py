@@ -1,7 +1,9 @@
-"""``coord-check``: does every activation keep its size as the model grows? Trains each width for a few steps and compares.
+"""``coord-check``: train each width for a few steps and check that the size of every activation is
+independent of the width.
 
-What muP promises (arXiv 2203.03466) is checked where it could fail: in the model that the run builds, with the optimizer that trains it.
-Exit code 0: flat within 2x; 1: not. With ``--compare`` the verdict is muP's, and the standard parametrization stands beside it.
+This is the promise of muP (arXiv 2203.03466), checked in the model that the run builds, with its
+optimizer. Exit code 0: flat within 2x; 1: not. With ``--compare`` the verdict is muP's, and the
+standard parametrization is shown for comparison.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ PROPORTIONAL = (
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to check: a name, a run's file and settings, whether its verdict counts; ``study``: whose rule gives the shapes."""
+    """One model to check: a name, a run's file and settings, and whether its verdict counts.
+    ``study``: the study whose rule gives the shapes.
+    """
 
     name: str
     base: Path
@@ -63,7 +67,9 @@ class Case:
     study: Study | None = None
 
     def config(self, width: int, steps: int) -> RunConfig:
-        """The run at ``width``, as it is trained here. Raises ConfigError (no such shape, or the run is wrong), StorageError."""
+        """Return the run at ``width`` with the settings of the check. Raises ConfigError (no such
+        shape, or an invalid run), StorageError.
+        """
         run = load_run(self.base, [*OWN, *self.words])
         given = any(word.partition("=")[0].strip() == "data.seq_length" for word in self.words)
         length = () if given else (f"data.seq_length={min(run.data.seq_length, LONGEST)}",)
@@ -91,7 +97,9 @@ class Case:
 
 
 def _shape(model: ModelConfig, width: int) -> list[str]:
-    """The run's shape at another width: heads keep their size, layers their number, and what is stated beside the width its share of it."""
+    """Return the run's shape at another width: the size of heads and the number of layers stay;
+    widths scale proportionally.
+    """
     words = [f"model.hidden_size={width}"]
     for key in PROPORTIONAL:
         size = attrgetter(key)(model)
@@ -109,7 +117,9 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
 
 
 def _shape_of_study(study: Study, width: int) -> list[str]:
-    """The study's rule, but for the layers: they are the base's, or those that the study's first size states."""
+    """Return the shape by the study's rule, except for the layers: the base's, or those of the
+    study's first size.
+    """
     layers = study.sizes[0].layers if study.sizes else None
     words = [
         word
@@ -120,7 +130,7 @@ def _shape_of_study(study: Study, width: int) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "file",
         type=Path,
@@ -162,9 +172,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check, print the tables, write coordinates.csv, coordinates.md and the pictures: 0 if all that is judged is flat, else 1.
+    """Check, print the tables, and write coordinates.csv, coordinates.md and the pictures. Return 0
+    if everything judged is flat, else 1.
 
-    Raises ConfigError (the file, a width or a setting is wrong), StorageError.
+    Raises ConfigError (the file, a width or a setting is invalid), StorageError.
     """
     study = load_study(arguments.file) if "base" in read_values(arguments.file) else None
     widths, steps, seeds = _widths(arguments.widths, study), arguments.steps, arguments.seeds
@@ -192,7 +203,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _widths(text: str | None, study: Study | None) -> list[int]:
-    """The widths that are asked for, the study's, or those of WIDTHS."""
+    """Return the requested widths, else the study's, else WIDTHS."""
     if text is None:
         stated = (
             [str(size.width) for size in study.sizes if size.width is not None] if study else []
@@ -212,9 +223,11 @@ def _widths(text: str | None, study: Study | None) -> list[int]:
 def cases(
     source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], compare: bool
 ) -> list[Case]:
-    """What is to be checked: a run or a study's base with each of the mixers, each of the study's variants, or the run as it is.
+    """Return the models to check: a run or a study's base with each mixer, each variant of the
+    study, or the run itself.
 
-    To ``compare``, each in the standard parametrization and under muP. Raises ConfigError (the file is wrong), StorageError.
+    With ``compare``: each in the standard parametrization and under muP. Raises ConfigError (the
+    file is invalid), StorageError.
     """
     study = source if isinstance(source, Study) else None
     base = Path(source.base) if isinstance(source, Study) else source
@@ -270,7 +283,7 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
 
 
 def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
-    """The batch's tokens, and where they are from in words."""
+    """Return the tokens of the batch, and a description of their source."""
     from tools.diagnose.from_checkpoint import first_tokens
     from tools.scaling.activations import zipf_tokens
 
@@ -291,7 +304,7 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
 
 
 def _told(records: Sequence[Record]) -> bool:
-    """Prints the table and the verdict of a case; whether it is flat."""
+    """Print the table and the verdict of a case; return True if it is flat."""
     verdicts = judge(records)
     print(table(verdicts))
     found = worst(verdicts)

@@ -1,9 +1,11 @@
-"""``fit``: the laws of a study's table, with their intervals, as a text and as ``fit.json``. No torch.
+"""``fit``: fit the laws of a study's table with intervals; write them as text and as ``fit.json``.
+No torch.
 
     fit STUDY.yaml [--table FILE] [--results FOLDER]
 
-Reads runs.csv in the study's results (``collect`` writes it), the study's published table where there is none, or another table: published
-data need the columns variant, parameters, tokens, flops and loss alone. Writes fit.json in results, which ``plot`` and ``recommend`` read.
+Reads runs.csv in the study's results (written by ``collect``), else the study's published table, or
+another table. Published data need only the columns variant, parameters, tokens, flops and loss.
+Writes fit.json in the results, which ``plot`` and ``recommend`` read.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Add the verb's arguments."""
     add_study(parser)
     parser.add_argument(
         "--table",
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Fits, prints and writes; returns 0."""
+    """Fit, print and write; return 0."""
     study = study_of(arguments)
     table = arguments.table or study.runs_csv
     frame = final_runs(read_table(table))
@@ -67,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def console(fit: StudyFit) -> str:
-    """The fit as a person reads it: the report's tables of it, what the comparison says, and the notes."""
+    """Return the fit as text: the tables of the report, the comparisons and the notes."""
     runs = sum(variant.runs for variant in fit.variants.values())
     n_is = "all parameters" if fit.parameters == "total" else "non-embedding parameters"
     lines = [
@@ -80,7 +82,7 @@ def console(fit: StudyFit) -> str:
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:
-    """What is fitted, the baseline first: the study's variants, or a foreign table's own."""
+    """Return the variants to fit, the baseline first: the study's, or those of a foreign table."""
     there = list(dict.fromkeys(frame["variant"].astype(str)))
     if not foreign:
         for name in there:
@@ -101,11 +103,13 @@ def fit_study(
     source: str,
     before: Callable[[int], None] = lambda number: None,
 ) -> StudyFit:
-    """Fits the final runs in ``frame`` (table.final_runs) of each of ``variants``, the first the baseline.
+    """Fit the final runs in ``frame`` (table.final_runs) for each of ``variants``, the first of
+    which is the baseline.
 
-    ``before`` is called with a variant's number as its fit starts. Every variant draws from a stream of its own, so that its numbers
-    do not depend on the others and pairs of draws are independent. Raises ConfigError (runs that no law may be fitted to, a fit that does
-    not converge and has none beside it, a variant without a fit; it names source and variant).
+    ``before`` is called with a variant's number when its fit starts. Every variant has its own
+    random stream, so its numbers do not depend on the others and pairs of draws are independent.
+    Raises ConfigError (runs without a possible law, a fit that does not converge without another
+    one, a variant without a fit; it names source and variant).
     """
     found: dict[str, VariantFit] = {}
     notes = []
@@ -135,7 +139,9 @@ def fit_study(
 def fit_variant(
     name: str, points: Points, config: FitConfig, rng: np.random.Generator
 ) -> VariantFit:
-    """One variant's fits; what could not be fitted is None, with its reason in the notes. Raises ConfigError (see `fit_study`)."""
+    """Return the fits of one variant; a fit that is not possible is None, with its reason in the
+    notes. Raises ConfigError (see `fit_study`).
+    """
     learning_rate, notes = fit_learning_rates(points, config, rng)
     chosen, note = best_rates(points)
     notes += [note] if note else []

@@ -1,7 +1,8 @@
-"""Whether an activation keeps its size as a model grows: records of a coordinate check, their verdicts, as a table and as CSV.
+"""Records of a coordinate check and their verdicts (does an activation keep its size as the width
+grows?), as a table and as CSV.
 
-Source: Tensor Programs V (arXiv 2203.03466), appendix D.1: under muP no activation, nor what training changes in it, grows or vanishes with
-the width. No torch may come in.
+Source: Tensor Programs V (arXiv 2203.03466), appendix D.1: under muP no activation and no change by
+training grows or vanishes with the width. Must not import torch.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ LIMIT = 2.0
 
 @dataclass(frozen=True)
 class Record:
-    """One site of one model at one moment: root mean squares over batch, tokens and channels.
+    """One site of one model at one step: root mean squares over batch, tokens and channels.
 
-    variant: a mixer's name, or a study's variant. step: optimizer steps done. site: ``embedding``, ``layer_03/mixer``, ``layer_03/mlp``,
-    ``residual`` or ``logits``, a layer's numbers being those of what it adds to the residual stream. scale: of the activation; change: of
-    its difference from step 0.
+    variant: a mixer's name, or a study's variant. step: optimizer steps done. site: ``embedding``,
+    ``layer_03/mixer``, ``layer_03/mlp``, ``residual`` or ``logits``; a layer's numbers are those of
+    its addition to the residual stream. scale: of the activation; change: of its difference from
+    step 0.
     """
 
     variant: str
@@ -44,7 +46,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one quantity (scale or change) of one site stands over the widths at the last step; values: a width's mean over the seeds."""
+    """Behaviour of one quantity (scale or change) of one site over the widths at the last step;
+    values: one mean over the seeds per width.
+    """
 
     site: str
     quantity: str
@@ -54,14 +58,14 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """The greatest value over the smallest; infinite where one is not finite or is zero."""
+        """Largest value divided by the smallest; infinite if one is not finite or is zero."""
         if not all(math.isfinite(value) for value in self.values) or min(self.values) <= 0:
             return math.inf
         return max(self.values) / min(self.values)
 
     @property
     def exponent(self) -> float:
-        """The slope of log value over log width by least squares; NaN where the ratio is infinite."""
+        """Slope of log value over log width by least squares; NaN if the ratio is infinite."""
         if math.isinf(self.ratio):
             return math.nan
         return statistics.linear_regression(
@@ -70,12 +74,14 @@ class Verdict:
 
     @property
     def flat(self) -> bool:
-        """Whether the ratio is within ``LIMIT``."""
+        """True if the ratio is within ``LIMIT``."""
         return self.ratio <= LIMIT
 
     @property
     def words(self) -> str:
-        """The verdict as the table has it; in brackets where theory lets the quantity move with the width."""
+        """Text of the verdict for the table; in brackets if theory allows the quantity to change
+        with the width.
+        """
         if not all(math.isfinite(value) for value in self.values):
             text = "not finite"
         elif math.isinf(self.ratio):
@@ -88,10 +94,11 @@ class Verdict:
 
 
 def judge(records: Sequence[Record]) -> list[Verdict]:
-    """The verdicts of one variant under one parametrization, in the sites' order: of each its scale and its change.
+    """Return the verdicts of one variant under one parametrization, in the order of the sites:
+    scale and change of each.
 
-    The logits' scale is told but not judged: their weights start at a size that falls with the width under muP, so that logits start near
-    zero; what training makes of them is their change.
+    The scale of the logits is shown but not judged: under muP their initial weights decrease with
+    the width, so logits start near zero; the effect of training is their change.
     """
     last = max(record.step for record in records)
     at_end = [record for record in records if record.step == last]
@@ -112,14 +119,14 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The judged verdict with the greatest ratio."""
+    """Return the judged verdict with the largest ratio."""
     return max(
         (verdict for verdict in verdicts if verdict.judged), key=lambda verdict: verdict.ratio
     )
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as text, a row a quantity of a site, a column a width."""
+    """Return the verdicts as text, one row per quantity of a site, one column per width."""
     rows = [("site", "", *map(str, verdicts[0].widths), "max/min", "exponent", "verdict")]
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
@@ -137,7 +144,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """The worst judged ratio of each variant, a column a parametrization, as Markdown."""
+    """Return the worst judged ratio of each variant as Markdown, one column per parametrization."""
     columns = list(dict.fromkeys(record.parametrization for record in records))
     lines = [f"| variant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in dict.fromkeys(record.variant for record in records):
@@ -153,7 +160,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def as_csv(records: Sequence[Record]) -> str:
-    """All records as CSV, numbers by ``repr``."""
+    """Return all records as CSV, numbers by ``repr``."""
     return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
 
 
@@ -164,9 +171,10 @@ NAMES = {"mup": "muP", "standard": "standard parametrization"}
 
 
 def coordinates(records: Sequence[Record]) -> Any:
-    """A figure of one variant's records at their last step, a column a parametrization.
+    """Return a figure of one variant's records at their last step, one column per parametrization.
 
-    All panels share their axes, so that slopes can be compared. A site whose value at a width is not finite or is zero is left out.
+    All panels share their axes, so that slopes are comparable. Sites with a value that is zero or
+    not finite are omitted.
     """
     groups = {
         name: [record for record in records if record.parametrization == name] for name in NAMES
@@ -211,7 +219,7 @@ def coordinates(records: Sequence[Record]) -> Any:
 
 
 def shown_sites(records: Sequence[Record]) -> list[str]:
-    """The sites in their order, of a deep model's blocks the first, the middle and the last."""
+    """Return the sites in order; of a deep model's blocks only the first, the middle and the last."""
     sites = list(dict.fromkeys(record.site for record in records))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
     if len(blocks) > BLOCKS:
@@ -220,14 +228,14 @@ def shown_sites(records: Sequence[Record]) -> list[str]:
 
 
 def in_words(site: str) -> str:
-    """``layer_03/iteration_01/mixer`` as "layer 3, iteration 1: mixer"."""
+    """Convert ``layer_03/iteration_01/mixer`` to "layer 3, iteration 1: mixer"."""
     *place, part = site.split("/")
     words = [f"{word.rpartition('_')[0]} {int(word.rpartition('_')[2])}" for word in place]
     return f"{', '.join(words)}: {part}" if words else part
 
 
 def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker by what a site is, the line by its block."""
+    """Return colour and marker by the kind of a site, line style by its block."""
     kinds = list(dict.fromkeys(site.rpartition("/")[2] for site in sites))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
     looks = {}

@@ -1,4 +1,4 @@
-"""Estimates with intervals and power laws, the numbers that the fits of a study are made of, and fits of a power law to a few points."""
+"""Estimates with intervals, power laws, and fits of a power law to a few points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ FEWEST_DRAWS = 0.5  # share of the resamples that must have a law, for an interv
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval, at the level of the study's fit; ``low`` and ``high`` are None where there was nothing to resample."""
+    """A number and its interval at the level of the study's fit; ``low`` and ``high`` are None
+    without resamples.
+    """
 
     value: float
     low: float | None = None
@@ -24,14 +26,18 @@ class Estimate:
 
     @classmethod
     def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
-        """The value and the percentiles of its draws, where at least half of those ``asked`` for are there."""
+        """Return the value with percentiles of its draws, if at least half of the ``asked`` draws
+        exist.
+        """
         if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
             return cls(float(value))
         low, high = percentiles(draws, interval)
         return cls(float(value), float(low), float(high))
 
     def text(self, form: str | Callable[[float], str], alone: str = "") -> str:
-        """0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); the value and the words ``alone`` where nothing was resampled."""
+        """Format as 0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); without an interval, the value and
+        the words ``alone``.
+        """
         said = form if callable(form) else f"{{:{form}}}".format
         if self.low is None or self.high is None:
             return said(self.value) + alone
@@ -40,12 +46,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """``y = offset + coefficient x^exponent``, with the bootstrap's draws of it.
+    """Power law ``y = offset + coefficient x^exponent`` with its bootstrap draws.
 
     Attributes:
-        x: what it is a law of, as a picture's axis names it: "FLOPs", "parameters" or "width".
-        y: what it gives.
-        draws: one (coefficient, exponent, offset) a resample, for `band`.
+        x: name of the argument for a picture's axis: "FLOPs", "parameters" or "width".
+        y: name of the result.
+        draws: one (coefficient, exponent, offset) per resample, for `band`.
     """
 
     x: str
@@ -56,14 +62,14 @@ class PowerLaw:
     draws: list[tuple[float, float, float]] = field(default_factory=list)
 
     def at(self, x: ArrayLike) -> Array:
-        """The law's value at ``x``."""
+        """Return the law's value at ``x``."""
         offset = self.offset.value if self.offset else 0.0
         return (
             offset + self.coefficient.value * np.asarray(x, dtype=np.float64) ** self.exponent.value
         )
 
     def band(self, x: ArrayLike, interval: float = 0.9) -> tuple[Array, Array] | None:
-        """(low, high) at each ``x``: percentiles over the draws, None where there are none."""
+        """Return (low, high) at each ``x``: percentiles over the draws, or None without draws."""
         if not self.draws:
             return None
         coefficient, exponent, offset = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
@@ -72,7 +78,7 @@ class PowerLaw:
 
 
 def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
-    """The central interval over the first axis: its two percentiles."""
+    """Return the two percentiles of the central interval over the first axis."""
     low, high = np.quantile(
         np.asarray(values, dtype=np.float64), [(1 - interval) / 2, (1 + interval) / 2], axis=0
     )
@@ -80,7 +86,7 @@ def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
 
 
 def rounded(rows: Array) -> list[Any]:
-    """Bootstrap draws as rows of floats of `DRAW_DIGITS` significant digits."""
+    """Return bootstrap draws as rows of floats with `DRAW_DIGITS` significant digits."""
     return [tuple(float(f"{value:.{DRAW_DIGITS}g}") for value in row) for row in rows]
 
 
@@ -88,7 +94,9 @@ FEWEST_WITH_OFFSET = 4  # points: an offset is a third parameter
 
 
 def pure(x: Array, y: Array) -> Array:
-    """``y = k x^s`` by least squares in logarithms: (k, s, 0) ``[r, 3]`` for ``x`` ``[p]`` and ``y`` ``[r, p]``."""
+    """Fit ``y = k x^s`` by least squares in logarithms: (k, s, 0) ``[r, 3]`` for ``x`` ``[p]`` and
+    ``y`` ``[r, p]``.
+    """
     log_x, log_y = np.log(x), np.log(y)
     middle = log_x.mean()
     slope = ((log_x - middle) * log_y).sum(axis=1) / ((log_x - middle) ** 2).sum()
@@ -96,9 +104,11 @@ def pure(x: Array, y: Array) -> Array:
 
 
 def with_offset(x: Array, y: Array) -> Array:
-    """``y = offset + k x^-s`` by least squares of relative errors, offset >= 0: (k, -s, offset) ``[r, 3]``.
+    """Fit ``y = offset + k x^-s`` by least squares of relative errors, offset >= 0: (k, -s, offset)
+    ``[r, 3]``.
 
-    For each s of a grid, k and the offset are linear; the grid is then refined about the best. Exponents from 0.01 to 1.
+    For each s of a grid, k and the offset are linear; the grid is then refined about the best
+    value. Exponents from 0.01 to 1.
     """
     center = float(np.exp(np.log(x).mean()))
     relative = x / center
@@ -116,7 +126,9 @@ def with_offset(x: Array, y: Array) -> Array:
 
 
 def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
-    """k, offset and squared relative error ``[r, g]`` for each exponent of ``grid`` ``[r, g]``."""
+    """Return k, offset and squared relative error ``[r, g]`` for each exponent of ``grid`` ``[r,
+    g]``.
+    """
     term = x[None, None, :] ** -grid[:, :, None] / y[:, None, :]
     flat = np.broadcast_to(1 / y[:, None, :], term.shape)
     tt, ff, tf, t1, f1 = (
@@ -133,7 +145,9 @@ def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
 def power_law(
     x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool
 ) -> PowerLaw:
-    """A `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; too few of the ``asked`` resamples give no interval."""
+    """Return a `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; without an
+    interval if too few of the ``asked`` resamples exist.
+    """
     coefficient, exponent, level = (
         Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3)
     )

@@ -1,8 +1,10 @@
-"""``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
+"""``plan``: list the runs of a study with their cost, one line each; refuse runs that cannot answer
+the study's question. No torch.
 
     plan STUDY.yaml [--csv FILE]
 
-Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
+Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
+throughput.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ COLUMNS: dict[str, Callable[[PlannedRun], str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the plan: 0. Raises ConfigError, StorageError."""
+    """Print the plan and return 0. Raises ConfigError, StorageError."""
     study = load_study(arguments.study)
     runs = plan_study(study)
     print(render(study, runs))
@@ -60,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
-    """The plan for a console."""
+    """Return the plan as text for a console."""
     columns = {name: text for name, text in COLUMNS.items() if study.trunks or name != "begins"}
     table = aligned(
         [list(columns), *([text(run) for text in columns.values()] for run in runs)], left=(0,)
@@ -76,7 +78,7 @@ def _hours(hours: float) -> str:
 
 
 def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
-    """The total, and what the numbers rest on."""
+    """Return the totals, and the assumptions of the numbers."""
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
     notes = [

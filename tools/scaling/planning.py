@@ -1,6 +1,8 @@
-"""The runs of a study: shapes by its rule, lengths, their cost and their settings; what would not answer the question is refused.
+"""Runs of a study: shapes by its rule, lengths, cost and settings. Runs that cannot answer the
+study's question are refused.
 
-Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput. No torch.
+Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
+throughput. No torch.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Width, layers, heads and the MLP's inner width of a model."""
+    """Width, layers, heads and inner width of the MLP of a model."""
 
     width: int
     layers: int
@@ -46,18 +48,18 @@ class Sizes:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As settings of a run."""
+        """Return the sizes as settings of a run."""
         return tuple(
             f"model.{key}={value}" for key, value in zip(SHAPE, astuple(self), strict=True)
         )
 
     def of(self, model: ModelConfig) -> ModelConfig:
-        """The model at these sizes."""
+        """Return the model with these sizes."""
         return replace(model, **dict(zip(SHAPE, astuple(self), strict=True)))
 
 
 def rule_words(shape: ShapeRule) -> str:
-    """The rule in words."""
+    """Return the rule as text."""
     return (
         f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width / {shape.head_size}, "
         f"MLP = {shape.ffn_ratio:.4g} x width, up to a multiple of {shape.ffn_multiple}"
@@ -65,7 +67,7 @@ def rule_words(shape: ShapeRule) -> str:
 
 
 def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
-    """The shape of a width by the rule, but for what ``size`` states itself.
+    """Return the shape for a width by the rule, with explicit values of ``size``.
 
     Raises ConfigError (the rule's heads do not divide the width).
     """
@@ -85,12 +87,12 @@ def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model, tied weights once."""
+    """Return all parameters of the model; tied weights count once."""
     return sum(count_by_component(model).values())
 
 
 def non_embedding_parameters(model: ModelConfig) -> int:
-    """Parameters without the embedding and the output layer."""
+    """Return the parameters without the embedding and the output layer."""
     return sum(count for name, count in count_by_component(model).items() if name not in OUTSIDE)
 
 
@@ -100,7 +102,7 @@ def nearest_sizes(
     target: float,
     count: Callable[[ModelConfig], int] = non_embedding_parameters,
 ) -> Sizes:
-    """The rule's shape whose parameters are nearest to ``target``, by their ratio.
+    """Return the shape of the rule whose number of parameters has the smallest ratio to ``target``.
 
     Raises ConfigError (no width of the rule reaches the target).
     """
@@ -121,7 +123,9 @@ def nearest_sizes(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a study. FLOPs are training FLOPs; ``settings`` are all overrides of the study's base."""
+    """A run of a study. FLOPs are training FLOPs; ``settings`` are all overrides of the study's
+    base.
+    """
 
     name: str
     variant: str
@@ -147,13 +151,13 @@ class PlannedRun:
 
     @property
     def own_flops(self) -> float:
-        """FLOPs of the steps that it trains itself."""
+        """FLOPs of the steps that this run trains itself."""
         return self.flops - self.begin_step * self.batch_tokens * self.flops_per_token
 
 
 @dataclass(frozen=True)
 class Model:
-    """A variant at a size: its configuration, the vocabulary filled in, and its exact cost."""
+    """A variant at a size: its configuration with the vocabulary filled in, and its exact cost."""
 
     config: RunConfig
     words: tuple[str, ...]
@@ -167,7 +171,9 @@ class Model:
 
 @dataclass(frozen=True)
 class _Length:
-    """How long runs are: for a compute budget, for given tokens, or for tokens a parameter of the baseline."""
+    """Length of runs: for a compute budget, for given tokens, or for tokens per parameter of the
+    baseline.
+    """
 
     kind: str
     value: float
@@ -181,14 +187,15 @@ class _Length:
 
 
 def short(value: float) -> str:
-    """A number as a part of a name: 3e12, 0.003."""
+    """Format a number for a name: 3e12, 0.003."""
     return f"{value:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
 def plan_study(study: Study) -> list[PlannedRun]:
-    """Every run, the cheapest lengths first.
+    """Return every run, the cheapest lengths first.
 
-    Raises ConfigError (a run is refused (named, with the nearest fix), or two would be the same), StorageError.
+    Raises ConfigError (a run is refused, with its name and the nearest fix, or two runs are equal),
+    StorageError.
     """
     planner = Planner(study)
     runs = list(planner.runs())
@@ -196,7 +203,7 @@ def plan_study(study: Study) -> list[PlannedRun]:
 
 
 class Planner:
-    """Plans one study; a variant at a size is read once."""
+    """Planner of one study; each variant at a size is read once."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -208,7 +215,7 @@ class Planner:
             self.read(f"variants.{variant}", (*study.settings, *words))
 
     def runs(self) -> Iterator[PlannedRun]:
-        """The runs in the order in which they start."""
+        """Yield the runs in the order in which they start."""
         study = self.study
         for length in _lengths(study):
             for size in length.sizes:
@@ -219,7 +226,7 @@ class Planner:
                             yield self._run(length, size, variant, rate, seed)
 
     def read(self, key: str, words: tuple[str, ...]) -> RunConfig:
-        """The base with these words; what is wrong with one is told with the study's key. Raises ConfigError."""
+        """Return the base with these settings; errors name the study's key. Raises ConfigError."""
         try:
             return load_run(self.study.base, words)
         except ConfigError as error:
@@ -228,7 +235,9 @@ class Planner:
             ) from None
 
     def prepared(self, key: str, config: RunConfig) -> tuple[RunConfig, DataFacts | None]:
-        """A configuration checked for the study's processes, with what the data fills in; told with the study's key. Raises ConfigError."""
+        """Return a configuration checked for the study's processes and completed from the data;
+        errors name the study's key. Raises ConfigError.
+        """
         processes = self.study.cluster.processes
         try:
             prepared = prepare(
@@ -241,7 +250,7 @@ class Planner:
         return prepared.config, prepared.facts
 
     def model(self, variant: str, size: Size) -> Model:
-        """A variant at a size. Raises ConfigError where the two do not fit."""
+        """Return a variant at a size. Raises ConfigError if the two do not fit."""
         if (variant, size) not in self._models:
             self._models[variant, size] = self._new_model(variant, size)
         return self._models[variant, size]
@@ -313,7 +322,9 @@ class Planner:
         return length.value * self.model(self.study.baseline, size).parameters
 
     def words(self, model: Model, steps: int, rate: float) -> Iterator[str]:
-        """Settings of a run of so many steps at a learning rate, its floor at the base's share of it where no word says another."""
+        """Yield the settings of a run with ``steps`` steps at a learning rate. Its minimum has the
+        base's ratio unless a setting defines it.
+        """
         study, base = self.study, self.base.optimizer
         yield from (f"train.steps={steps}", "train.tokens=null")
         yield from (
@@ -327,7 +338,9 @@ class Planner:
             yield f"optimizer.min_lr={float(f'{base.min_lr / base.lr * rate:.6g}')!r}"
 
     def _check(self, run: PlannedRun, length: _Length) -> None:
-        """Raises ConfigError where a run is too short, repeats its data too often, is refused by pretrain, or is there already."""
+        """Raise ConfigError if a run is too short, repeats its data too often, is refused by
+        pretrain, or already exists.
+        """
         where = f"{self.study.path}: run {run.name}"
         self._check_length(run, length, where)
         if run.epochs is not None and run.epochs > self.study.max_epochs:
@@ -389,13 +402,13 @@ def _lengths(study: Study) -> list[_Length]:
 
 
 def _label(size: Size, sizes: Sizes) -> str:
-    """A size in a run's name; heads and the MLP's width where the study states them."""
+    """Return a size for a run's name, with heads and the MLP's width if the study sets them."""
     heads = "" if size.heads is None else f"-h{sizes.heads}"
     ffn = "" if size.ffn is None else f"-f{sizes.ffn}"
     return f"w{sizes.width}-l{sizes.layers}{heads}{ffn}"
 
 
 def _up(value: float) -> float:
-    """The value rounded up to three digits."""
+    """Round up to three digits."""
     scale = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / scale) * scale:.3g}")

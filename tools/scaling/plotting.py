@@ -1,9 +1,11 @@
-"""``plot``: pictures of a study and its report, from runs.csv and fit.json; fits nothing. No torch.
+"""``plot``: write pictures of a study and its report from runs.csv and fit.json; no fitting. No
+torch.
 
     plot STUDY.yaml [--table FILE] [--results FOLDER]
 
-Writes into the study's results: isoflop.png, frontier.png, loss_compute.png, residuals.png and learning_rate.png, those of them that there
-are fits for, report.html, which holds all of it in one file, and summary.md, the main table and the statements.
+Writes into the study's results: isoflop.png, frontier.png, loss_compute.png, residuals.png and
+learning_rate.png, as far as fits exist; report.html with everything in one file; and summary.md
+with the main table and the statements.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ PICTURES = ("isoflop", "frontier", "loss_compute", "residuals", "learning_rate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     add_study(parser)
     parser.add_argument(
         "--table",
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Draw and write: 0. Raises ConfigError, StorageError."""
+    """Draw and write; return 0. Raises ConfigError, StorageError."""
     study = study_of(arguments)
     file = arguments.table or study.runs_csv
     table, fit = read_table(file), load_fit(study.fit_json)
@@ -61,7 +63,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def as_typed(path: Path) -> str:
-    """A path for commands: relative to the working directory where it is below it, else its name, so that no machine's folders are told."""
+    """Return a path for commands in the report: relative to the working directory if possible, else
+    its name, to avoid folders of this machine.
+    """
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -69,7 +73,9 @@ def as_typed(path: Path) -> str:
 
 
 def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path) -> None:
-    """Raises ConfigError where the fit is not one of the table: a run is not in it, or has another loss there."""
+    """Raise ConfigError if the fit does not belong to the table: a run is missing, or has another
+    loss.
+    """
     losses = dict(zip(table[table["final"]]["run"], table[table["final"]]["loss"], strict=True))
     again = f"fit again: python -m tools.scaling fit {study.path}"
     unknown = [name for name in fit.variants if name not in set(table["variant"])]
@@ -93,7 +99,7 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
 
 
 def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
-    """Name -> figure of every picture that there are fits for, in the order of PICTURES."""
+    """Return name -> figure for every existing fit, in the order of PICTURES."""
     from tools.scaling.pictures import learning_rate, losses
 
     final = final_runs(table)
@@ -110,7 +116,7 @@ def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:
-    """Every file whole; a picture of an earlier fit that this one has nothing for goes."""
+    """Write every file atomically; delete pictures of an earlier fit that this one does not have."""
     for name in PICTURES:
         file = results / f"{name}.png"
         if name in pictures:

@@ -1,9 +1,12 @@
-"""``recommend``: the run that a study's laws recommend for a compute budget, as a configuration for `python -m pretrain`. No torch.
+"""``recommend``: write the run that a study's laws recommend for a compute budget as a
+configuration of `python -m pretrain`. No torch.
 
-    recommend STUDY.yaml --flops 1e21 [--variant NAME] [--extrapolate] [--out FILE] [--results FOLDER]
+    recommend STUDY.yaml --flops 1e21 [--variant NAME] [--extrapolate] [--out FILE] [--results
+    FOLDER]
 
-Without --variant it is the variant with the least predicted loss. The loss that is predicted, its interval, and how far beyond the study's
-largest run the budget lies stand in the file's comments. Beyond 100 times the largest run nothing is recommended without --extrapolate.
+By default the variant has the lowest predicted loss. Comments in the file contain the predicted
+loss, its interval, and the ratio of the budget to the study's largest run. Beyond 100 times the
+largest run, --extrapolate is required.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ FARTHEST = (
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A run, and what the laws say of it."""
+    """A run, and the predictions of the laws for it."""
 
     config: RunConfig
     model: Model
@@ -57,7 +60,7 @@ class Recommendation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     add_study(parser)
     parser.add_argument("--flops", type=float, required=True, metavar="C", help="training FLOPs")
     parser.add_argument(
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print or write the recommended run: 0. Raises ConfigError, StorageError."""
+    """Print or write the recommended run and return 0. Raises ConfigError, StorageError."""
     study = study_of(arguments)
     if not 0 < arguments.flops < math.inf:
         raise ConfigError(f"--flops {arguments.flops:g}: must be more than 0")
@@ -95,9 +98,11 @@ def main(arguments: argparse.Namespace) -> int:
 def recommend(
     study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool
 ) -> Recommendation:
-    """The run for a compute budget: the shape of the study's rule nearest to the optimal N, whole steps, the law's learning rate.
+    """Return the run for a compute budget: the shape of the study's rule nearest to the optimal N,
+    integer steps, the law's learning rate.
 
-    Raises ConfigError (the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be).
+    Raises ConfigError (the variant does not exist or has no law, the budget is too far beyond the
+    runs, or the resulting run is invalid).
     """
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:
@@ -138,7 +143,7 @@ def recommend(
 
 
 def warnings(study: Study, found: Recommendation) -> Iterator[str]:
-    """What makes the recommendation less than certain, a line each."""
+    """Yield one line for each reason that makes the recommendation uncertain."""
     factor = found.optimum.flops / found.measured
     if factor > FAR:
         yield f"{found.optimum.flops:g} FLOPs is {factor:,.0f} times the study's largest run, {found.measured:.3g}: extrapolated far"
@@ -149,7 +154,7 @@ def warnings(study: Study, found: Recommendation) -> Iterator[str]:
 
 
 def summary(found: Recommendation) -> str:
-    """The run in a few words."""
+    """Return a short description of the run."""
     sizes = found.model.sizes
     return (
         f"{found.variant}, {sizes.layers} layers of {sizes.width}, {found.model.parameters:,} parameters, {found.tokens:,} tokens, "
@@ -158,7 +163,9 @@ def summary(found: Recommendation) -> str:
 
 
 def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
-    """The run's YAML: the settings that differ from the defaults, below comments on where they come from."""
+    """Return the run's YAML: the settings that differ from the defaults, after comments on their
+    origin.
+    """
     comments = [f"# {line}" for line in _comments(study, fit, found)]
     values = _differences(plain(found.config), plain(RunConfig()))
     return (
@@ -190,7 +197,7 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
 
 
 def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> str:
-    """The variant asked for, or the one with the least predicted loss. Raises ConfigError."""
+    """Return the requested variant, or the one with the lowest predicted loss. Raises ConfigError."""
     if variant is not None:
         if variant not in study.variants:
             raise ConfigError(
@@ -216,7 +223,7 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
 
 
 def _optima(study: Study, fit: StudyFit, flops: float) -> dict[str, Optimum]:
-    """The best run for ``flops`` of each of the study's variants that has a law."""
+    """Return the best run for ``flops`` of each variant of the study that has a law."""
     found = {}
     for name in study.variants:
         with suppress(ConfigError, KeyError):  # no law, no fit
@@ -225,7 +232,7 @@ def _optima(study: Study, fit: StudyFit, flops: float) -> dict[str, Optimum]:
 
 
 def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
-    """The learning rate and where it comes from."""
+    """Return the learning rate and its origin."""
     fitted = laws.learning_rate
     if fitted is not None:
         for law, size in ((fitted.by_parameters, parameters), (fitted.by_width, model.sizes.width)):
@@ -242,7 +249,9 @@ def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
 
 
 def _measured(study: Study, fit: StudyFit) -> float:
-    """FLOPs of the largest run that was fitted, else the largest budget. Raises ConfigError where neither is known."""
+    """Return the FLOPs of the largest fitted run, else the largest budget. Raises ConfigError if
+    neither is known.
+    """
     flops = [residual.flops for laws in fit.variants.values() for residual in laws.residuals]
     flops += [
         parabola.budget
@@ -259,7 +268,7 @@ def _measured(study: Study, fit: StudyFit) -> float:
 
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, key by key."""
+    """Return the values that differ from the defaults, key by key."""
     changed = {key: value for key, value in values.items() if value != defaults.get(key)}
     both = {
         key

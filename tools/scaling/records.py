@@ -1,7 +1,7 @@
-"""What one run left behind, wherever it was logged, what makes it comparable with another, and the rows of the table that follow. No torch.
+"""Record of one run from any log, the identity of its data, and its rows of the table. No torch.
 
-Held-out losses compare between runs that read the same tokens in sequences of the same length, and a loss a token means nothing across
-tokenizers.
+Held-out losses are comparable between runs that read the same tokens in sequences of the same
+length; a loss per token is not comparable across tokenizers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study le
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """What training and validation data hold (`Contents.key`), their shares, the sequences they are cut into, and the tokenizer's sha256.
+    """Contents of training and validation data (`Contents.key`), their shares, the sequence length,
+    and the tokenizer's sha256.
 
-    ``tokenizer`` is empty where nothing tells it.
+    ``tokenizer`` is empty if unknown.
     """
 
     contents: str
@@ -55,15 +56,17 @@ class DataIdentity:
 
     @property
     def key(self) -> str:
-        """Hexadecimal, of all but the tokenizer, which has a column of its own."""
+        """Hexadecimal hash of everything except the tokenizer, which has its own column."""
         return _hash([self.contents, self.weights, self.seq_length])
 
 
 def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
-    """The identity of what a run read: what its newest checkpoint records, and the manifests beside the data.
+    """Return the identity of the data that a run read, from its newest checkpoint and the manifests
+    of the data.
 
-    ``run`` is its directory, None where there is none (Weights & Biases). A pair without a manifest is identified by its .idx and a
-    sample of its .bin. Raises ConfigError (neither is there, or the data on disk is no longer what the run was trained on), StorageError.
+    ``run`` is its directory, None if it has none (Weights & Biases). A pair without a manifest is
+    identified by its .idx and a sample of its .bin. Raises ConfigError (neither exists, or the data
+    on disk differs from the run's), StorageError.
     """
     with files_told():
         recorded = _recorded(run) if run is not None else None
@@ -85,12 +88,16 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
 
 
 def config_hash(config: RunConfig, data: DataIdentity) -> str:
-    """Of what decides what the run learns: model, data by what it holds, batch, length, seed, optimizer; not of names, places or layout."""
+    """Return a hash of everything that decides what the run learns: model, contents of the data,
+    batch, length, seed, optimizer; not names, paths or layout.
+    """
     return _hash([sorted(_flat(config).items()), data.key, data.tokenizer])
 
 
 def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any, Any] | None:
-    """(key, planned value, the run's) of the first key that decides what a run learns and is not as planned; None where all are."""
+    """Return (key, planned value, run's value) of the first learning-relevant key that differs from
+    the plan, or None.
+    """
     wanted, held = _flat(planned), _flat(found)
     for key in dict.fromkeys([*wanted, *held]):
         one, other = wanted.get(key), held.get(key)
@@ -100,12 +107,14 @@ def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any
 
 
 def heldout_tokens(config: RunConfig) -> int:
-    """Tokens that a validation reads, from the beginning of the validation data."""
+    """Return the number of tokens that a validation reads, from the beginning of the validation
+    data.
+    """
     return config.train.eval_batches * config.train.global_batch_size * config.data.seq_length
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """Key -> value of all that decides what a run learns."""
+    """Return key -> value of everything that decides what a run learns."""
     no_matter = re.compile(rf"({'|'.join(map(re.escape, _NO_MATTER))})(\..*)?|.*\.prefix")
     return {key: value for key, value in _leaves(plain(config), "") if not no_matter.fullmatch(key)}
 
@@ -127,7 +136,7 @@ def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
 
 
 def _recorded(run: Path) -> str | None:
-    """`Contents.key` as the newest checkpoint's manifest says it."""
+    """Return `Contents.key` from the manifest of the newest checkpoint."""
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
         return None
@@ -144,7 +153,9 @@ def _recorded(run: Path) -> str | None:
 
 
 def _held(config: RunConfig) -> str | None:
-    """`Contents.key` of what lies under the configuration's prefixes; None where a source is not there."""
+    """Return `Contents.key` of the files at the configuration's prefixes; None if a source is
+    missing.
+    """
     sources: list[SourceContents] = []
     for split in ("train", "valid"):
         for source in getattr(config.data, split):
@@ -171,7 +182,9 @@ def _read(config: RunConfig) -> str | None:
 
 
 def _tokenizer(config: RunConfig) -> str:
-    """sha256 of the tokenizer: the manifest's, else of the file that the configuration names; empty where neither is there."""
+    """Return the sha256 of the tokenizer: from the manifest, else of the configured file; empty if
+    neither exists.
+    """
     for source in config.data.train:
         manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
         if manifest is not None:
@@ -190,7 +203,7 @@ EXPORTED_KEYS = ("step", "loss", "step_seconds", "valid_loss")
 
 
 class Step(NamedTuple):
-    """A training step that was logged; ``seconds`` stand for all steps since the one logged before."""
+    """A logged training step; ``seconds`` cover all steps since the previously logged one."""
 
     step: int
     loss: float
@@ -199,9 +212,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A run as it was logged: steps and validations in order, each step once. ``place`` is for messages.
+    """A logged run: steps and validations in order, each step once. ``place`` is for messages.
 
-    ``unfinished`` says in words why the run is not complete; empty where it is.
+    ``unfinished`` is the reason why the run is not complete; empty if it is.
     """
 
     place: str
@@ -213,7 +226,7 @@ class Record:
     directory: Path | None = None
 
     def check(self) -> None:
-        """Raises ConfigError where a complete run has no loss, or a loss that is no number."""
+        """Raise ConfigError if a complete run has no loss, or a loss that is not a number."""
         last = Schedule.of(self.config).steps
         if not self.validations or (not self.unfinished and self.validations[-1][0] != last):
             raise ConfigError(
@@ -229,9 +242,9 @@ class Record:
 
 
 def read_directory(folder: Path) -> Record | None:
-    """The run in a directory; None where none was started there.
+    """Return the run in a directory, or None if no run was started in it.
 
-    Raises ConfigError (its configuration is not one that this code knows), StorageError.
+    Raises ConfigError (this code does not support its configuration), StorageError.
     """
     if not (folder / "config.yaml").is_file():
         return None
@@ -267,9 +280,10 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
 
 
 def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Record | None:
-    """A fork's record with its trunk's steps and validations before its own, None where there is no trunk; a straight run's as it is.
+    """Return a fork's record with the steps and validations of its trunk before its own, None
+    without the trunk; other records unchanged.
 
-    Raises ConfigError (it began elsewhere than the study plans now).
+    Raises ConfigError (its start differs from the study's plan).
     """
     fork = record.config.checkpoint.fork
     if fork is None:
@@ -295,10 +309,12 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
 
 
 def read_export(path: Path) -> dict[str, Record]:
-    """Name of the run -> record, of a JSON-lines export: a line a run, {"name", "config", "history"} as docs/scaling.md makes it.
+    """Return run name -> record of a JSON-lines export with one line per run, {"name", "config",
+    "history"}, as docs/scaling.md creates it.
 
-    The logger writes every ``log.interval`` steps, so training losses and seconds are means over the steps that it wrote. Raises
-    ConfigError (a line is no such object, lacks a key, or a run is there twice), StorageError.
+    The logger writes every ``log.interval`` steps, so training losses and seconds are means over
+    these steps. Raises ConfigError (a line is not such an object, lacks a key, or a run occurs
+    twice), StorageError.
     """
     records: dict[str, Record] = {}
     for number, line in enumerate(read_lines(path), 1):
@@ -360,7 +376,9 @@ def _exported(where: str, line: str) -> Record:
 
 
 def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
-    """The rows' numbers: Weights & Biases writes what is not finite as text, and null where a row has no such value."""
+    """Yield the numbers of the rows: Weights & Biases writes non-finite values as text, and null
+    for absent values.
+    """
     for number, row in enumerate(history):
         if (
             isinstance(row, dict) and "_step" in row
@@ -380,7 +398,9 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[dict[str, object]]:
-    """The table's rows of a run, one a validation; the last of a complete run is final. Rows that have no finite loss are left out."""
+    """Return the table's rows of a run, one per validation; the last one of a complete run is
+    final. Rows without a finite loss are omitted.
+    """
     config, schedule = record.config, Schedule.of(record.config)
     per_token = flops_per_token(config)
     same: dict[str, object] = {

@@ -1,6 +1,8 @@
-"""The words and tables of a study's report: what was asked, the runs, the laws with their intervals, the statements; as HTML and Markdown.
+"""Texts and tables of a study's report: the question, the runs, the laws with intervals, the
+statements; as HTML and Markdown.
 
-Everything is said by the fit; nothing is computed here but sums, and the optimum at the largest budget.
+All values come from the fit; only sums and the optimum at the largest budget are computed in this
+module.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _CAPTIONS = {
 
 
 class Listing(NamedTuple):
-    """A table of text: its title, its header, its rows."""
+    """A table of text: its title, header and rows."""
 
     title: str
     header: list[str]
@@ -54,7 +56,9 @@ def report_of(
     collected: Collected | None,
     words: Sequence[str],
 ) -> Report:
-    """What the templates say of a fitted study; ``words``: its file and the results where they were named, as a reader would type them."""
+    """Return the values of the templates for a fitted study. ``words``: the study's file, and the
+    results if given, as a reader would type them.
+    """
     final = table[table["final"]]
     commands = [(verb, words[:1]) for verb in ("plan", "run")] + [
         (verb, words) for verb in ("collect", "fit", "plot")
@@ -74,7 +78,7 @@ def report_of(
 
 
 def render_html(report: Report, pictures: dict[str, bytes]) -> str:
-    """The report as one HTML file that needs nothing else."""
+    """Return the report as one self-contained HTML file."""
     images = [
         (name, base64.b64encode(content).decode(), _CAPTIONS[name])
         for name, content in pictures.items()
@@ -83,7 +87,7 @@ def render_html(report: Report, pictures: dict[str, bytes]) -> str:
 
 
 def render_summary(report: Report, pictures: Sequence[str]) -> str:
-    """The main table, the statements and the pictures beside it as Markdown."""
+    """Return the main table, the statements and references to the pictures as Markdown."""
     return _template("summary.md.j2").render(
         report=report, images=[(name, _CAPTIONS[name]) for name in pictures]
     )
@@ -104,14 +108,14 @@ def _template(name: str) -> jinja2.Template:
 
 
 def number(value: float) -> str:
-    """Four significant digits; a power of ten beyond 1e5 and below 1e-3."""
+    """Format with four significant digits; as a power of ten above 1e5 and below 1e-3."""
     if not (abs(value) >= 1e5 or 0 < abs(value) < 1e-3):
         return f"{value:.4g}"
     return f"{value:.3e}".replace("e+", "e").replace("e0", "e").replace("e-0", "e-")
 
 
 def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> str:
-    """A number with its interval: 0.49 (0.45–0.53); – where there is none."""
+    """Format a number with its interval: 0.49 (0.45–0.53); – for None."""
     return "–" if value is None else value.text(text, " (no interval)")
 
 
@@ -158,7 +162,7 @@ def _asked(
 
 
 def statements(fit: StudyFit) -> Iterator[str]:
-    """Comparisons first, then each variant's frontier."""
+    """Yield the comparisons, then each variant's frontier."""
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
         exponents = {}
@@ -179,7 +183,7 @@ def statements(fit: StudyFit) -> Iterator[str]:
 
 
 def notes(fit: StudyFit) -> list[str]:
-    """What the fit says of itself and of its variants."""
+    """Return the notes of the fit and of its variants."""
     return [
         *fit.notes,
         *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes),
@@ -187,7 +191,9 @@ def notes(fit: StudyFit) -> list[str]:
 
 
 def listings(fit: StudyFit, final: pd.DataFrame | None = None) -> list[Listing]:
-    """The tables of all that was fitted; with the ``final`` runs also the optima at the largest compute measured."""
+    """Return the tables of all fits; with the ``final`` runs also the optima at the largest
+    measured compute.
+    """
     optima = [_optima(fit, final)] if final is not None else []
     return [
         law
@@ -313,7 +319,9 @@ def _rates(fit: StudyFit) -> Listing:
 
 
 def _best(fit: StudyFit, final: pd.DataFrame) -> Listing:
-    """The least loss measured, a row a length (budget, else tokens), a column a variant."""
+    """Return the lowest measured loss, one row per length (budget, else tokens), one column per
+    variant.
+    """
     by_budget = bool(final["budget"].notna().all())
     rows = []
     for length, group in final.groupby("budget" if by_budget else "tokens"):

@@ -1,8 +1,9 @@
-"""What the fits of a study found: the numbers of ``fit.json``, and what follows from them without fitting again.
+"""Results of a study's fits: the numbers of ``fit.json``, and predictions from them without fitting
+again.
 
-Dataclasses that write themselves as JSON and read themselves back, and the questions asked of them: `predict_loss`, `optimal`,
-`PowerLaw.at`, `PowerLaw.band`, `ParametricFit.loss`, `ParametricFit.band`. Losses are nats a token, N parameters, D tokens, C FLOPs.
-No torch, no scipy, no files but ``fit.json``.
+Dataclasses that are written to and read from JSON, with `predict_loss`, `optimal`, `PowerLaw.at`,
+`PowerLaw.band`, `ParametricFit.loss`, `ParametricFit.band`. Losses are nats per token, N
+parameters, D tokens, C FLOPs. No torch, no scipy, no files except ``fit.json``.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ FORMAT = 2  # of fit.json
 
 @dataclass(frozen=True)
 class Parabola:
-    """Loss against log N in one budget: ``c0 + c1 log N + c2 (log N)^2``, natural logarithms, and its minimum.
+    """Loss against log N in one budget: ``c0 + c1 log N + c2 (log N)^2``, natural logarithms, and
+    its minimum.
 
     Attributes:
-        inside: the minimum lies between the smallest and the largest size measured; only such minima make the frontier.
-        runs: the runs it went through, one a size.
+        inside: the minimum is between the smallest and the largest measured size; only such minima
+        form the frontier. runs: the fitted runs, one per size.
     """
 
     budget: float
@@ -44,7 +46,7 @@ class Parabola:
     runs: list[str]
 
     def at(self, n: ArrayLike) -> Array:
-        """The parabola's loss at N parameters."""
+        """Return the parabola's loss at N parameters."""
         x = np.log(np.asarray(n, dtype=np.float64))
         c0, c1, c2 = self.coefficients
         return c0 + c1 * x + c2 * x * x
@@ -52,11 +54,13 @@ class Parabola:
 
 @dataclass(frozen=True)
 class IsoFlopFit:
-    """Approach 2 of Hoffmann et al. (arXiv 2203.15556, section 3.2): the budgets' minima and the power laws through them.
+    """Approach 2 of Hoffmann et al. (arXiv 2203.15556, section 3.2): the minima of the budgets and
+    the power laws through them.
 
     Attributes:
-        n_opt, d_opt, loss: N_opt, D_opt and the least loss against FLOPs; None where fewer than two budgets have a minimum inside.
-        resamples, failed: bootstrap resamples asked for, and those of them that had no frontier.
+        n_opt, d_opt, loss: N_opt, D_opt and the lowest loss against FLOPs; None if fewer than two
+        budgets have a minimum inside. resamples, failed: requested bootstrap resamples, and those
+        without a frontier.
     """
 
     parabolas: list[Parabola]
@@ -73,13 +77,14 @@ class ParametricFit:
     """Approach 3 of Hoffmann et al. (section 3.3): ``L = E + A/N^alpha + B/D^beta``.
 
     Attributes:
-        k, phi: ``C = k N^phi D``, least squares through the logarithms of the runs' own FLOPs a token; 6 and 1 where C = 6 N D, another
-            power in small models, where embeddings, attention and a shape rule's layers weigh.
-        a, b: exponents of the optimal N and D in C: beta / (alpha + phi beta), alpha / (alpha + phi beta); equation 4 at phi = 1.
-        noise: how far a run lies from the law: standard deviation of log loss, degrees of freedom taken off.
-        objective: the sum of Huber losses at the minimum; agreeing of the starts ended in it.
-        on_bound: converged resamples that have a parameter at the end of its range; they are among the draws.
-        draws: (E, A, B, alpha, beta), one a resample that converged.
+        k, phi: ``C = k N^phi D``, least squares through the logarithms of the FLOPs per token of
+        the runs; 6 and 1 if C = 6 N D; different in small models, where embeddings, attention and
+        the number of layers by the shape rule matter. a, b: exponents of the optimal N and D in C:
+        beta / (alpha + phi beta), alpha / (alpha + phi beta); equation 4 at phi = 1. noise: scatter
+        of the runs about the law: standard deviation of log loss, corrected for degrees of freedom.
+        objective: the sum of Huber losses at the minimum; ``agreeing`` of the ``starts`` ended in
+        it. on_bound: converged resamples with a parameter at the end of its range; they are among
+        the draws. draws: (E, A, B, alpha, beta), one per converged resample.
     """
 
     E: Estimate
@@ -104,14 +109,14 @@ class ParametricFit:
     draws: list[tuple[float, float, float, float, float]] = field(default_factory=list)
 
     def loss(self, n: ArrayLike, d: ArrayLike) -> Array:
-        """The law's loss at N parameters and D tokens."""
+        """Return the law's loss at N parameters and D tokens."""
         n, d = np.asarray(n, dtype=np.float64), np.asarray(d, dtype=np.float64)
         return (
             self.E.value + self.A.value * n**-self.alpha.value + self.B.value * d**-self.beta.value
         )
 
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
-        """(low, high) of the law itself at each point; None without draws."""
+        """Return (low, high) of the law itself at each point; None without draws."""
         if not self.draws:
             return None
         e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
@@ -123,14 +128,16 @@ class ParametricFit:
 
     @property
     def values(self) -> Array:
-        """(E, A, B, alpha, beta) as the one row ``[1, 5]``; the draws are many."""
+        """Return (E, A, B, alpha, beta) as one row ``[1, 5]``, in the format of the draws."""
         return np.array([[one.value for one in (self.E, self.A, self.B, self.alpha, self.beta)]])
 
     def best(self, parameters: ArrayLike, flops: float) -> tuple[Array, Array]:
-        """N and D ``[r]`` of the least loss for ``flops``, by each row (E, A, B, alpha, beta) of ``parameters`` ``[r, 5]``.
+        """Return N and D ``[r]`` with the lowest loss for ``flops``, for each row (E, A, B, alpha,
+        beta) of ``parameters`` ``[r, 5]``.
 
-        Where the derivative along ``C = k N^phi D`` vanishes: ``N = G (C/k)^a``, ``D = (C/k)^b / G^phi`` with
-        ``G = (alpha A / (phi beta B))^(1 / (alpha + phi beta))``; Hoffmann et al.'s equation 4 at phi = 1.
+        This is the zero of the derivative along ``C = k N^phi D``: ``N = G (C/k)^a``, ``D = (C/k)^b
+        / G^phi`` with ``G = (alpha A / (phi beta B))^(1 / (alpha + phi beta))``; equation 4 of
+        Hoffmann et al. at phi = 1.
         """
         _, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
         n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (
@@ -140,7 +147,7 @@ class ParametricFit:
 
     @property
     def frontier(self) -> PowerLaw:
-        """The least loss for C FLOPs, ``E + K C^-p``, its draws those of the law."""
+        """Return the lowest loss for C FLOPs, ``E + K C^-p``, with the draws of the law."""
 
         def rows(parameters: ArrayLike) -> list[tuple[float, float, float]]:
             e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
@@ -156,12 +163,13 @@ class ParametricFit:
 
 @dataclass(frozen=True)
 class LearningRateOptimum:
-    """One size's losses against the learning rate and their minimum by Akima interpolation over log rate.
+    """Losses of one size against the learning rate, and their minimum by Akima interpolation over
+    log rate.
 
     Attributes:
-        rates, losses: the measured points, rising in rate; losses are means over the seeds.
-        curve: (rate, loss) along the interpolation, for the picture.
-        edge: the least loss is at the smallest or largest rate: the optimum lies there or beyond, and the power law leaves it out.
+        rates, losses: the measured points, increasing in rate; losses are means over the seeds.
+        curve: (rate, loss) along the interpolation, for the picture. edge: the lowest loss is at
+        the smallest or largest rate: the optimum is there or beyond, and the power law omits it.
     """
 
     width: int | None
@@ -177,7 +185,9 @@ class LearningRateOptimum:
 
 @dataclass(frozen=True)
 class LearningRateFit:
-    """Optimal learning rates of the sizes and ``rate = k size^exponent`` through them (None with fewer than two inner optima)."""
+    """Optimal learning rates of the sizes and ``rate = k size^exponent`` through them (None with
+    fewer than two inner optima).
+    """
 
     optima: list[LearningRateOptimum]
     by_parameters: PowerLaw | None
@@ -186,7 +196,9 @@ class LearningRateFit:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A law fitted without one budget, and how it then predicts that budget's runs: |predicted - loss| / loss."""
+    """A law fitted without one budget, and its errors on the runs of that budget: |predicted -
+    loss| / loss.
+    """
 
     budget: float
     runs: int
@@ -197,7 +209,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Residual:
-    """A run against the parametric law; ``relative`` = loss / predicted - 1."""
+    """Deviation of a run from the parametric law; ``relative`` = loss / predicted - 1."""
 
     run: str
     n: float
@@ -211,7 +223,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class VariantFit:
-    """All that was fitted to one variant's runs; what could not be is None and a line of ``notes`` says why."""
+    """All fits of one variant's runs; an impossible fit is None, with its reason in ``notes``."""
 
     name: str
     runs: int
@@ -223,7 +235,9 @@ class VariantFit:
     notes: list[str] = field(default_factory=list)
 
     def least_loss(self, method: str) -> PowerLaw | None:
-        """The least loss for C FLOPs by ``method`` ("isoflop" or "parametric"), where it has such a law."""
+        """Return the lowest loss for C FLOPs by ``method`` ("isoflop" or "parametric"), or None
+        without such a law.
+        """
         if method == "isoflop":
             return self.isoflop.loss if self.isoflop else None
         return self.parametric.frontier if self.parametric else None
@@ -231,7 +245,9 @@ class VariantFit:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """The share of the baseline's FLOPs with which the variant reaches the loss the baseline has at ``flops``; below 1 is better."""
+    """Share of the baseline's FLOPs with which the variant reaches the baseline's loss at
+    ``flops``; below 1 is better.
+    """
 
     flops: float
     loss: float
@@ -243,8 +259,8 @@ class Comparison:
     """A variant against the baseline by one method ("isoflop" or "parametric").
 
     Attributes:
-        overall: geometric mean over the budgets; None where the two never reach a common loss.
-        words: the statement for a person, which says so in that case too.
+        overall: geometric mean over the budgets; None if the two have no common loss.
+        words: the statement for a reader, also in that case.
     """
 
     variant: str
@@ -257,12 +273,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class StudyFit:
-    """The content of ``fit.json``.
+    """Content of ``fit.json``.
 
     Attributes:
-        parameters: which N the laws are in: "total" or "non_embedding".
+        parameters: the N of the laws: "total" or "non_embedding".
         interval: level of every interval.
-        source: what was read: the table's path.
+        source: path of the table.
     """
 
     study: str
@@ -275,7 +291,9 @@ class StudyFit:
     format: int = FORMAT
 
     def fitted(self, what: str) -> dict[str, Any]:
-        """Variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate"), of those that have one."""
+        """Return variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate") for
+        variants that have one.
+        """
         return {
             name: found
             for name, variant in self.variants.items()
@@ -285,7 +303,9 @@ class StudyFit:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best N and D for a number of FLOPs, by ``method`` ("parametric" or "isoflop"), and the loss there."""
+    """The best N and D for a number of FLOPs by ``method`` ("parametric" or "isoflop"), and the
+    loss at that point.
+    """
 
     flops: float
     n: Estimate
@@ -295,10 +315,11 @@ class Optimum:
 
 
 def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
-    """The loss of one run with N parameters on D tokens by the parametric law.
+    """Return the loss of one run with N parameters on D tokens by the parametric law.
 
-    The interval is a run's: the law's uncertainty (percentiles over the draws) and a run's scatter about the law, both in log loss,
-    added in quadrature. Raises ConfigError (the variant has no parametric law).
+    The interval is that of a run: the law's uncertainty (percentiles over the draws) and a run's
+    scatter about the law, both in log loss, added in quadrature. Raises ConfigError (the variant
+    has no parametric law).
     """
     law = fit.parametric
     if law is None:
@@ -319,10 +340,10 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
 
 
 def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum:
-    """The N and D that give the least loss for ``flops``, and that loss.
+    """Return the N and D with the lowest loss for ``flops``, and that loss.
 
-    By the parametric law where there is one (`ParametricFit.best`), else by the isoFLOP frontier's power laws; ``method`` asks for one.
-    Raises ConfigError (the variant has no such fit).
+    Uses the parametric law if it exists (`ParametricFit.best`), else the power laws of the isoFLOP
+    frontier; ``method`` selects one. Raises ConfigError (the variant has no such fit).
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
@@ -344,7 +365,7 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
 
 
 def load_fit(path: Path) -> StudyFit:
-    """Reads ``fit.json``. Raises ConfigError (it is not there, or no fit of this format), StorageError."""
+    """Read ``fit.json``. Raises ConfigError (missing, or not a fit of this format), StorageError."""
     if not path.exists():
         raise ConfigError(f"{path}: not there; python -m tools.scaling fit STUDY.yaml writes it")
     with files_told():
@@ -361,7 +382,9 @@ def load_fit(path: Path) -> StudyFit:
 
 
 def save_fit(fit: StudyFit, path: Path) -> None:
-    """Writes ``fit.json``, whole or not at all. Raises ConfigError (the folder cannot be written), StorageError."""
+    """Write ``fit.json`` atomically. Raises ConfigError (the folder cannot be written),
+    StorageError.
+    """
     make_folder(path.parent)
     with files_told():
         write_whole(path, json.dumps(asdict(fit), separators=(",", ":"), allow_nan=False) + "\n")
@@ -377,7 +400,9 @@ def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:
 
 
 def built(hint: Any, value: Any) -> Any:
-    """The values of JSON as the type they were of; TypeError, KeyError or ValueError where they do not fit it."""
+    """Convert JSON values to the type of ``hint``; raises TypeError, KeyError or ValueError if they
+    do not fit.
+    """
     if is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return typing.cast(type, hint)(

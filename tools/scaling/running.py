@@ -1,9 +1,10 @@
-"""``run``: train what is not done yet of a study, through `python -m launch sweep`: a Slurm array, or so many at once on this machine.
+"""``run``: train the unfinished runs of a study through `python -m launch sweep`: a Slurm array, or
+several at once on this machine.
 
     run STUDY.yaml [--cluster PROFILE.yaml] [--at-once K] [--nodes N] [--dry-run]
 
-The same command given again skips what is done and continues what was stopped from its checkpoints. Ctrl-C saves and ends; failed runs are
-named at the end.
+The same command skips finished runs and continues stopped ones from their checkpoints. Ctrl-C saves
+and ends; failed runs are listed at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line; all but the study is handed to launch."""
+    """Add the verb's arguments; all but the study are passed to launch."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
     parser.add_argument(
         "--cluster",
@@ -103,7 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Plan, then train what is not done: launch's exit code, 1 where a run failed, 130 where a signal ended it. Raises ConfigError."""
+    """Plan, then train the unfinished runs. Return launch's exit code: 1 if a run failed, 130 if a
+    signal ended it. Raises ConfigError.
+    """
     study = load_study(arguments.study)
     runs = plan_study(study)
     local = is_local(Path(arguments.cluster))
@@ -126,7 +129,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _start(
     study: Study, runs: Sequence[PlannedRun], arguments: argparse.Namespace, local: bool
 ) -> tuple[int, bool]:
-    """Hand the runs to launch, forks after their trunks: (its first exit code that is not 0, whether a signal came)."""
+    """Pass the runs to launch, forks after their trunks. Return (its first nonzero exit code,
+    whether a signal arrived).
+    """
     environment, progress, code, came = _environment(), Progress(study, runs), 0, False
     if (
         local and not arguments.dry_run
@@ -168,16 +173,17 @@ def _start(
 
 
 def run_list(runs: Sequence[PlannedRun]) -> str:
-    """The runs as a list that `launch sweep` reads: a line a run, its name and its settings."""
+    """Return the runs as a list for `launch sweep`: one line per run with its name and settings."""
     return "".join(f"{run.name}: {shlex.join(run.settings)}\n" for run in runs)
 
 
 def launch_command(
     study: Study, arguments: argparse.Namespace, listed: str, after: Sequence[str] = ()
 ) -> list[str]:
-    """`python -m launch sweep` for a study; on Slurm its runs start when those in the directories ``after`` have ended well.
+    """Return the `python -m launch sweep` command for a study; on Slurm its runs start after those
+    in the directories ``after`` succeeded.
 
-    Raises ConfigError where the processes cannot be spread over the nodes.
+    Raises ConfigError if the processes cannot be distributed over the nodes.
     """
     processes, nodes = study.cluster.processes, arguments.nodes
     if nodes < 1 or processes % nodes:
@@ -211,7 +217,9 @@ def launch_command(
 
 
 def is_local(profile: Path) -> bool:
-    """Whether a cluster profile, or one that it is based on, is of this machine. Raises ConfigError."""
+    """Return True if a cluster profile, or one of its bases, describes this machine. Raises
+    ConfigError.
+    """
     if not profile.exists() and (PROFILES / f"{profile}.yaml").is_file():
         profile = PROFILES / f"{profile}.yaml"
     for _ in range(len(list(PROFILES.glob("*.yaml"))) + 1):
@@ -228,7 +236,7 @@ def is_local(profile: Path) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """The user's, with the checkout's modules to be found from every folder."""
+    """Return the user's environment with the checkout on the module path."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -240,7 +248,9 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Progress:
-    """How far a study is, told by launch, and how long the rest will take at the pace since this began."""
+    """Progress of a study as reported by launch, and the remaining time at the average rate since
+    the start of this command.
+    """
 
     study: Study
     runs: Sequence[PlannedRun]
@@ -248,7 +258,7 @@ class Progress:
     at_first: float | None = None  # share done when this began
 
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
-        """One line, from how the runs stand."""
+        """Return one line from the states of the runs."""
         done = [rows.get(run.name, {}).get("state") == "finished" for run in self.runs]
         steps = [
             max(0, (rows.get(run.name, {}).get("step") or 0) - run.begin_step) for run in self.runs
@@ -275,7 +285,7 @@ class Progress:
 
 
 def standings(study: Study) -> dict[str, dict[str, Any]] | None:
-    """Run -> how it stands, by `launch status`; None where launch knows nothing of the study (yet)."""
+    """Return run -> state from `launch status`; None if launch does not know the study (yet)."""
     command = [sys.executable, "-m", "launch", "status", study.directory, "--json"]
     try:
         done = subprocess.run(
@@ -293,7 +303,7 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
 
 
 def _tied(parent: int) -> None:
-    """What launch's process does between fork and exec: ask for SIGTERM at its parent's death."""
+    """Request SIGTERM at the parent's death, in launch's process between fork and exec."""
     _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
     if os.getppid() != parent:
         os._exit(1)
@@ -302,10 +312,10 @@ def _tied(parent: int) -> None:
 def _follow(
     command: Sequence[str], environment: dict[str, str], progress: Progress
 ) -> tuple[int, bool]:
-    """Run launch and tell from time to time how far it is: (its exit code, whether a signal came).
+    """Run launch and report progress. Return (its exit code, whether a signal arrived).
 
-    It has a session of its own and is handed every signal once: one to this process's whole group would otherwise reach it twice, and the
-    second means at once.
+    launch has its own session and receives every signal once: a signal to this process group would
+    otherwise reach it twice, and a second signal ends it at once.
     """
     came, handed, told = list[int](), 0, time.monotonic()
 
@@ -331,7 +341,7 @@ def _follow(
 
 
 def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local: bool) -> int:
-    """Say what is done and what failed; the exit code."""
+    """Report finished and failed runs; return the exit code."""
     rows = standings(study)
     if rows is None:
         if code:  # launch refused, in a line of its own

@@ -1,6 +1,7 @@
-"""A study, as its YAML says it: what is compared, at which sizes, for how long; read strictly. No numpy, no torch.
+"""Study files: what is compared, at which sizes and lengths; the strict reader of their YAML. No
+numpy, no torch.
 
-The keys and their meaning are the fields of `Study`. Which runs a study makes is ``planning``'s business.
+The fields of `Study` are the keys and their documentation. ``planning`` creates the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ APPROACHES = ("isoflop", "parametric")
 
 
 def _sizes(node: Node) -> Node:
-    """Widths, or ``{parameters: [...]}``, as mappings."""
+    """Convert widths, or ``{parameters: [...]}``, to mappings."""
     values, key = node.value, "width"
     if isinstance(values, dict) and set(values) == {"parameters"}:
         values, key = values["parameters"].value, "parameters"
@@ -33,7 +34,7 @@ def _sizes(node: Node) -> Node:
 
 
 def _budgets(node: Node) -> Node:
-    """FLOPs as mappings."""
+    """Convert FLOPs to mappings."""
     return (
         replace(node, value=[_keyed(item, "flops") for item in node.value])
         if isinstance(node.value, list)
@@ -47,7 +48,7 @@ def _keyed(item: Node, key: str) -> Node:
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Knobs of `tools.scaling.fits`; the defaults are the ones of the papers."""
+    """Settings of `tools.scaling.fits`; the defaults are those of the papers."""
 
     approaches: tuple[str, ...] = setting(
         APPROACHES,
@@ -96,7 +97,7 @@ PLANNED = {
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """The rule from a width to a whole shape; a size that states a number of its own keeps it."""
+    """Rule from a width to a complete shape; explicit numbers of a size have precedence."""
 
     head_size: int = setting(
         64, "Width of a head: heads = width / head_size, which must be whole.", above=0
@@ -115,7 +116,9 @@ class ShapeRule:
 
 @dataclass(frozen=True)
 class Size:
-    """One size: a width, or the parameters that the nearest width of the rule is sought for."""
+    """One size: a width, or a number of parameters for which the nearest width of the rule is
+    searched.
+    """
 
     width: int | None = setting(None, "Width of the residual stream.", above=0)
     layers: int | None = setting(None, "Layers; null: by the rule.", above=0)
@@ -129,7 +132,7 @@ class Size:
 
     @property
     def told(self) -> str:
-        """The size in words."""
+        """Description of the size."""
         return (
             f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
         )
@@ -137,7 +140,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Budget:
-    """Training compute that several sizes are given."""
+    """Training compute for several sizes."""
 
     flops: float = setting(0.0, "Training FLOPs of a run.", above=0)
     sizes: tuple[Size, ...] = setting(
@@ -147,7 +150,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the expected hours of the plan rest on."""
+    """Assumptions for the expected hours of the plan."""
 
     processes: int = setting(1, "Processes a run, the world size.", above=0)
     at_once: int = setting(1, "Runs at the same time.", above=0)
@@ -161,7 +164,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Study:
-    """A scaling-law study. ``path`` is where it was read from; ``base``, ``directory`` and ``results`` can be opened as they stand."""
+    """A scaling-law study. ``path`` is its file; ``base``, ``directory`` and ``results`` are
+    resolved paths.
+    """
 
     name: str = setting("", "Name of the study; empty: the file's.")
     base: str = setting(
@@ -238,13 +243,13 @@ class Study:
 
     @property
     def least_steps(self) -> int:
-        """Fewest steps of a run, whose warm-up has at least one."""
+        """Fewest steps of a run, so that its warm-up has at least one step."""
         if self.warmup_steps is not None:
             return max(self.min_steps, self.warmup_steps + 1)
         return max(self.min_steps, math.ceil(1 / self.warmup) if self.warmup else 1)
 
     def warmup_of(self, steps: int) -> int:
-        """Steps of the warm-up of a run of so many steps."""
+        """Return the warm-up steps of a run with ``steps`` steps."""
         return (
             math.floor(self.warmup * steps + 0.5)
             if self.warmup_steps is None
@@ -253,23 +258,25 @@ class Study:
 
     @property
     def runs_csv(self) -> Path:
-        """The table that `fit` and `plot` read; `collect` writes it in results."""
+        """Table that `fit` and `plot` read; `collect` writes it to the results."""
         return self._read(TABLE)
 
     @property
     def fit_json(self) -> Path:
-        """What `plot` and `recommend` read; `fit` writes it in results."""
+        """Fit that `plot` and `recommend` read; `fit` writes it to the results."""
         return self._read(FIT)
 
     def _read(self, name: str) -> Path:
-        """A file of results, or its published namesake while the results hold neither it nor a table."""
+        """Return a file of the results, or the published one if the results contain neither it nor
+        a table.
+        """
         results = Path(self.results)
         own = not self.published or (results / name).exists() or (results / TABLE).exists()
         return (results if own else Path(self.published)) / name
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a verb that works on a study's results."""
+    """Add the arguments of a verb that works on a study's results."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
     parser.add_argument(
         "--results",
@@ -280,7 +287,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 
 
 def study_of(arguments: argparse.Namespace) -> Study:
-    """The study that `add_study`'s arguments name. Raises as `load_study`."""
+    """Return the study named by the arguments of `add_study`. Raises as `load_study`."""
     study = load_study(arguments.study)
     return (
         study
@@ -290,9 +297,10 @@ def study_of(arguments: argparse.Namespace) -> Study:
 
 
 def load_study(path: str | Path) -> Study:
-    """The study in a YAML file, checked by itself: no run is planned.
+    """Read and check a study file; no run is planned.
 
-    Raises ConfigError (a key is unknown, a value has the wrong type or contradicts another), StorageError.
+    Raises ConfigError (an unknown key, a value with a wrong type or in contradiction to another),
+    StorageError.
     """
     path = Path(path)
     study = load(Study, path)
@@ -380,7 +388,7 @@ def _check_lists(study: Study) -> None:
 
 
 def _check_lengths(study: Study) -> None:
-    """Exactly one way to say how long the runs are, and no length twice."""
+    """Check that exactly one key defines the lengths of the runs, and that no length occurs twice."""
     ways = [key for key in ("budgets", "tokens", "tokens_per_parameter") if getattr(study, key)]
     if len(ways) != 1:
         told = (
@@ -426,7 +434,7 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
 
 
 def _repeated(values: Iterable[Any]) -> Any:
-    """The first value that was there before; None where all differ."""
+    """Return the first repeated value, or None."""
     seen = set()
     for value in values:
         if value in seen:

@@ -1,6 +1,8 @@
-"""The table of a study, runs.csv: a row a validation of a run. Its columns and types, strict reading, atomic writing. No torch.
+"""Table of a study, runs.csv, with one row per validation of a run: columns and types, strict
+reading, atomic writing. No torch.
 
-What ``collect`` writes and ``fit``, ``plot`` and ``recommend`` read; a table of published data with the five columns REQUIRED is read too.
+``collect`` writes it; ``fit``, ``plot`` and ``recommend`` read it. A table of published data needs
+only the five columns REQUIRED.
 """
 
 from __future__ import annotations
@@ -54,18 +56,19 @@ _MAKE = "make it with: python -m tools.scaling collect STUDY.yaml"
 
 
 def as_table(rows: list[dict[str, object]]) -> pd.DataFrame:
-    """Rows with all COLUMNS as a table of the fixed types, in the fixed order; None is missing."""
+    """Convert rows with all COLUMNS to a table of fixed types and order; None is missing."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype({column: _PANDAS[kind] for column, kind in COLUMNS.items()})
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """The table at ``path``, all COLUMNS with their types: CSV, or Parquet by its suffix.
+    """Read the table at ``path`` with all COLUMNS and their types: CSV, or Parquet by its suffix.
 
-    A foreign table needs the REQUIRED columns alone; a row is then a run of its own, complete, and what it does not tell is missing
-    (``<NA>``, NaN or empty). Whole numbers may be written as 4.4e7. Columns that are not COLUMNS are refused, not passed over. Raises
-    ConfigError (a column is missing or unknown, a cell is missing or of the wrong kind, a loss is not a positive number, a run has a step
-    twice or two last rows, two runs have one configuration hash, or data or tokenizers are mixed), StorageError.
+    A foreign table needs only the REQUIRED columns; each row is then a complete run, and other
+    values are missing (``<NA>``, NaN or empty). Integers may be written as 4.4e7. Columns that are
+    not in COLUMNS are refused. Raises ConfigError (a column is missing or unknown, a cell is
+    missing or of the wrong kind, a loss is not a positive number, a run has a step twice or two
+    last rows, two runs have one configuration hash, or data or tokenizers are mixed), StorageError.
     """
     path = Path(path)
     raw = _raw(path)
@@ -95,7 +98,9 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def check_table(frame: pd.DataFrame, path: Path) -> None:
-    """Raises ConfigError for what no single cell knows; rows are named as ``path``'s lines, the header is line 1."""
+    """Raise ConfigError for faults that involve several cells; rows are numbered as lines of
+    ``path``, the header is line 1.
+    """
     if not len(frame):
         raise ConfigError(f"{path}: the table has no rows; {_MAKE}")
     again = frame[frame["step"].notna() & frame.duplicated(["run", "step"])]
@@ -120,7 +125,7 @@ def check_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def _check_hashes(frame: pd.DataFrame, path: Path) -> None:
-    """Two runs of one configuration would count one result twice."""
+    """Raise ConfigError for two runs with one configuration, which would count one result twice."""
     names: dict[str, str] = {}
     for name, identity in zip(frame["run"], frame["config_hash"], strict=True):
         other = names.setdefault(identity, name)
@@ -132,14 +137,14 @@ def _check_hashes(frame: pd.DataFrame, path: Path) -> None:
 
 
 def final_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last row of every complete run, in the table's order, numbered from 0."""
+    """Return the last row of every complete run, in the table's order, numbered from 0."""
     return frame[frame["final"]].reset_index(drop=True)
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Writes the table beside ``path``, then renames it: CSV whose numbers read back exactly, or Parquet by the suffix.
+    """Write the table atomically: CSV whose numbers read back exactly, or Parquet by the suffix.
 
-    Raises ConfigError (the path is wrong), StorageError.
+    Raises ConfigError (the path is invalid), StorageError.
     """
     path, content = Path(path), io.BytesIO()
     if path.suffix in _PARQUET:
@@ -150,14 +155,16 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a whole file or leaves the old one, and makes its folder. Raises ConfigError (the path is wrong), StorageError."""
+    """Write a file atomically and create its folder. Raises ConfigError (the path is invalid),
+    StorageError.
+    """
     make_folder(path.parent)
     with files_told():
         write_whole(path, content)
 
 
 def _raw(path: Path) -> pd.DataFrame:
-    """CSV as text, so that every cell can be named; Parquet as it is."""
+    """Read CSV as text, so that messages can name every cell; read Parquet unchanged."""
     try:
         if path.suffix in _PARQUET:
             with path.open("rb") as file:
@@ -193,7 +200,7 @@ def _check_columns(path: Path, found: list[str]) -> None:
 
 
 def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
-    """A cell as its column's kind; a wrong one is named by line and column. Raises ConfigError."""
+    """Convert a cell to its column's kind; errors name line and column. Raises ConfigError."""
     where = f"{path}: line {line}: {name}"
     missing = (
         cell is None
@@ -234,7 +241,7 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
 
 
 def _number(cell: object) -> int | float | None:
-    """A cell as a number, whole ones exactly; None where it is none."""
+    """Convert a cell to a number, integers exactly; None if it is not a number."""
     for kind in (int, float):
         with suppress(ValueError):  # True and False are neither
             return kind(str(cell))

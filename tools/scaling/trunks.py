@@ -1,7 +1,8 @@
-"""Trunks: of the runs that differ in length alone the longest is trained whole, the others as forks of it from where they decay. No torch.
+"""Trunks: of runs that differ only in length the longest is trained completely, the others as forks
+of it from the start of their decay. No torch.
 
-Under WSD, with a warm-up in steps, a run does not know its length before its decay begins: until then it is the longer run to the last bit
-(`pretrain --fork`; Hägele et al. 2024, arXiv 2405.18392).
+With WSD and a warm-up in steps, a run does not depend on its length before its decay begins: until
+then it equals the longer run bit for bit (`pretrain --fork`; Hägele et al. 2024, arXiv 2405.18392).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 
 def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs in their order; those that a longer one begins like are forks of it.
+    """Return the runs in their order; runs with the same beginning as a longer one become forks of
+    it.
 
-    Raises ConfigError (a schedule is not wsd, data is read more than once, pretrain refuses a fork).
+    Raises ConfigError (a schedule is not wsd, data is read more than once, pretrain refuses a
+    fork).
     """
     same: dict[tuple[Any, ...], list[PlannedRun]] = {}
     made: dict[str, PlannedRun] = {}
@@ -43,13 +46,15 @@ def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def begins_at(fork: str | None) -> tuple[str, int]:
-    """(a run's name, the step) of a run's checkpoint, checkpoint.fork; ("", 0) of none, another place as it is."""
+    """Return (a run's name, the step) of a run's checkpoint in checkpoint.fork; ("", 0) for None,
+    other values unchanged.
+    """
     found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
     return (found[1], int(found[2])) if found else (fork or "", 0)
 
 
 def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
-    """A trunk that keeps the checkpoints where its forks begin."""
+    """Return a trunk that keeps the checkpoints from which its forks start."""
     config, facts = _prepared(planner, trunk)
     _check_order(planner, trunk, config, facts)
     return replace(
@@ -80,7 +85,7 @@ def _prepared(planner: Planner, run: PlannedRun) -> tuple[RunConfig, DataFacts |
 
 
 def _decay_begins(planner: Planner, run: PlannedRun) -> int:
-    """The step after which a run decays. Raises ConfigError where its schedule says none."""
+    """Return the step after which a run decays. Raises ConfigError if its schedule has none."""
     config = planner.read(f"run {run.name}", run.settings)
     if config.optimizer.schedule != "wsd":
         raise ConfigError(
@@ -98,7 +103,9 @@ def _decay_begins(planner: Planner, run: PlannedRun) -> int:
 def _check_order(
     planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None
 ) -> None:
-    """Raises ConfigError where a trunk reads data again: their order then follows from its length, which is not its forks'."""
+    """Raise ConfigError if a trunk reads data more than once: the order then depends on its length,
+    which differs from its forks'.
+    """
     if facts is None or config.data.packing == "best_fit":
         return
     total = sum(source.weight for source in config.data.train)

@@ -1,7 +1,9 @@
-"""The examples of the suite ``quick``: small questions about Python, made from templates, the same on every machine and in every year.
+"""Examples of the suite ``quick``: small questions about Python from templates, equal on every
+machine and in every Python version.
 
-The harness loads this file by its path and calls the functions that the YAMLs beside it name; it must import no file of ours. The
-templates, and how lines that every Python programmer has read go on, are in items.json.
+The harness loads this file by its path and calls the functions that the YAML files in this folder
+name, so it must not import project files. The templates and the continuations of well-known lines
+are in items.json.
 """
 
 from __future__ import annotations
@@ -25,28 +27,30 @@ Rows = list[dict[str, Any]]
 
 
 class Draw:
-    """Choices from a seed by random() alone, whose sequence Python keeps from version to version."""
+    """Random choices from a seed that use only random(), whose sequence is stable over Python
+    versions.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def below(self, number: int) -> int:
-        """A whole number from 0, less than ``number``."""
+        """Return an integer from 0 to ``number`` - 1."""
         return int(self._random.random() * number)
 
     def some(self, words: list[str], number: int = 1) -> list[str]:
-        """So many of the words, each at most once."""
+        """Return ``number`` of the words without repetition."""
         left = list(words)
         return [left.pop(self.below(len(left))) for _ in range(number)]
 
     def choose(self, context: str, right: str, wrong: list[str]) -> dict[str, Any]:
-        """A row of multiple choice, its choices in a drawn order."""
+        """Return a multiple-choice row with its choices in random order."""
         choices = self.some([right, *wrong], 1 + len(wrong))
         return {"context": context, "choices": choices, "answer": choices.index(right)}
 
 
 def dataset(rows: Callable[[], Rows]) -> Callable[..., Any]:
-    """The rows as the harness takes them."""
+    """Wrap rows as a data set function of the harness."""
 
     @functools.wraps(rows)
     def given(**_: Any) -> Any:
@@ -59,7 +63,9 @@ def dataset(rows: Callable[[], Rows]) -> Callable[..., Any]:
 
 @dataset
 def brackets() -> Rows:
-    """Which brackets close what is open: four choices of three brackets each."""
+    """Return questions on the brackets that close the open ones: four choices of three brackets
+    each.
+    """
     draw, rows = Draw(1), Rows()
     while len(rows) < ITEMS:
         opened = [list(CLOSES)[draw.below(3)] for _ in range(3)]
@@ -74,7 +80,7 @@ def brackets() -> Rows:
 
 @dataset
 def keywords() -> Rows:
-    """Which word of Python comes next: four choices."""
+    """Return questions on the next word of Python code: four choices."""
     draw, rows, written = Draw(2), Rows(), WRITTEN["keywords"]
     for number in range(ITEMS):
         text, right, wrong = written[number % len(written)]
@@ -86,7 +92,9 @@ def keywords() -> Rows:
 
 @dataset
 def next_line() -> Rows:
-    """Which line comes next, with the names that stand before it: four choices of unlike length."""
+    """Return questions on the next line, with names of the lines before it: four choices of
+    different length.
+    """
     draw, rows, written = Draw(3), Rows(), WRITTEN["lines"]
     for number in range(ITEMS):
         at = number % len(written)
@@ -106,7 +114,9 @@ def next_line() -> Rows:
 
 @dataset
 def recall() -> Rows:
-    """What a name was set to some lines before: to be written, exactly."""
+    """Return questions on the value that a name was set to some lines before, to be generated
+    exactly.
+    """
     draw, rows = Draw(4), Rows()
     for _ in range(50):
         names = draw.some(NOUNS, 3)
@@ -122,5 +132,5 @@ def recall() -> Rows:
 
 @dataset
 def idioms() -> Rows:
-    """How lines that every Python programmer has read go on: the words' log-likelihood."""
+    """Return continuations of lines that every Python programmer knows, scored by log-likelihood."""
     return [{"context": context, "target": target} for context, target in WRITTEN["idioms"]]

@@ -1,1 +1,1 @@
-"""The fits of a study: numpy and scipy in float64 on arrays; no files, no torch, nothing printed."""
+"""Fits of a study: numpy and scipy in float64 on arrays; no files, no torch, no output."""

@@ -1,8 +1,10 @@
-"""A variant against the baseline: the share of the baseline's FLOPs with which it reaches the same loss.
+"""A variant against the baseline: the share of the baseline's FLOPs with which it reaches the same
+loss.
 
-``x(C) = C_v(L_b(C)) / C``, with ``L_b(C)`` the baseline's least loss for C and ``C_v`` the variant's FLOPs for that loss, by the isoFLOP
-frontier's law or by the parametric one's. Intervals pair the bootstrap draws of both, which are independent. The overall number is the
-geometric mean over the baseline's budgets.
+``x(C) = C_v(L_b(C)) / C``, with ``L_b(C)`` the baseline's lowest loss for C and ``C_v`` the
+variant's FLOPs for that loss, by the law of the isoFLOP frontier or the parametric one. Intervals
+pair the bootstrap draws of both, which are independent. The overall number is the geometric mean
+over the baseline's budgets.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ METHODS = {"isoflop": "isoFLOP frontier", "parametric": "parametric law"}
 
 
 def compare(variant: VariantFit, baseline: VariantFit, interval: float) -> list[Comparison]:
-    """One comparison by each method that both have."""
+    """Return one comparison for each method that both have."""
     return [
         _compared(variant, baseline, method, interval)
         for method in METHODS
@@ -72,7 +74,9 @@ def _compared(
 
 
 def _budgets(fit: VariantFit) -> Array:
-    """FLOPs the variant is compared at: its budgets with a minimum inside, or the range of its runs where there are no budgets."""
+    """Return the FLOPs for comparing a variant: its budgets with a minimum inside, or the range of
+    its runs without budgets.
+    """
     if fit.isoflop is not None and fit.isoflop.loss is not None:
         return np.array([parabola.budget for parabola in fit.isoflop.parabolas if parabola.inside])
     flops = np.array([row.flops for row in fit.residuals])
@@ -80,7 +84,9 @@ def _budgets(fit: VariantFit) -> Array:
 
 
 def _rows(fit: VariantFit, method: str) -> tuple[Array, Array]:
-    """The law ``L = offset + k C^s`` as (k, s, offset): its value ``[1, 3]`` and its draws ``[r, 3]``."""
+    """Return the law ``L = offset + k C^s`` as (k, s, offset): its value ``[1, 3]`` and its draws
+    ``[r, 3]``.
+    """
     law = fit.least_loss(method)
     assert law is not None
     value = law.coefficient.value, law.exponent.value, law.offset.value if law.offset else 0.0
@@ -92,7 +98,7 @@ def _loss(law: Array, flops: Array) -> Array:
 
 
 def _flops_for(law: Array, loss: Array) -> Array:
-    """FLOPs for each loss ``[r, p]``; infinite where the law's offset is not below it."""
+    """Return the FLOPs for each loss ``[r, p]``; infinite if the law's offset is not below it."""
     above = loss - law[:, 2:]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(
@@ -101,7 +107,9 @@ def _flops_for(law: Array, loss: Array) -> Array:
 
 
 def _estimate(value: float, draws: Array, interval: float) -> Estimate:
-    """A draw that never reaches the loss is beyond every number: with more of them than the upper tail holds there is no interval."""
+    """Return the estimate of draws. A draw that never reaches the loss is infinite; if such draws
+    exceed the upper tail, no interval is given.
+    """
     finite = np.isfinite(draws)
     if not len(draws) or 1 - finite.mean() >= (1 - interval) / 2:
         return Estimate(value)

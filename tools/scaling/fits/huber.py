@@ -1,11 +1,12 @@
-"""Minimises the objective of approach 3 for many weightings of the same runs at once.
+"""Minimisation of the objective of approach 3 for many weightings of the same runs at once.
 
-The objective is Hoffmann et al.'s (arXiv 2203.15556, equation 3): the sum over runs of
-``w Huber_delta(LSE(e, a - alpha log N, b - beta log D) - log L)``, with ``E, A, B = exp(e, a, b)``. The sum, not the mean: Besiroglu et
-al. (arXiv 2404.10102) trace the original's early stop to the mean, whose gradients fall below L-BFGS-B's tolerance.
+The objective is that of Hoffmann et al. (arXiv 2203.15556, equation 3): the sum over runs of ``w
+Huber_delta(LSE(e, a - alpha log N, b - beta log D) - log L)``, with ``E, A, B = exp(e, a, b)``. It
+is the sum, not the mean: Besiroglu et al. (arXiv 2404.10102) trace the original's early stop to the
+mean, whose gradients are below L-BFGS-B's tolerance.
 
-Here log N and log D are taken from their means, which leaves the minimum where it is and makes the five parameters far less
-correlated; parameters ``[r, 5]`` are (e, a, b, alpha, beta) so centred, and `Data` translates.
+log N and log D are centred, which does not move the minimum and makes the five parameters far less
+correlated. Parameters ``[r, 5]`` are (e, a, b, alpha, beta) in this form, and `Data` converts them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GRADIENT_TOLERANCE = 1e-6  # of a run's largest gradient, delta, times the runs
 
 @dataclass(frozen=True)
 class Data:
-    """The runs a law is fitted to: log N and log D from their means, and log loss; ``[r]`` each."""
+    """Runs of a fit: centred log N and log D, and log loss; ``[r]`` each."""
 
     x: Array
     y: Array
@@ -33,13 +34,13 @@ class Data:
 
     @classmethod
     def of(cls, n: ArrayLike, d: ArrayLike, loss: ArrayLike) -> Data:
-        """From parameters, tokens and losses."""
+        """Create from parameters, tokens and losses."""
         x, y = np.log(np.asarray(n, dtype=np.float64)), np.log(np.asarray(d, dtype=np.float64))
         center = float(x.mean()), float(y.mean())
         return cls(x - center[0], y - center[1], np.log(np.asarray(loss, dtype=np.float64)), center)
 
     def plain(self, parameters: Array) -> Array:
-        """(e, a, b, alpha, beta) centred -> (E, A, B, alpha, beta)."""
+        """Convert centred (e, a, b, alpha, beta) to (E, A, B, alpha, beta)."""
         e, a, b, alpha, beta = parameters.T
         return np.stack(
             [
@@ -53,7 +54,7 @@ class Data:
         )
 
     def centred(self, plain: Array) -> Array:
-        """The inverse of `plain`."""
+        """Inverse of `plain`."""
         e, a, b, alpha, beta = plain.T
         return np.stack(
             [
@@ -67,7 +68,7 @@ class Data:
         )
 
     def bounds(self) -> tuple[Array, Array]:
-        """(lower, upper) of the centred parameters."""
+        """Return (lower, upper) of the centred parameters."""
         low, high = float(self.target.min()), float(self.target.max())
         smallest = low + np.log(SMALLEST_SHARE)
         lower = np.array([smallest, smallest, smallest, SMALLEST_EXPONENT, SMALLEST_EXPONENT])
@@ -75,7 +76,7 @@ class Data:
 
 
 def residuals(parameters: Array, data: Data) -> tuple[Array, Array]:
-    """Predicted minus measured log loss ``[r, runs]``, and its Jacobian ``[r, runs, 5]``."""
+    """Return predicted minus measured log loss ``[r, runs]``, and its Jacobian ``[r, runs, 5]``."""
     e, a, b, alpha, beta = parameters.T[:, :, None]
     terms = np.stack(
         [np.broadcast_to(e, (len(parameters), len(data.x))), a - alpha * data.x, b - beta * data.y]
@@ -91,20 +92,20 @@ def residuals(parameters: Array, data: Data) -> tuple[Array, Array]:
 
 
 def huber(residual: Array, delta: float) -> Array:
-    """Half the square up to delta, linear beyond."""
+    """Return the Huber loss: half the square up to delta, linear beyond."""
     size = np.abs(residual)
     return np.where(size <= delta, 0.5 * residual * residual, delta * (size - 0.5 * delta))
 
 
 def objective(parameters: Array, data: Data, weights: Array, delta: float) -> tuple[Array, Array]:
-    """The objective ``[r]`` and its gradient ``[r, 5]``."""
+    """Return the objective ``[r]`` and its gradient ``[r, 5]``."""
     residual, jacobian = residuals(parameters, data)
     gradient = np.einsum("rn,rnk->rk", weights * np.clip(residual, -delta, delta), jacobian)
     return (weights * huber(residual, delta)).sum(axis=1), gradient
 
 
 def bounded(parameters: Array, data: Data) -> NDArray[np.bool_]:
-    """Which parameters of each set are on their bounds ``[r, 5]``."""
+    """Return a mask ``[r, 5]`` of the parameters that are on their bounds."""
     lower, upper = data.bounds()
     return (parameters <= lower + 1e-9) | (parameters >= upper - 1e-9)
 
@@ -112,11 +113,13 @@ def bounded(parameters: Array, data: Data) -> NDArray[np.bool_]:
 def minimise(
     start: Array, data: Data, weights: Array, delta: float, iterations: int = 300
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """From ``start`` ``[r, 5]`` with ``weights`` ``[r, runs]``: the minima ``[r, 5]``, and which of them have a vanishing gradient.
+    """Minimise from ``start`` ``[r, 5]`` with ``weights`` ``[r, runs]``; return the minima ``[r,
+    5]`` and a mask of vanishing gradients.
 
-    Damped Newton steps. The damping matrix is the quadratic that lies above the Huber loss (weights ``min(1, delta/|residual|)``):
-    with damping 1 a step is one of iteratively reweighted least squares, which never climbs in a linear model; with little it is
-    Newton's, which sees the runs within delta alone.
+    Damped Newton steps. The damping matrix is the quadratic that bounds the Huber loss from above
+    (weights ``min(1, delta/|residual|)``). With damping 1 a step is one of iteratively reweighted
+    least squares, which never increases the objective of a linear model; with little damping it is
+    Newton's, which uses only the runs within delta.
     """
     lower, upper = data.bounds()
     found = np.clip(start, lower, upper)

@@ -1,12 +1,16 @@
-"""Approach 2: a parabola of the loss over log N in each budget, and power laws through their minima (Hoffmann et al., section 3.2).
+"""Approach 2: a parabola of the loss over log N in each budget, and power laws through their minima
+(Hoffmann et al., section 3.2).
 
-Intervals are percentiles of a bootstrap of the runs' residuals about their budget's parabola. Residuals and not runs: of four sizes
-drawn with replacement a third of the draws leave two or one, through which no parabola goes. A residual is relative to the loss,
-divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Of 12 runs in three budgets nine
-coefficients leave three residuals to tell the scatter by, so a draw is as much larger as Student's interval is than the normal one.
-Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_laws.py): a 90% interval then holds an exponent in 90% and
-a compute multiplier in 94%; without, in 80 and 84%. Budgets with as many sizes as a parabola has coefficients leave nothing: then there is
-no interval, and a note says so.
+Intervals are percentiles of a bootstrap of the residuals of the runs about the parabola of their
+budget. Residuals are resampled and not runs: of four sizes drawn with replacement a third of the
+draws contain only one or two, which do not define a parabola. A residual is relative to the loss,
+divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets
+together. With 12 runs in three budgets nine coefficients leave three residuals to estimate the
+scatter, so draws are widened by the ratio of Student's interval to the normal one. In simulated
+studies of that design with scatter 0.7% (tests/tools/scaling/test_laws.py) a 90% interval then
+contains an exponent in 90% and a compute multiplier in 94% of cases; without widening in 80 and
+84%. If every budget has as many sizes as a parabola has coefficients, no residual remains: then no
+interval is given, and a note states it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ FEWEST_MINIMA = 2  # a power law's
 
 @dataclass(frozen=True)
 class _Budget:
-    """One budget's runs and the linear maps from their losses to a parabola in ``x = log N - center``."""
+    """Runs of one budget and the linear maps from their losses to a parabola in ``x = log N -
+    center``.
+    """
 
     flops: float
     points: Points
@@ -56,7 +62,9 @@ class _Budget:
         )
 
     def minima(self, losses: Array) -> tuple[Array, Array, Array, Array]:
-        """(N, D, loss, curvature) at the parabola's vertex for each row of ``losses`` ``[k, r]``; NaN where it has no minimum."""
+        """Return (N, D, loss, curvature) at the parabola's vertex for each row of ``losses`` ``[k,
+        r]``; NaN without a minimum.
+        """
         coefficients = losses @ self.solve.T
         curvature = coefficients[:, 2]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -73,9 +81,11 @@ class _Budget:
 def fit_isoflop(
     points: Points, config: FitConfig, rng: np.random.Generator
 ) -> tuple[IsoFlopFit, list[str]]:
-    """The parabolas and their frontier, and notes on budgets without a minimum inside and on missing intervals.
+    """Return the parabolas and their frontier, and notes on budgets without a minimum inside and on
+    missing intervals.
 
-    Raises ConfigError (a budget has fewer than three sizes), NotIdentified (the runs have no budgets, or no parabola has a minimum).
+    Raises ConfigError (a budget has fewer than three sizes), NotIdentified (the runs have no
+    budgets, or no parabola has a minimum).
     """
     if not points.budgets:
         raise NotIdentified("the runs have no budgets, so there are no isoFLOP parabolas")
@@ -121,7 +131,7 @@ def fit_isoflop(
 def _draws(
     budgets: list[_Budget], config: FitConfig, rng: np.random.Generator
 ) -> tuple[list[Array], list[str]]:
-    """Resampled losses of each budget's runs, ``[0, r]`` where no residual is left to draw, and a note then."""
+    """Return resampled losses of each budget's runs, ``[0, r]`` and a note if no residual remains."""
     pool, fitted = [], []
     degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)
     for budget in budgets:
@@ -169,7 +179,9 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
 def _frontier(
     budgets: list[_Budget], drawn: list[Array], inside: list[bool], config: FitConfig
 ) -> tuple[tuple[PowerLaw, PowerLaw, PowerLaw] | None, int]:
-    """The three laws through the minima inside, and how many resamples had no minimum in one of these budgets."""
+    """Return the three laws through the inner minima, and the number of resamples without a minimum
+    in one of these budgets.
+    """
     if len(budgets) < FEWEST_MINIMA:
         return None, 0
     flops = np.array([budget.flops for budget in budgets])

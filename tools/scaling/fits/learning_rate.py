@@ -1,6 +1,8 @@
-"""The best learning rate of each size, by Akima interpolation of the loss over log rate (as the CEM paper), and its power law.
+"""Best learning rate of each size, by Akima interpolation of the loss over log rate (as in the CEM
+paper), and its power law.
 
-Intervals are percentiles of a bootstrap over seeds, at each rate of each size; with one seed a rate there are none.
+Intervals are percentiles of a bootstrap over seeds, at each rate of each size; with one seed per
+rate no interval is given.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ CURVE = 120  # points of the curve kept for the picture
 def fit_learning_rates(
     points: Points, config: FitConfig, rng: np.random.Generator
 ) -> tuple[LearningRateFit | None, list[str]]:
-    """Each size's optimum, at each length, where there are four rates or more, and the power laws through the inner ones.
+    """Return the optimum of each size and length with at least four rates, and the power laws
+    through the inner optima.
 
-    None without such a size; the notes say what was left out and why.
+    None without such a size; the notes list omitted sizes and the reasons.
     """
     optima, drawn, notes = [], [], []
     for rows in cells(points):
@@ -66,7 +69,9 @@ def fit_learning_rates(
 
 
 def akima_minimum(rates: Array, losses: Array) -> tuple[float, float]:
-    """(rate, loss) of the least value of the Akima interpolation over log rate, sought densely between the smallest and largest rate."""
+    """Return (rate, loss) at the minimum of the Akima interpolation over log rate, searched on a
+    dense grid between the extreme rates.
+    """
     x = np.log(rates)
     dense = np.unique(np.concatenate([x, np.linspace(x[0], x[-1], DENSE * (len(x) - 1) + 1)]))
     values = Akima1DInterpolator(x, losses)(dense)
@@ -83,7 +88,9 @@ def _optimum(
     config: FitConfig,
     rng: np.random.Generator,
 ) -> tuple[LearningRateOptimum, Array]:
-    """One size's optimum, and the bootstrap's (empty where a rate has one seed alone)."""
+    """Return the optimum of one size, and those of the bootstrap (empty if a rate has only one
+    seed).
+    """
     means = np.array([float(some.mean()) for some in losses])
     rate, loss = akima_minimum(rates, means)
     several = all(len(some) > 1 for some in losses)
@@ -114,7 +121,9 @@ def _optimum(
 def _law(
     name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig
 ) -> PowerLaw | None:
-    """The power law through the optima of at least two sizes, which are ``name`` of theirs."""
+    """Return the power law through the optima of at least two sizes; ``name``: the attribute that
+    is the size.
+    """
     known = [
         (float(size), optimum.rate.value, draws)
         for optimum, draws in zip(optima, drawn, strict=True)

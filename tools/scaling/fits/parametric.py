@@ -1,14 +1,18 @@
-"""Approach 3: ``L(N, D) = E + A/N^alpha + B/D^beta`` (Hoffmann et al., arXiv 2203.15556, section 3.3 and appendix D.3).
+"""Approach 3: ``L(N, D) = E + A/N^alpha + B/D^beta`` (Hoffmann et al., arXiv 2203.15556, section
+3.3 and appendix D.3).
 
-The objective is `huber`'s. L-BFGS-B with the analytic gradient descends from a grid of starts over (alpha, beta) and E's share of
-the least loss, with A and B from non-negative least squares at each; damped Newton steps then bring every end to its minimum. The
-best is kept, and is a fit only if its gradient vanishes, no parameter lies on its bound, and several starts ended in it.
+The objective is that of `huber`. L-BFGS-B with the analytic gradient descends from a grid of starts
+over (alpha, beta) and E's share of the lowest loss, with A and B from non-negative least squares at
+each; damped Newton steps then refine every result. The best one is a fit only if its gradient
+vanishes, no parameter is on its bound, and several starts ended in it.
 
-Intervals are percentiles of a bootstrap over runs (`bootstrap`), within each budget where there are budgets, warm-started from the fit.
-Why this one, by the share of made-up studies of Chinchilla's law in which a 90% interval held the truth, least to most of E, A, B,
-alpha, beta and a: with 35 runs (5 budgets x 7 sizes, 0.4% noise) 89 to 91%, with 12 (3 x 4, 0.2%) 84 to 89%. Without the widening 12
-runs gave 78 to 84%; with r/(r-p) in its place 35 runs gave up to 96%, as drawing runs with replacement did, whose basic intervals gave
-75 to 80% and BCa 84 to 86%: A, B and E are skewed, and percentiles follow that.
+Intervals are percentiles of a bootstrap over runs (`bootstrap`), within each budget if budgets
+exist, warm-started from the fit. This method was chosen by the share of simulated studies of
+Chinchilla's law in which a 90% interval contained the truth (range over E, A, B, alpha, beta and
+a): with 35 runs (5 budgets x 7 sizes, 0.4% noise) 89 to 91%, with 12 (3 x 4, 0.2%) 84 to 89%.
+Without widening, 12 runs gave 78 to 84%. With r/(r-p) as the widening, 35 runs gave up to 96%, as
+did drawing runs with replacement, whose basic intervals gave 75 to 80% and BCa 84 to 86%: A, B and
+E are skewed, and percentiles follow that.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 
 
 def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) -> ParametricFit:
-    """The law through all runs, with bootstrap intervals.
+    """Return the law through all runs with bootstrap intervals.
 
-    Raises NotIdentified (too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it), NotConverged (the
-    minimisation does not).
+    Raises NotIdentified (too few runs, sizes or lengths, or a parameter at its bound: the data do
+    not determine it), NotConverged (the minimisation failed).
     """
     data = _enough(points)
     best, value, starts, agreeing = descend(data, config.huber_delta)
@@ -82,7 +86,7 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
 
 
 def residuals(points: Points, law: ParametricFit) -> list[Residual]:
-    """Every run against the law."""
+    """Return the deviation of every run from the law."""
     predicted = law.loss(points.n, points.d)
     columns = (
         points.n,
@@ -101,7 +105,9 @@ def residuals(points: Points, law: ParametricFit) -> list[Residual]:
 
 
 def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[LeftOut], list[str]]:
-    """The law without each budget in turn, against that budget's runs; and a note for each budget without which there is no law."""
+    """Return the errors of the law fitted without each budget in turn, on that budget's runs; and a
+    note for each budget without which no law exists.
+    """
     found, notes = [], []
     whole = huber.Data.of(points.n, points.d, points.loss)
     start = whole.centred(np.array([[getattr(law, name).value for name in NAMES]]))
@@ -132,9 +138,10 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
 def descend(
     data: huber.Data, delta: float, warm: Array | None = None
 ) -> tuple[Array, float, int, int]:
-    """From the grid of starts, and ``warm`` ones beside it: (best parameters ``[1, 5]``, centred; objective; starts; starts that agree).
+    """Minimise from the grid of starts, and ``warm`` ones: (best parameters ``[1, 5]``, centred;
+    objective; starts; agreeing starts).
 
-    Raises NotConverged (no start, or too few, ended in the least value with a vanishing gradient).
+    Raises NotConverged (no start, or too few, ended in the lowest value with a vanishing gradient).
     """
     lower, upper = data.bounds()
     weights = np.ones((1, len(data.x)))
@@ -166,7 +173,9 @@ def descend(
 
 
 def _starts(data: huber.Data, delta: float) -> Array:
-    """The best starts of the grid ``[s, 5]``: exponents and E's share of the least loss are set, A and B are solved for."""
+    """Return the best starts of the grid ``[s, 5]``: exponents and E's share of the lowest loss are
+    set, A and B are solved for.
+    """
     loss = np.exp(data.target)
     lower, upper = data.bounds()
     exponents, starts = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2), []
@@ -181,7 +190,9 @@ def _starts(data: huber.Data, delta: float) -> Array:
 
 
 def _enough(points: Points) -> huber.Data:
-    """The runs as the objective has them. Raises NotIdentified where they are too few or alike."""
+    """Return the runs in the form of the objective. Raises NotIdentified if they are too few or too
+    similar.
+    """
     sizes, lengths = len(np.unique(points.n)), len(np.unique(points.d))
     if len(points) < FEWEST_RUNS:
         raise NotIdentified(

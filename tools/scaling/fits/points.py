@@ -1,9 +1,11 @@
-"""The runs of one variant as arrays, which of them a law is fitted to, and their weights in a resample.
+"""Runs of one variant as arrays, selection of runs for a law, and their weights in a resample.
 
-The weights are those of Rubin's Bayesian bootstrap (The Annals of Statistics 9, 1981): a run's weight is not how often it is drawn but a
-share of its stratum, so that no resample loses a size, as drawing four runs with replacement does in nine of ten cases. Its shares are
-uniform (a Dirichlet distribution of shape 1), with variance ``(k-1)/(k+1)`` for k runs. Here the shape is chosen so that the weights, and
-so the spread of a law fitted with them, are as much wider as Student's interval with ``r - p`` degrees of freedom is than the normal one.
+The weights are those of Rubin's Bayesian bootstrap (The Annals of Statistics 9, 1981): a run's
+weight is a share of its stratum and not a count, so that no resample loses a size, as drawing four
+runs with replacement does in nine of ten cases. Its shares are uniform (a Dirichlet distribution of
+shape 1), with variance ``(k-1)/(k+1)`` for k runs. In this module the shape is chosen so that the
+weights, and therefore the spread of a law, are widened by the ratio of Student's interval with ``r
+- p`` degrees of freedom to the normal one.
 """
 
 from __future__ import annotations
@@ -23,16 +25,22 @@ COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}
 
 
 class NotIdentified(ValueError):
-    """The runs do not determine a law; the message says what is missing. A note of the fit, not its end."""
+    """The runs do not determine a law; the message names what is missing. It becomes a note of the
+    fit.
+    """
 
 
 class NotConverged(ConfigError):
-    """A minimisation found no minimum: the end of the fit, unless another law stands beside it; then a note."""
+    """A minimisation found no minimum. It ends the fit, unless another law exists; then it becomes
+    a note.
+    """
 
 
 @dataclass(frozen=True)
 class Points:
-    """Final losses of one variant's runs; arrays ``[r]``, NaN where a run has no such thing (budget, width, rate, seed)."""
+    """Final losses of one variant's runs; arrays ``[r]``, NaN for missing values (budget, width,
+    rate, seed).
+    """
 
     run: NDArray[np.str_]
     n: Array  # parameters
@@ -48,12 +56,12 @@ class Points:
         return len(self.n)
 
     def take(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Points:
-        """Some of the runs."""
+        """Return a selection of the runs."""
         return Points(**{item.name: getattr(self, item.name)[which] for item in fields(self)})
 
     @property
     def budgets(self) -> list[float]:
-        """The budgets, rising; empty where not every run has one."""
+        """Budgets in increasing order; empty if a run has none."""
         return (
             []
             if np.isnan(self.budget).any()
@@ -62,16 +70,18 @@ class Points:
 
     @property
     def strata(self) -> list[NDArray[np.intp]]:
-        """Indices of the runs of each budget; of all runs where there are no budgets."""
+        """Indices of the runs of each budget; of all runs without budgets."""
         return [np.flatnonzero(self.budget == value) for value in self.budgets] or [
             np.arange(len(self))
         ]
 
 
 def points_of(frame: pd.DataFrame, parameters: str) -> Points:
-    """One variant's final rows of the table as `Points`; ``parameters``: total or non_embedding.
+    """Convert one variant's final rows of the table to `Points`; ``parameters``: total or
+    non_embedding.
 
-    Raises ConfigError (a loss, N, D or C is missing or not a positive number; the run and the column are named).
+    Raises ConfigError (a loss, N, D or C is missing or not a positive number; names run and
+    column).
     """
     runs = np.asarray(frame["run"].astype(str), dtype=np.str_)
     arrays = {}
@@ -93,14 +103,16 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
 
 
 def cells(points: Points) -> list[NDArray[np.intp]]:
-    """Indices of the runs of each size and length: same N and same budget (without budgets: same D). One run or several rates or seeds."""
+    """Return the indices of the runs of each size and length: same N and same budget (without
+    budgets: same D), with any rates and seeds.
+    """
     length = points.d if not points.budgets else points.budget
     keys = sorted(set(zip(points.n, length, strict=True)))
     return [np.flatnonzero((points.n == n) & (length == d)) for n, d in keys]
 
 
 def by_rate(points: Points, rows: Iterable[int]) -> dict[float, NDArray[np.intp]]:
-    """Learning rate -> indices among ``rows``, rising."""
+    """Return learning rate -> indices among ``rows``, in increasing order."""
     chosen = np.asarray(list(rows), dtype=np.intp)
     return {
         float(rate): chosen[points.rate[chosen] == rate]
@@ -110,7 +122,9 @@ def by_rate(points: Points, rows: Iterable[int]) -> dict[float, NDArray[np.intp]
 
 
 def best_rates(points: Points) -> tuple[Points, str | None]:
-    """Of each size and length the runs of the learning rate with the least mean loss, and a note where there were several rates."""
+    """Return, for each size and length, the runs at the learning rate with the lowest mean loss,
+    and a note if several rates exist.
+    """
     keep, several = list[int](), False
     for rows in cells(points):
         rates = by_rate(points, rows)
@@ -132,7 +146,9 @@ SMALLEST_SHAPE = 0.1  # below it a stratum's weight is one run's
 
 
 def student_over_normal(free: int, interval: float) -> float:
-    """How many times wider an interval is where the scatter was estimated with ``free`` degrees of freedom than where it is known."""
+    """Return the ratio of an interval with scatter estimated from ``free`` degrees of freedom to
+    one with known scatter.
+    """
     tail = (1 + interval) / 2
     return float(stats.t.ppf(tail, free) / stats.norm.ppf(tail))
 
@@ -144,7 +160,9 @@ def weights_of(
     interval: float,
     rng: np.random.Generator,
 ) -> Array:
-    """Weights ``[resamples, r]`` for a law of fewer ``parameters`` than runs and its ``interval``; a stratum's sum to its runs."""
+    """Return weights ``[resamples, r]`` for a law with ``parameters`` parameters and its
+    ``interval``; the weights of a stratum sum to its number of runs.
+    """
     runs = sum(len(rows) for rows in strata)
     wider = student_over_normal(runs - parameters, interval) ** 2
     weights = np.zeros((resamples, runs))

@@ -1,1 +1,1 @@
-"""The pictures of a study, a file each: they draw what they are given and compute nothing."""
+"""Pictures of a study, one file each; they only draw."""

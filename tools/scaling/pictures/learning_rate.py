@@ -1,4 +1,6 @@
-"""The learning rates' picture: loss against the peak rate at each size, a panel a variant, and the optimum against size."""
+"""Picture of learning rates: loss against the peak rate at each size, one panel per variant, and
+the optimum against size.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from .style import (
 
 
 def learning_rate(fit: StudyFit) -> Any | None:
-    """A figure: panels of the variants, then the optima of all; None where no variant has a learning-rate fit."""
+    """Return a figure with panels of the variants and the optima of all; None if no variant has a
+    learning-rate fit.
+    """
     shown: dict[str, LearningRateFit] = fit.fitted("learning_rate")
     if not any(entry.optima for entry in shown.values()):
         return None
@@ -69,7 +73,9 @@ def _panel(
 
 
 def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -> None:
-    """The optima against size; those on the edge of the rates are open and made no law."""
+    """Draw the optima against size; those at the edge of the rates are open markers and not part of
+    a law.
+    """
     optima = [optimum for entry in shown.values() for optimum in entry.optima]
     sizes, rates = (
         [optimum.parameters for optimum in optima],

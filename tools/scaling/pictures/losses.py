@@ -1,4 +1,6 @@
-"""The pictures of losses: against model size at equal compute, against the parametric law, along the frontier, and against compute."""
+"""Pictures of losses: against model size at equal compute, against the parametric law, along the
+frontier, and against compute.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from .style import (
 
 
 def size_column(fit: StudyFit) -> str:
-    """The table's column that holds the N of the laws."""
+    """Return the table's column with the N of the laws."""
     return "parameters" if fit.parameters == "total" else "non_embedding_parameters"
 
 
 def size_words(fit: StudyFit) -> str:
-    """What N counts, for an axis."""
+    """Return the description of N for an axis."""
     return (
         "parameters"
         if fit.parameters == "total"
@@ -45,7 +47,7 @@ def size_words(fit: StudyFit) -> str:
 
 
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
-    """A figure; None where no variant has an isoFLOP fit. ``final``: the complete runs."""
+    """Return a figure, or None if no variant has an isoFLOP fit. ``final``: the complete runs."""
     shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
@@ -114,7 +116,9 @@ def _budget_legend(
 
 
 def residuals(fit: StudyFit) -> Any | None:
-    """A figure: how far each run lies from its variant's parametric law, a panel a variant; None where no law was fitted."""
+    """Return a figure of the deviation of each run from its variant's parametric law, one panel per
+    variant; None without a law.
+    """
     shown = {
         name: (variant.parametric.noise, variant.residuals)
         for name, variant in fit.variants.items()
@@ -160,7 +164,9 @@ _BEYOND = 1.5  # how far a law is drawn beyond the budgets measured, a factor
 
 
 def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
-    """A figure, a row a variant: N and D that give the least loss, against FLOPs; None where no variant has either law."""
+    """Return a figure, one row per variant, of N and D with the lowest loss against FLOPs; None if
+    no variant has either law.
+    """
     shown = {name: variant for name, variant in fit.variants.items() if _has_frontier(variant)}
     if not shown:
         return None
@@ -217,7 +223,7 @@ def _has_frontier(variant: VariantFit) -> bool:
 
 
 def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
-    """The exponents of one side, a line a method."""
+    """Return the exponents of one side, one line per method."""
     words = []
     law = getattr(variant.isoflop, f"{side}_opt", None)
     if law is not None:
@@ -231,7 +237,7 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
 def _frontier_lines(
     axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]
 ) -> list[float]:
-    """Draws one variant; returns the values that must be inside the axis."""
+    """Draw one variant; return the values that must be inside the axis."""
     values: list[float] = []
     if variant.isoflop is not None:
         minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]
@@ -275,7 +281,9 @@ def _frontier_lines(
 
 
 def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
-    """A figure: training curves (faint), the runs' ends and the least loss for a compute budget, of all variants; None without a law."""
+    """Return a figure of training curves (faint), final losses and the lowest loss for a compute
+    budget, for all variants; None without a law.
+    """
     final = table[table["final"]]
     if not any(_has_frontier(variant) for variant in fit.variants.values()):
         return None
@@ -320,7 +328,7 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
 def _least_loss(
     axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]
 ) -> str:
-    """Draws L(C) along the frontier and says by which law."""
+    """Draw L(C) along the frontier and return the name of its law."""
     law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
         draw_law(axes, law, *span, variant.isoflop.interval, look)

@@ -1,6 +1,8 @@
-"""What the pictures of a study share beside the style of all: panels, axes with ticks that can be read, laws with their bands, numbers.
+"""Shared style of a study's pictures: panels, axes with readable ticks, laws with their bands,
+numbers.
 
-A variant has a colour of Okabe and Ito's and a marker of its own; budgets, which have an order, go from dark to light.
+Each variant has a colour of Okabe and Ito's palette and a marker; budgets, which are ordered, go
+from dark to light.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ WIDEST = 3  # panels side by side
 def panels(
     count: int, title: str, panel: tuple[float, float] = (4.3, 3.6), below: float = 0.9
 ) -> tuple[Any, list[Any]]:
-    """A figure with a title and ``count`` panels, at most WIDEST side by side, and inches ``below`` them for a legend; all axes shared."""
+    """Return a figure with a title and ``count`` panels with shared axes, at most WIDEST per row,
+    and ``below`` inches for a legend under them.
+    """
     across = 2 if count == 4 else min(count, WIDEST)
     rows = math.ceil(count / across)
     figure = titled_figure((max(6.4, panel[0] * across + 0.5), panel[1] * rows + below), title)
@@ -33,25 +37,25 @@ def panels(
 
 
 def titled_figure(size: tuple[float, float], title: str, fontsize: float = 11) -> Any:
-    """A figure of so many inches with its title above all panels."""
+    """Return a figure of ``size`` inches with its title above all panels."""
     figure = new_figure(size)
     figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize)
     return figure
 
 
 def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
-    """A panel's own title."""
+    """Set the title of a panel."""
     axes.set_title(title, loc="left", fontsize=fontsize)
 
 
 def looks_of(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
-    """A colour and a marker for each of the values, in their order."""
+    """Return a colour and a marker for each of the values, in order."""
     keys = sorted(set(values))
     return dict(zip(keys, ordered_colours(len(keys)), strict=True))
 
 
 def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
-    """An optimum; ``is_open``: it is on the edge of what was measured, and none."""
+    """Draw an optimum; ``is_open``: it is at the edge of the measured range and not an optimum."""
     face = (
         {"color": "white", "markeredgecolor": color}
         if is_open
@@ -61,7 +65,9 @@ def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
 
 
 def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
-    """Axis labels of panels that share their axes: under the lowest of each column, beside the first of each row."""
+    """Label the outer axes of panels that share their axes: below the lowest of each column, left
+    of the first of each row.
+    """
     across = grid[0].get_subplotspec().get_gridspec().ncols
     for number, axes in enumerate(grid):
         plain_axes(
@@ -70,7 +76,8 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
 
 
 def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
-    """A logarithmic axis, and those that share it, from ``low`` to ``high``, with ticks at decades, or 1-2-5 steps where there are few.
+    """Make an axis, and those that share it, logarithmic from ``low`` to ``high``, with ticks at
+    decades, or at 1-2-5 steps for small ranges.
 
     ``kind``: "count" (12M, 3.4B), "flops" (3·10¹⁸) or "number".
     """
@@ -103,7 +110,7 @@ def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
 
 
 def flops_text(value: float) -> str:
-    """3·10¹⁸, in letters that need no mathematics mode."""
+    """Format as 3·10¹⁸, without mathematics mode."""
     decade = math.floor(math.log10(value) + 1e-9)
     power = f"10{str(decade).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
     factor = f"{value / 10.0**decade:.3g}"
@@ -111,19 +118,19 @@ def flops_text(value: float) -> str:
 
 
 def interval_text(estimate: Estimate, digits: str = ".2f") -> str:
-    """0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); the value alone where nothing was resampled."""
+    """Format as 0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); without resamples, only the value."""
     return estimate.text(digits).replace("-", "−")
 
 
 def law_text(what: str, law: PowerLaw, of: str) -> str:
-    """N ∝ C^0.49 (0.45–0.53)."""
+    """Format as N ∝ C^0.49 (0.45–0.53)."""
     return f"{what} ∝ {of}^{interval_text(law.exponent)}"
 
 
 def draw_law(
     axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]
 ) -> None:
-    """A power law as a line from ``low`` to ``high``, its band behind it."""
+    """Draw a power law as a line from ``low`` to ``high`` with its band."""
     x = np.geomspace(low, high, 60)
     axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
     band = law.band(x, interval)
@@ -132,7 +139,7 @@ def draw_law(
 
 
 def error_bars(estimates: Sequence[Estimate]) -> Any:
-    """Distances below and above the values, for errorbar; None where one has no interval."""
+    """Return distances below and above the values for errorbar; None if one has no interval."""
     if any(estimate.low is None or estimate.high is None for estimate in estimates):
         return None
     below = [max(0.0, estimate.value - (estimate.low or 0.0)) for estimate in estimates]
@@ -141,7 +148,7 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
 
 
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
-    """One legend under all panels."""
+    """Add one legend below all panels."""
     figure.legend(
         handles,
         labels,
@@ -153,7 +160,7 @@ def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], col
 
 
 def marked(**look: Any) -> Any:
-    """A legend's handle: a line, its marker or both."""
+    """Return a handle for a legend: a line, its marker or both."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], **look)
