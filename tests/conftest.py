@@ -1,7 +1,9 @@
-"""Triton kernels run in Triton's interpreter in the tests' own process; processes that tests start are not touched.
+"""Run Triton kernels in Triton's interpreter in the tests' own process; processes started by tests
+are not affected.
 
-Triton decides at import whether its own library is interpreted, so the variable is set for that import alone. Ctrl-C is heard. What
-transformers copies of an export's code goes to a folder of this process, one for all tests: Python finds it through the first it has seen.
+Triton decides at import whether its library is interpreted, so the variable is set only for that
+import. Ctrl-C is not ignored. transformers copies the code of an export to a folder of this
+process, one for all tests, because Python finds the code through the first such folder.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP, and children inherit that; ours hear both."""
+    """Restore the handlers of Ctrl-C and SIGHUP: a shell starts background commands with Ctrl-C
+    ignored, nohup with SIGHUP, and children inherit it.
+    """
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -48,9 +52,10 @@ def interruptible() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take files in this order: the first room, the files recorded as long, the longest first, and the others by room.
+    """Order the files for workers: the first package, long files by decreasing recorded duration,
+    then the others by package.
 
-    Short files come last, so that no worker waits for another's long one at the end.
+    Short files are last, so that no worker waits for another's long one at the end.
     """
     from tests.draw import (
         read_durations,

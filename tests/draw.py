@@ -1,6 +1,8 @@
-"""A share of the slow tests in every CI run: ``pytest -m slow --slow-seconds N --slow-seed TEXT``; and the durations that it is drawn by.
+"""Selection of slow tests in every CI run, ``pytest -m slow --slow-seconds N --slow-seed TEXT``,
+and the recorded durations for it.
 
-Durations are in ``durations.json``, which ``pytest --record-durations`` updates with what it ran.
+Durations are in ``durations.json``, which ``pytest --record-durations`` updates for the tests that
+ran.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Recorded = dict[
 
 
 def read_durations() -> Recorded:
-    """Return the recorded durations; empty where nothing is recorded."""
+    """Return the recorded durations; empty without a record."""
     return (
         json.loads(DURATIONS.read_text(encoding="utf-8"))
         if DURATIONS.exists()
@@ -45,8 +47,8 @@ def seconds_of(case: str, seconds: Mapping[str, float]) -> float:
 def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed: str) -> list[str]:
     """Draw node ids of slow tests whose recorded durations fit the budget, the longest file first.
 
-    Each round takes one random case of every test function, in random order, so that a function of 900 cases does not displace the others.
-    A case that exceeds the whole budget is never drawn.
+    Each round takes one random case of every test function, in random order, so that a function
+    with 900 cases does not displace others. A case that exceeds the full budget is never drawn.
     """
     dice = random.Random(seed)
     waiting: dict[str, list[str]] = defaultdict(list)
@@ -105,9 +107,11 @@ def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
 
 
 def merged(recorded: Recorded, found: Recorded) -> Recorded:
-    """Replace recorded durations by those found, rounded to two digits; drop the files that are gone.
+    """Replace recorded durations by new ones, rounded to two digits; drop files that no longer
+    exist.
 
-    A test that is skipped here, which takes no time, keeps the duration that another machine recorded.
+    A test that is skipped on this machine, which takes no time, keeps the duration of another
+    machine.
     """
     answer = {}
     for kind in ("quick files", "slow tests"):
@@ -128,7 +132,7 @@ def merged(recorded: Recorded, found: Recorded) -> Recorded:
 
 
 class Recorder:
-    """Collects durations where the reports of all workers arrive, and writes the file at the end of a run."""
+    """Collects durations from the reports of all workers, and writes the file at the end of a run."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[str, str, float, bool]] = []
@@ -169,7 +173,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A draw imports only the files that have slow tests."""
+    """Ignore files without slow tests during a draw."""
     drawing = config.getoption("--slow-seconds") is not None and collection_path.suffix == ".py"
     return (
         True
@@ -179,7 +183,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Write how to draw the same tests again, and which tests no draw of this size has."""
+    """Print how to draw the same tests again, and which tests no draw of this size contains."""
     budget, seed = config.getoption("--slow-seconds"), config.getoption("--slow-seed")
     if budget is None:
         return []
@@ -200,7 +204,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)  # after -m has taken away the quick tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the drawn tests only, in the draw's order."""
+    """Keep only the drawn tests, in the order of the draw."""
     budget = config.getoption("--slow-seconds")
     if budget is None:
         return

@@ -1,4 +1,6 @@
-"""What a rank imports when it needs it, and what DeepSpeed finds out by starting compilers: the ranks' server does it once, for all."""
+"""Modules that a rank imports on demand, and facts that DeepSpeed finds by starting compilers: the
+ranks' server loads them once for all.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Ranks as real processes, forked from one server that has imported torch, Megatron-core and the training code once.
+"""Ranks as real processes, forked from one server that has imported torch, Megatron-core and the
+training code once.
 
-Every test of several ranks uses these: a fork costs milliseconds, an interpreter with torch and Megatron ten seconds of a core.
+Every test with several ranks uses these: a fork costs milliseconds, an interpreter with torch and
+Megatron ten seconds of a core.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ _context.set_forkserver_preload(
 def forked(
     world: int, function: Callable[..., Any], *given: Any, output: Path
 ) -> Iterator[list[BaseProcess]]:
-    """``function(*given)`` on ``world`` ranks with torchrun's variables, which write to ``OUTPUT.<rank>``; killed at the end.
+    """Run ``function(*given)`` on ``world`` ranks with torchrun's variables, which write to
+    ``OUTPUT.<rank>``; killed at the end.
 
-    The function, one of a module, and what it is given are pickled. What it returns lies, pickled, in ``OUTPUT.<rank>.answer``.
+    The function, which must be at module level, and its arguments are pickled. Its result is
+    pickled to ``OUTPUT.<rank>.answer``.
     """
     port, ranks = server_port(), list[BaseProcess]()
     for rank in range(world):
@@ -60,7 +64,7 @@ def forked(
 def answer(
     world: int, function: Callable[..., Any], *given: Any, output: Path, patience: float = PATIENCE
 ) -> Any:
-    """What ``function(*given)`` returns on rank 0, when all ranks have ended well."""
+    """Return the result of ``function(*given)`` on rank 0, after all ranks have succeeded."""
     with forked(world, function, *given, output=output) as ranks:
         end = time.monotonic() + patience
         while any(rank.exitcode is None for rank in ranks) and not any(
@@ -83,17 +87,17 @@ def started(
     naps: dict[int, float] | None = None,
     held: tuple[int, Path] | None = None,
 ) -> Iterator[list[BaseProcess]]:
-    """``python -m pretrain ARGUMENTS`` on ``world`` ranks.
+    """Run ``python -m pretrain ARGUMENTS`` on ``world`` ranks.
 
-    naps: rank -> seconds that its data takes before every micro-batch. held: a step, and a file without which the step after it has no
-    data: what is to come amid a run has all the time it takes.
+    naps: rank -> seconds by which its data is delayed before every micro-batch. held: a step, and a
+    file without which the next step has no data, so that an event within a run is not a race.
     """
     with forked(world, _pretrain, arguments, naps or {}, held, output=output) as ranks:
         yield ranks
 
 
 def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | None], list[str]]:
-    """(exit codes, output) of all ranks of such a run."""
+    """Return (exit codes, output) of all ranks of a run."""
     with started(world, arguments, output) as ranks:
         for rank in ranks:
             rank.join(PATIENCE)
@@ -103,7 +107,7 @@ def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
 
 
 def finished(world: int, arguments: list[str], output: Path) -> str:
-    """Such a run that ends well: what rank 0 wrote."""
+    """Run to success and return the output of rank 0."""
     codes, said = ended(world, arguments, output)
     assert codes == [0] * world, "\n".join(said)
     return said[0]
@@ -134,7 +138,7 @@ def _pretrain(
     nap, (step, file) = naps.get(int(os.environ["RANK"]), 0.0), held or (math.inf, Path())
 
     class Slow(Trainer):
-        """Waits for its data."""
+        """Trainer with delayed data."""
 
         def _stream(self, dataset: Any, first_sample: int) -> Staged:
             trainer = self
@@ -158,7 +162,7 @@ def _pretrain(
 
 
 def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float = 0.02) -> None:
-    """Until ``holds`` while all ranks live; fails after `PATIENCE`."""
+    """Wait until ``holds`` is true while all ranks live; fail after `PATIENCE`."""
     deadline = time.monotonic() + PATIENCE
     while True:
         alive = all(rank.is_alive() for rank in ranks)
@@ -170,7 +174,7 @@ def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float =
 
 
 def wait_for_lock(run_dir: Path) -> None:
-    """Until nobody holds a run directory: what a killed rank has forked ends a moment after it."""
+    """Wait until a run directory is unlocked: children of a killed rank end a moment after it."""
     deadline = time.monotonic() + PATIENCE
     with (run_dir / "lock").open("w") as lock:
         while True:
@@ -182,13 +186,13 @@ def wait_for_lock(run_dir: Path) -> None:
 
 
 def send(process: BaseProcess, number: signal.Signals) -> None:
-    """A signal to a rank."""
+    """Send a signal to a rank."""
     assert process.pid is not None
     os.kill(process.pid, number)
 
 
 def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The whole lines of a JSON lines file in a run directory."""
+    """Return the complete lines of a JSON lines file in a run directory."""
     path = run_dir / name
     return (
         [
@@ -202,7 +206,7 @@ def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, grad norm)."""
+    """Return step -> (loss, grad norm)."""
     return {
         line["step"]: (line["loss"], line["grad_norm"])
         for line in records(run_dir)

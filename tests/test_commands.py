@@ -1,7 +1,9 @@
-"""What the documents promise: every command in them is one that exists and accepts these words; every configuration loads and validates.
+"""Tests of the documents: every command in them exists and accepts its arguments; every
+configuration loads and validates.
 
-A command is checked, not carried out, but for plans: its own argument parser reads it, make's targets are asked for a dry run.
-Commands are the lines of ```sh blocks, where each must be understood here, and the indented lines that begin with one of our launchers.
+A command is checked without running it, except for plans: its own argument parser reads it, and
+make performs a dry run. Commands are the lines of ```sh blocks, which must all be supported by this
+test, and indented lines that begin with one of our launchers.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ from tools.scaling.study import load_study
 
 
 class Parsed(BaseException):
-    """Thrown where a command's work would begin."""
+    """Raised where a command's work would begin."""
 
 
 def parse_alone(words: list[str]) -> None:
-    """Run a module's or a script's real parser on its words, ``["-m", "launch", …]``, in a process that ends with it.
+    """Run the real parser of a module or script on its words, ``["-m", "launch", …]``, in a process
+    that ends with it.
 
-    launch checks the words that argparse leaves it, too.
+    launch also checks the words that argparse leaves to it.
     """
     sys.path.insert(0, "")
     if words[:2] == ["-m", "launch"]:
@@ -69,7 +72,9 @@ def parse_alone(words: list[str]) -> None:
 
 
 def commands_of(text: str) -> list[str]:
-    """The command lines of a Markdown text, continuation lines joined, comments and prompts gone."""
+    """Return the command lines of a Markdown text, with continuation lines joined, without comments
+    and prompts.
+    """
     joined = re.sub(r"\\\n\s*", "", text)
     fenced = [
         line
@@ -86,7 +91,7 @@ def commands_of(text: str) -> list[str]:
 
 
 def fault(command: str) -> str | None:
-    """What is wrong with a command line as a reader would type it in the repository's root, or None."""
+    """Return the fault of a command line typed in the repository's root, or None."""
     program, *words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
     absent = [
         word
@@ -137,7 +142,7 @@ def fault(command: str) -> str | None:
 
 
 def ended(command: list[str], environment: dict[str, str] | None = None) -> str | None:
-    """What a command that fails says; None of one that does not."""
+    """Return the output of a command that fails, or None."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return (done.stderr or done.stdout) if done.returncode else None
 
@@ -183,7 +188,7 @@ def _pretrain(words: list[str], processes: int | None) -> str | None:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The configuration as if its data were prepared: with a vocabulary."""
+    """Return the configuration with a vocabulary, as if its data were prepared."""
     return replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or 4096))
 
 
@@ -197,7 +202,7 @@ def test_a_documents_command(document: str, command: str) -> None:
 
 
 def trained_in(command: str) -> Path | None:
-    """The run directory of a command that trains, None of any other."""
+    """Return the run directory of a command that trains, None for others."""
     words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
     start = next(
         (
@@ -217,7 +222,7 @@ def trained_in(command: str) -> Path | None:
 
 
 def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
-    """A reader types them one after the other."""
+    """A reader types the commands one after the other."""
     for name, text in texts(".md").items():
         places = [
             place for command in commands_of(text) if (place := trained_in(command)) is not None

@@ -1,4 +1,6 @@
-"""The draw of slow tests: the same seed gives the same tests, every test has its turn, and the budget is kept."""
+"""Tests of the draw of slow tests: one seed gives the same tests, every test is drawn at some time,
+and the budget is respected.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The house's rules, read off the sources of the whole repository: who imports whom, who may know CUDA, sizes, docstrings, packaging.
+"""Rules of the repository, checked in all sources: imports, use of CUDA, sizes, docstrings,
+packaging.
 
-Each rule is a function from sources to faults, and is shown a fault of its kind too: a rule that finds nothing anywhere is worth nothing.
+Each rule is a function from sources to faults, and is also tested on a fault: a rule that never
+finds one is useless.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ Rule = Callable[[Sources], list[str]]
 
 
 def repository_files() -> list[str]:
-    """Paths of the repository's files, git's and new ones that git would take."""
+    """Return the paths of the repository's files, tracked or new and not ignored."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, text=True
@@ -87,7 +89,7 @@ def repository_files() -> list[str]:
 
 @functools.cache
 def texts(*endings: str) -> Sources:
-    """Path -> text of every file with one of these endings."""
+    """Return path -> text of every file with one of these endings."""
     return {
         name: (ROOT / name).read_text(encoding="utf-8")
         for name in repository_files()
@@ -101,19 +103,21 @@ walked = functools.cache(lambda text: list(ast.walk(parsed(text))))
 
 
 def of_rooms() -> Sources:
-    """The Python files that are not tests."""
+    """Return the Python files that are not tests."""
     return {name: text for name, text in python_sources().items() if name.split("/")[0] in ROOMS}
 
 
 def nodes(sources: Sources, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """(path, node) of every node of every file but these."""
+    """Yield (path, node) for every node of every file except ``but``."""
     return (
         (name, node) for name, text in sources.items() if name not in but for node in walked(text)
     )
 
 
 def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import in a file, inside functions and under TYPE_CHECKING too."""
+    """Yield (line, absolute module) of every import in a file, including those inside functions and
+    under TYPE_CHECKING.
+    """
     package = name.removesuffix(".py").split("/")[:-1]
     for node in walked(text):
         if isinstance(node, ast.Import):
@@ -132,7 +136,7 @@ def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def imports_against_the_stream(sources: Sources) -> list[str]:
-    """A room's import of a room above or beside it, or of the tests."""
+    """Find imports of a package that is not below the importing one, or of the tests."""
     faults = []
     for name, text in sources.items():
         room = name.split("/")[0]
@@ -146,7 +150,9 @@ def imports_against_the_stream(sources: Sources) -> list[str]:
 
 
 def knows_cuda(sources: Sources) -> list[str]:
-    """A word about CUDA in code outside the three files that may; strings (documentation, messages, configuration values) may name it."""
+    """Find uses of CUDA in code outside the three allowed files; strings (documentation, messages,
+    configuration values) may name it.
+    """
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, node in nodes(sources, (PLATFORM, PAPER, "kernels/machine.py"))
@@ -157,7 +163,9 @@ def knows_cuda(sources: Sources) -> list[str]:
 
 
 def patches_a_library(sources: Sources) -> list[str]:
-    """An assignment into torch or Megatron-core outside platform.py: ``torch.x = ``, ``setattr(torch, ...)``, ``parallel_state.x = ``."""
+    """Find assignments into torch or Megatron-core outside platform.py: ``torch.x = ``,
+    ``setattr(torch, ...)``, ``parallel_state.x = ``.
+    """
     theirs = {name: {"torch", "megatron"} for name in sources}
     for name, node in nodes(sources):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
@@ -186,7 +194,9 @@ def patches_a_library(sources: Sources) -> list[str]:
 
 
 def own_exit_code(sources: Sources) -> list[str]:
-    """A number other than 0 and 1 with which a process, or a command's ``main``, ends: the table of exit codes has its name."""
+    """Find numbers other than 0 and 1 as exit codes of a process or a command's ``main``: the table
+    of exit codes has names for them.
+    """
     faults = []
     for name, node in nodes(sources, ("fem_common/exits.py",)):
         ended: list[Any] = []
@@ -208,7 +218,7 @@ def own_exit_code(sources: Sources) -> list[str]:
 
 
 def own_list_of_secrets(sources: Sources) -> list[str]:
-    """A string that is one of the words by which ``fem_common.secrets`` knows a secret: a second list of them."""
+    """Find strings that ``fem_common.secrets`` uses to recognise a secret: a second list of them."""
     words = {*secrets.SECRET_ENDINGS, *secrets.SECRET_PARTS} - {"KEY", "KEYS", "TOKEN", "TOKENS"}
     strings = [
         (name, node)
@@ -245,10 +255,10 @@ def too_long(sources: Sources) -> list[str]:
 
 
 def undocumented(sources: Sources) -> list[str]:
-    """A module, public class, function or method without docstring.
+    """Find modules, public classes, functions and methods without docstring.
 
-    A method may do without where a class of the same file, or one that its class is made from, documents that name (an interface), or
-    under torch.autograd.Function.
+    A method needs none if a class of the same file or a base class documents its name (an
+    interface), or in a torch.autograd.Function.
     """
     faults = [
         f"{name}: the module"
@@ -286,12 +296,12 @@ def undocumented(sources: Sources) -> list[str]:
 
 
 def bases(node: ast.ClassDef) -> list[str]:
-    """The base classes as they are written, without their parameters."""
+    """Return the base classes as written, without their parameters."""
     return [ast.unparse(base).split("[")[0] for base in node.bases]
 
 
 def documented(node: ast.ClassDef) -> set[str]:
-    """The methods of a class that have a docstring."""
+    """Return the methods of a class that have a docstring."""
     return {
         inner.name
         for inner in node.body
@@ -300,13 +310,13 @@ def documented(node: ast.ClassDef) -> set[str]:
 
 
 def inherited(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """The methods that a class which this one is made from documents, through all generations."""
+    """Return the methods that all ancestors of a class document."""
     above = [classes[name] for base in bases(node) if (name := base.split(".")[-1]) in classes]
     return set[str]().union(*(documented(parent) | inherited(parent, classes) for parent in above))
 
 
 def names_a_machine(sources: Sources) -> list[str]:
-    """A home or working folder, an address, a host that is not a public reference."""
+    """Find home or working folders, addresses, and hosts that are not public references."""
     faults = []
     for name, text in sources.items():
         for number, line in enumerate(text.splitlines(), 1):
@@ -323,7 +333,9 @@ def names_a_machine(sources: Sources) -> list[str]:
 
 
 def wide_prose(sources: Sources) -> list[str]:
-    """A line of Markdown of more than 100 columns outside code, tables, pictures and what a command writes."""
+    """Find lines of Markdown with more than 100 columns outside code, tables, pictures and
+    generated text.
+    """
     faults = []
     for name, text in sources.items():
         own = re.sub(
@@ -358,7 +370,7 @@ def test_every_room_has_a_rule_and_a_first_page() -> None:
 
 
 def everything() -> Sources:
-    """Every file that is text, but this one, which names machines to find them."""
+    """Return every text file except this one, which contains machine names as examples."""
     return texts(
         *{
             name
@@ -479,7 +491,9 @@ def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
 def loaded_after(
     modules: list[str], of: tuple[str, ...] = ("torch", "megatron", "transformers")
 ) -> str:
-    """Which of the packages ``of`` are loaded after importing ``modules`` in a fresh interpreter."""
+    """Return the packages in ``of`` that are loaded after importing ``modules`` in a new
+    interpreter.
+    """
     code = f"import sys, {', '.join(modules)}; print(*sorted(set({of!r}) & set(sys.modules)))"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
@@ -487,7 +501,7 @@ def loaded_after(
 
 
 def modules_of(room: str) -> list[str]:
-    """A room's modules by their dotted names, commands left out."""
+    """Return a package's modules by their dotted names, without commands."""
     names = [
         name.removesuffix(".py").replace("/", ".")
         for name in of_rooms()
@@ -507,7 +521,7 @@ def test_torch_free_modules() -> None:
 
 
 def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
-    """A node's own Python, outside the container, may be all that the supervisor has."""
+    """The supervisor may have only a node's Python, outside the container."""
     inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + [
         "launch.node.rank",
         "launch.node.checks",
@@ -524,7 +538,9 @@ def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
 
 
 def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> None:
-    """Importing torch's compiler takes three seconds of every rank, command and test process; wandb one, TensorBoard half of one."""
+    """Importing torch's compiler takes three seconds for every rank, command and test process;
+    wandb one second, TensorBoard half.
+    """
     code = "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron(); import pretrain.run; "
     code += "platform.initialize_distributed(); "
     code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb', 'tensorboard'} & {*sys.modules})"
@@ -540,13 +556,13 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
 
 
 def project() -> dict[str, Any]:
-    """pyproject.toml's [project]."""
+    """Return the [project] table of pyproject.toml."""
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:
-    """Canonical name -> requirement of the project and the named extras."""
+    """Return canonical name -> requirement of the project and the named extras."""
     listed = [
         *project()["dependencies"],
         *(one for extra in extras for one in project()["optional-dependencies"][extra]),
@@ -608,7 +624,7 @@ def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() ->
 
 
 def test_the_readme_is_short() -> None:
-    """Code and a table's bars are not words."""
+    """Code and table separators do not count as words."""
     assert (
         len(
             re.sub(
@@ -620,7 +636,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
-    """Hugging Face publishes a package `kernels`; transformers decides by name and version whether it is there."""
+    """Hugging Face publishes a package `kernels`; transformers detects it by name and version."""
     from transformers.utils import import_utils
 
     low, high = (

@@ -1,6 +1,8 @@
-"""The golden file of what the commands say: ``wording(text)`` compares with tests/wording.yaml, ``pytest --update-wording`` rewrites it.
+"""Golden file of the commands' messages: ``wording(text)`` compares with tests/wording.yaml,
+``pytest --update-wording`` rewrites it.
 
-A test asserts what a message must do (exit code, one line, the key named); how it is phrased stands in one file.
+Tests assert the function of a message (exit code, one line, the key named); its wording is in one
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ ROOT = GOLDEN.parents[1]
 
 
 def read_golden() -> dict[str, list[str]]:
-    """Test -> what it heard, call after call."""
+    """Return test -> its texts, call after call."""
     return (
         yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {}
         if GOLDEN.exists()
@@ -27,7 +29,7 @@ def read_golden() -> dict[str, list[str]]:
 
 
 class Wording:
-    """What one test hears. Called with each text; the n-th call is compared with the n-th entry."""
+    """Texts of one test. The n-th call is compared with the n-th entry."""
 
     def __init__(
         self, test: str, expected: list[str], updating: bool, names: dict[str, str]
@@ -41,7 +43,9 @@ class Wording:
         )
 
     def __call__(self, text: object, **names: object) -> None:
-        """``text`` as the golden file has it. ``names`` (WORD=value): what differs from run to run, each written as its WORD."""
+        """Compare ``text`` with the golden file. ``names`` (WORD=value): values that differ from
+        run to run, each replaced by its WORD.
+        """
         said = str(text).rstrip("\n")
         for word, value in sorted(
             {**self.names, **names}.items(), key=lambda item: -len(str(item[1]))
@@ -58,7 +62,7 @@ class Wording:
 
 @pytest.fixture
 def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
-    """The wording of this test's messages; the test's folder is written as TMP, the repository's as ROOT."""
+    """Golden texts of this test; the test's folder is written as TMP, the repository's as ROOT."""
     test = request.node.nodeid.removeprefix("tests/")
     updating = request.config.getoption("--update-wording")
     heard = Wording(
@@ -87,7 +91,7 @@ def _golden(config: pytest.Config) -> dict[str, list[str]]:
 
 
 def _rewrite(test: str, heard: list[str]) -> None:
-    """Put one test's texts into the golden file; several test processes may do so at a time."""
+    """Write one test's texts to the golden file; several test processes may do so at once."""
     with GOLDEN.open("a+", encoding="utf-8") as golden:
         fcntl.flock(golden, fcntl.LOCK_EX)
         texts = dict(sorted({**read_golden(), test: heard}.items()))

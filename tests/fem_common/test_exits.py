@@ -1,4 +1,4 @@
-"""One table of exit codes, the same in every command: a wrong path is 2, a file system that fails is 1."""
+"""Tests of the exit codes, equal in every command: a wrong path is 2, a failing file system is 1."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO)
 
 
 def run(command: str, folder: Path) -> int:
-    """The exit code of a command's main in this process."""
+    """Return the exit code of a command's main in this process."""
     module, *verb = command.split()
     try:
         importlib.import_module(f"{module}.__main__")
@@ -101,7 +101,7 @@ def run(command: str, folder: Path) -> int:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
-    """Whatever is asked of the operating system below ``folder`` fails with this error."""
+    """Let every operating system call below ``folder`` fail with this error."""
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *arguments: Any, **more: Any) -> Any:
@@ -156,12 +156,16 @@ with signals_as_interrupt():
 
 
 def test_a_forked_worker_is_ended_by_the_first_signal() -> None:
-    """Even by one that comes while Python prepares the child, which swallows an exception there."""
+    """Also by a signal that arrives while Python prepares the child, which swallows an exception at
+    that point.
+    """
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
 def test_the_table_of_the_page_has_every_code() -> None:
-    """A script, and a launcher elsewhere, reads the numbers there; KILLED is never a command's own."""
+    """Scripts and external launchers read the numbers in the table; KILLED is never a command's own
+    code.
+    """
     page = (Path(__file__).parents[2] / "fem_common" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE)
     assert [int(code) for row in rows for code in row.split(",")] == [
@@ -172,7 +176,7 @@ def test_the_table_of_the_page_has_every_code() -> None:
 def test_requests_that_a_stop_cuts_off_are_not_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """asyncio logs the traceback of a failed request whose answer nobody takes, when the request is freed."""
+    """asyncio logs the traceback of a failed request without a receiver when the request is freed."""
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", False)
 
     async def request() -> None:

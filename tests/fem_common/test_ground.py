@@ -1,4 +1,6 @@
-"""What every room leans on: whole files, locks, the rule of mistakes, the words for times. The reader is tested with pretrain's."""
+"""Tests of shared code: atomic files, locks, the rule of mistakes, texts of times. Tests of the
+configuration reader are in tests/pretrain.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from fem_common.progress import Progress
 def test_a_file_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process dies as the content is on its way to the disk: readers have the old file, and the next process removes the rest."""
+    """The process dies while the content is written: readers see the old file, and the next process
+    removes the remains.
+    """
     path = tmp_path / "state.json"
     write_whole(path, "old")
     child = os.fork()
@@ -49,7 +53,9 @@ def test_a_file_is_there_whole_or_not_at_all(
 
 
 def test_half_a_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
-    """The file system takes half a record (a limit on the file's size, as a full disk does); the next attempt's record is whole."""
+    """The file system accepts half a record (a file size limit, as on a full disk); the record of
+    the next attempt is complete.
+    """
     path, (soft, hard) = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     append_json_line(path, {"step": 1})
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 6, hard))
@@ -95,7 +101,7 @@ def test_lines_end_at_lf_and_crlf_alone(tmp_path: Path) -> None:
 
 
 def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
-    """Until its holder ends, in whatever way, though what it forked lives on; those that share it are together."""
+    """Until its holder ends in any way, even if its children live on; shared locks coexist."""
     code = f"from pathlib import Path; from fem_common.files import locked\nwith locked(Path({str(tmp_path / 'lock')!r})): print('held')"
 
     def another() -> str:

@@ -1,4 +1,4 @@
-"""What is a secret, what of an environment is told, and what is hidden in output."""
+"""Tests of the definition of a secret, of reported environment variables, and of masked output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_only_what_is_known_to_be_harmless_is_told() -> None:
 
 
 def test_no_value_of_a_secret_is_ever_told() -> None:
-    """Random environments, in which secrets hide in values of harmless names too."""
+    """Random environments, in which secrets also occur in values of harmless names."""
     for seed in range(20):
         chance = random.Random(seed)
         hidden = {name: f"canary-{chance.getrandbits(64):x}" for name in chance.sample(SECRET, 5)}

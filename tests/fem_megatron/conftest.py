@@ -1,4 +1,6 @@
-"""One process with Megatron's groups, for every file of tests of this room; and the fixtures' numbers."""
+"""Fixtures of this package's tests: one process with Megatron's groups, and the numbers in the
+fixture files.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """What a test draws without a generator is the same in any order."""
+    """Seed torch, so that random numbers without a generator do not depend on the order of tests."""
     torch.manual_seed(0)
 
 
 def load_fixture(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a fixture says of itself, and its arrays."""
+    """Return the metadata of a fixture and its arrays."""
     with np.load(FIXTURES / f"{name}.npz") as file:
         return json.loads(str(file["meta"])), {
             key: torch.from_numpy(file[key]) for key in file.files if key != "meta"
@@ -38,7 +40,7 @@ def load_fixture(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def drawn(layer: Any, spread: float = 0.3) -> Any:
-    """The layer with every weight drawn anew around the constant that it starts from, so that none is trivial."""
+    """Return the layer with random weights around their initial constants, so that none is trivial."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -53,7 +55,7 @@ def drawn(layer: Any, spread: float = 0.3) -> Any:
 def tokens(
     length: int, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Tensor:
-    """A stream of so many tokens, [length, b, hidden]."""
+    """Return a random stream of tokens, [length, b, hidden]."""
     return torch.randn(
         length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)

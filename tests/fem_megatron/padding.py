@@ -1,4 +1,6 @@
-"""A model with a padded vocabulary against the same one without the padding, written out in torch; at any tensor-parallel size."""
+"""A model with a padded vocabulary against the same model without the padding, written in torch; at
+any tensor-parallel size.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def model_of(vocabulary: str, tied: bool) -> ModelConfig:
 
 
 def batch(model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [b, t]; the last entry is among them."""
+    """Return tokens and labels [b, t], which contain the last entry of the vocabulary."""
     assert model.vocab_size is not None
     both = torch.randint(
         model.vocab_size, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0)
@@ -48,7 +50,9 @@ def batch(model: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
-    """Largest differences to the model without the padding, and the largest gradient of the padding's rows, of this rank's part."""
+    """Return the largest differences from the model without padding, and the largest gradient of
+    the padded rows, of this rank's part.
+    """
     from megatron.core import parallel_state
 
     from fem_megatron.megatron.model import Layout, build, global_name
@@ -103,7 +107,9 @@ def without_padding(
     labels: Tensor,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Losses [b, t], logits [b, t, V] and the gradients of embedding and output layer, in the weights' type."""
+    """Return losses [b, t], logits [b, t, V] and the gradients of embedding and output layer, in
+    the weights' dtype.
+    """
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     embedding = leaves["embedding.word_embeddings.weight"]
     x = embedding[tokens].transpose(0, 1)
@@ -130,10 +136,11 @@ def without_padding(
 
 
 def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> dict[str, float]:
-    """Largest differences of the loss summed in chunks of so many tokens to the sum of the losses, and of every gradient.
+    """Return the largest differences between the loss summed in chunks of ``tokens`` tokens and the
+    sum of the losses, and of every gradient.
 
-    ``logits``: how many are in one tensor at most. Some tokens do not count. The sum has a factor, as an engine's has; of two's powers,
-    since the loss is float32.
+    ``logits``: the largest number in one tensor. Some tokens do not count. The sum has a factor, as
+    an engine's has, which is a power of two because the loss is float32.
     """
     from megatron.core import parallel_state
 
@@ -178,7 +185,7 @@ def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> d
 
 
 def whole(weight: Tensor, size: int) -> Tensor:
-    """The ranks' parts of a weight, joined."""
+    """Return the concatenation of the ranks' parts of a weight."""
     from megatron.core import parallel_state
 
     if not getattr(weight, "tensor_model_parallel", False):
@@ -200,7 +207,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def wrong(found: dict[str, float], tolerance: float) -> dict[str, float]:
-    """What is off; -inf and zero gradients are exact."""
+    """Return the values beyond the tolerance; -inf and zero gradients must be exact."""
     exact = ("not -inf", "padding's gradient")
     return {
         name: value

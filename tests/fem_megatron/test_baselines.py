@@ -1,4 +1,6 @@
-"""The baselines' layers against their definitions, token by token, and their own sizes; the contract is test_catalogue.py's."""
+"""Tests of the baselines' layers against their definitions, token by token, and of their sizes.
+Common properties: test_catalogue.py.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ SQUARE, LINEAR = ("attention", "grouped", "differential"), ("deltanet", "gated_d
 
 
 def build(name: str, **changed: Any) -> Any:
-    """A layer with random weights, the constants of its start too."""
+    """Return a layer with random weights, including those with constant initial values."""
     shape = SHAPES[name](**changed)
     return drawn(LAYERS[type(shape)](shape, OneProcess(torch.float64)), spread=0.4)
 
@@ -100,7 +102,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def softmax_read(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """[s, d] each."""
+    """Return causal attention for q, k, v [s, d]."""
     seen = [slice(0 if window is None else max(0, t + 1 - window), t + 1) for t in range(len(q))]
     return torch.stack(
         [
@@ -115,7 +117,9 @@ def turned(x: Tensor) -> Tensor:
 
 
 def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
-    """llama3's rule as its authors state it, case by case; every pair of channels a complex number."""
+    """Apply llama3's RoPE rule as its authors define it, case by case, with complex numbers for
+    pairs of channels.
+    """
     half, low, turned_pairs = x.shape[-1] // 2, scaling.low_freq_factor, []
     for pair in range(half):
         frequency = 10000.0 ** (-pair / half)
@@ -191,7 +195,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
 
 
 def step_and_rate(layer: Any, raw: Tensor, rates: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """delta and exp(log-decay), [s, heads]."""
+    """Return delta and exp(log-decay), [s, heads]."""
     index = torch.arange(layer.shape.heads, dtype=torch.float64) + 0.5
     rate = (rates[0] + (rates[1] - rates[0]) * index / layer.shape.heads) * layer.log_rate.exp()
     start = 0.001 * 100 ** (index * (math.sqrt(5) - 1) / 2 % 1)
@@ -293,7 +297,7 @@ def test_equals_the_definition_with_all_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
-    """The convolution still sees the tokens before it there, so keys and values are not zero."""
+    """The convolution at padding still reads the tokens before it, so keys and values are not zero."""
     layer, x = build(name), tokens(9)
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[:, 6:] = False

@@ -1,4 +1,4 @@
-"""What every mixer of the catalogue promises, whatever its mathematics; a new name is tested here with no new line."""
+"""Properties of every mixer of the catalogue; a new name is tested without changes to this file."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ CAUSAL = [name for name in CASES if CASES[name].get("causal", True)]
 
 
 def model_of(name: str, *, attention_backend: str = "reference", **changes: Any) -> ModelConfig:
-    """A case's model; the FEM alone has a read to choose a backend for."""
+    """Return a case's model; only the FEM has a read with a choice of backends."""
     model = replace(SMALL, **{**CASES[name], **changes})
     return (
         replace(model, attention_backend=attention_backend)
@@ -176,12 +176,14 @@ def is_causal(name: str) -> bool:
 
 
 def block_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Block:
-    """The first block, every weight moved off its start so that zero-initialised parts take part, too."""
+    """Return the first block, with every weight perturbed so that zero-initialised parts
+    contribute.
+    """
     return filled(model_of(name, **changes).blocks()[0], dtype)
 
 
 def filled(shape: BlockShape, dtype: torch.dtype = torch.float64) -> Block:
-    """The block of a shape, every weight moved off its start."""
+    """Return the block of a shape, with every weight perturbed."""
     made: Block = drawn(Block(shape, OneProcess(dtype)), spread=0.2)
     return made
 
@@ -235,7 +237,9 @@ def test_gradients_are_right(name: str) -> None:
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_the_future_does_not_leak(name: str, scale: float) -> None:
-    """Other tokens after t, extreme ones too: the same outputs up to t; and what is replaced does matter from there on."""
+    """Other tokens after t, including extreme ones, do not change outputs up to t, and do change
+    later ones.
+    """
     block, x = block_of(name), tokens(name)
     changed = torch.cat((x[:6], -scale * x[6:].flip(0)))
     with torch.no_grad():
@@ -264,9 +268,11 @@ def test_bf16_is_near_fp32(name: str) -> None:
 @pytest.mark.parametrize("documents", [(LENGTH,), (128,), (4, 24, 4, 32)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[int, ...]) -> None:
-    """All but triangular solves, which torch's counter does not see; exactly, as both count multiply-adds of the same products.
+    """Equal, because both count multiply-adds of the same products, except for triangular solves,
+    which torch's counter does not include.
 
-    Several documents, which fill their rows: each is counted by its own length, and of the pairs of two of them nothing is computed.
+    Several documents that fill their rows: each is counted by its length, and no pair of tokens of
+    two documents is computed.
     """
     if name in ("differential", "differential normed", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
@@ -308,7 +314,7 @@ def test_recurrence_is_a_stack_of_the_same_block(name: str) -> None:
 
 
 def other(value: Any, choices: tuple[Any, ...] | None) -> Any:
-    """A value of a key's type that is not its default."""
+    """Return a value of a key's type that is not its default."""
     if choices:
         return next(choice for choice in reversed(choices) if choice != value)
     if isinstance(value, dict):
@@ -319,7 +325,7 @@ def other(value: Any, choices: tuple[Any, ...] | None) -> Any:
 
 
 def guarded() -> list[tuple[str, Any]]:
-    """(key, another value) of every key that is not every mixer's."""
+    """Return (key, another value) for every key that not every mixer reads."""
     found = []
     for item in fields(ModelConfig):
         default = getattr(ModelConfig(), item.name)
@@ -351,7 +357,9 @@ def with_key(model: ModelConfig, key: str, value: Any) -> ModelConfig:
 
 
 def fitting(model: ModelConfig, key: str) -> BlockShape | None:
-    """The first block, None where sizes do not fit with this value of the key, which is read then."""
+    """Return the first block, or None if the key's value does not fit, which means that the key is
+    read.
+    """
     try:
         shape = catalogue.block(model, model.mixer, 0)
     except ValueError as error:
@@ -371,7 +379,9 @@ MET = ("fem.budget", "fem.temperature")
     "name", [pytest.param(name, marks=[] if name in NAMES else pytest.mark.slow) for name in CASES]
 )
 def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
-    """A key set away from its default is refused just where the block computes the same with it."""
+    """A key with a non-default value is refused if and only if it does not change the result of the
+    block.
+    """
     model, x = replace(SMALL, **CASES[name]), tokens(name)
     with torch.no_grad():
         plain = filled(catalogue.block(model, model.mixer, 0))(x, Context(causal=model.causal))
@@ -421,7 +431,9 @@ TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
 
 @pytest.mark.parametrize("name", TURNING)
 def test_every_mixer_that_turns_stretches(name: str) -> None:
-    """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
+    """linear: positions scaled by the factor; abf: another base; yarn and llama3: every position
+    changes, and yarn's factor scales scores.
+    """
     x, close = (
         tokens(name),
         dict[str, Any](rtol=1e-10, atol=1e-10),
@@ -474,7 +486,9 @@ LINEAR_TIME = [name for name, mixer in catalogue.MIXERS.items() if mixer.cost ==
 
 
 def kept_bytes(name: str, length: int) -> int:
-    """Bytes that autograd keeps of a forward pass, parameters aside; all of it and the backward pass is finite."""
+    """Return the bytes that autograd saves in a forward pass without parameters; forward and
+    backward passes must be finite.
+    """
     block, x = (
         block_of(name, torch.float32, attention_backend="auto"),
         tokens(name, length, torch.float32)[:, :1].requires_grad_(),

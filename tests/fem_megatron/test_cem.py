@@ -1,4 +1,4 @@
-"""CEM's layers: the fixtures' numbers, their energies, and what their switches promise."""
+"""Tests of CEM's layers: the numbers of the fixtures, their energies, and their switches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def both(**sizes: Any) -> list[Layers]:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("fold", [True, False])
 def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold the subroutines of Algorithm 1, given a normalised h; their p is our sqrt(D) p."""
+    """The fixtures contain the subroutines of Algorithm 1 for a normalised h; their p is our
+    sqrt(D) p.
+    """
     _, stored = load_fixture(f"cem_{kind}_T{steps}")
     switches: dict[str, Any] = {
         "preconditioner": "low_rank" if "in/U" in stored else "diagonal",
@@ -142,7 +144,9 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
 
 
 def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None) -> Tensor:
-    """Of each token at u given h, [s, b]; u_diagonal: what the diagonal sees, where it is not u."""
+    """Return the energy of each token at u given h, [s, b]; u_diagonal: the input of the diagonal,
+    if it is not u.
+    """
     if isinstance(layer, CemMlp):
         return elementwise_energy(layer.gamma(h), linear(u, layer.up.weight))
     k, seen = layer.remember(h, Context())
@@ -157,7 +161,9 @@ def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
-    """Of the energy in u; a diagonal moves the weights, and Algorithm 1 leaves its own part of the gradient out."""
+    """The gradient is with respect to u. A diagonal changes the weights, and Algorithm 1 omits its
+    own part of the gradient.
+    """
     for layer in both(**PLAIN | {"diagonal": diagonal}):
         h, start = tokens(9), tokens(9, seed=1)
         u = rms_norm(start, None, 1e-6).requires_grad_()
@@ -262,7 +268,7 @@ def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
 
 
 def matrix(layer: Layers, group: int) -> Tensor:
-    """P, written out."""
+    """Return P as a full matrix."""
     part, kind = layer.precondition, layer.shape.switches.preconditioner
     if kind == "identity":
         return torch.eye(16, dtype=torch.float64)
@@ -300,7 +306,7 @@ def test_smallest_eigenvalue(strength: float) -> None:
 
 
 def test_as_it_starts() -> None:
-    """P is softplus(1) I, the biases and the diagonal are zero."""
+    """P is softplus(1) I; the biases and the diagonal are zero."""
     parts = [
         CemAttention(CemAttentionShape.of(model()), OneProcess()),
         CemMlp(CemMlpShape.of(model()), OneProcess()),
@@ -368,7 +374,7 @@ def test_a_preconditioner_folded_or_not() -> None:
 
 
 def test_numbers_of_parameters() -> None:
-    """Half of attention's D^2 and two thirds of a gated MLP's; every weight once."""
+    """Half of attention's D^2 and two thirds of a gated MLP's; every weight counts once."""
     shapes = (
         CemAttentionShape.of(model(**PLAIN)).weights(),
         CemMlpShape.of(model(**PLAIN)).weights(),

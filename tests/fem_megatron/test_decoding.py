@@ -1,6 +1,8 @@
-"""Decoding of every mixer of the catalogue: with its state, token by token or in pieces, a block says what it says of the whole sequence.
+"""Tests of decoding for every mixer of the catalogue: with its state, token by token or in chunks,
+a block gives the result of the full sequence.
 
-A new name is tested here with no new line. float32, as decoding runs; every weight is moved off its start.
+A new name is tested without changes to this file. float32, as in decoding; every weight is
+perturbed.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def tokens(
 def decode(
     block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0
 ) -> Tensor:
-    """The block's outputs on the pieces of x, one after the other."""
+    """Return the block's outputs on consecutive chunks of x."""
     state = {} if state is None else state
     outputs = []
     for piece in x.split(pieces):
@@ -54,7 +56,7 @@ def decode(
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
-    """Rounding over sums of 300 terms, relative to the largest output."""
+    """Check equality up to rounding over sums of 300 terms, relative to the largest output."""
     assert got.shape == wanted.shape and got.isfinite().all()
     assert (got - wanted).abs().max() <= (1e-5 if got.dtype == torch.float32 else 1e-10) * max(
         1.0, wanted.abs().max().item()
@@ -74,14 +76,18 @@ def test_step_by_step_is_the_parallel_forward(name: str) -> None:
 @EVERY_CASE
 @pytest.mark.parametrize("again", [{}, {"recurrence": 3}], ids=["as it is", "thrice"])
 def test_pieces_are_the_parallel_forward(name: str, again: dict[str, Any]) -> None:
-    """A prompt, single tokens, pieces of any length; every iteration of a recurrent block has a state of its own."""
+    """A prompt, single tokens, chunks of any length; every iteration of a recurrent block has a
+    separate state.
+    """
     block, x = block_of(name, **again), tokens(name, 123, **DOUBLE)
     close(decode(block, x, [50, 1, 1, 1, 7, 2, 61]), block(x, Context()))
 
 
 @EVERY_CASE
 def test_padding_before_and_between_changes_nothing(name: str) -> None:
-    """Prompts of unequal lengths, a piece that is shorter in every other row, single tokens: each row as if alone."""
+    """Prompts of different lengths, a chunk that is shorter in every other row, single tokens: each
+    row gives its result without the others.
+    """
     block, lengths, width, more = block_of(name), (3, 9, 1, 6), 9, [3, 1, 1]
     valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
     if not any(word in name for word in COUNTING):
@@ -108,7 +114,7 @@ def test_padding_before_and_between_changes_nothing(name: str) -> None:
 
 @EVERY_CASE
 def test_right_padding_changes_nothing(name: str) -> None:
-    """Nor do gradients flow to it, or go through it."""
+    """No gradients reach or pass through the padding."""
     block, lengths, x = block_of(name), (4, 11), tokens(name, 11, **DOUBLE).requires_grad_()
     valid = torch.arange(11) < torch.tensor(lengths)[:, None]
     with torch.enable_grad():
@@ -124,7 +130,7 @@ def test_right_padding_changes_nothing(name: str) -> None:
 
 @EVERY_MIXER
 def test_rows_of_the_state_are_the_batch(name: str) -> None:
-    """As beam search takes them: repeated, dropped, in another order."""
+    """Rows are repeated, dropped and reordered, as in beam search."""
     block, x = block_of(name, torch.float32), tokens(name, 20, 3)
     state: State = {}
     decode(block, x[:12], [12], state)

@@ -1,4 +1,6 @@
-"""The diagnostics: every quantity against its definition, every mixer of the catalogue looked at, and a model that does not notice."""
+"""Tests of the diagnostics: every quantity against its definition, for every mixer of the
+catalogue, without effect on the model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def block(
     model: ModelConfig = SMALL,
     **settings: Any,
 ) -> Block:
-    """A block of one process in float64 with random weights, those that start as constants a little off them."""
+    """Return a block of one process in float64 with random weights; those with constant initial
+    values are perturbed.
+    """
     made = Block(
         catalogue.block(replace(model, mixer=name, **settings), name, 0), OneProcess(torch.float64)
     )
@@ -68,7 +72,9 @@ def seen(made: Block, x: Tensor, count: int = 256, *, causal: bool = True) -> di
 
 
 def own(values: dict[str, float], part: str = "mixer") -> dict[str, float]:
-    """The quantities of one part of a block without recurrence, by their own names."""
+    """Return the quantities of one part of a block without recurrence, by their names within the
+    part.
+    """
     return {
         name.rpartition("/")[2]: value
         for name, value in values.items()
@@ -106,7 +112,9 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_of_a_causal_model_is_its_beginning(name: str) -> None:
-    """Of a longer sequence, and of a batch, as if there were nothing else; the second look in one context is not taken."""
+    """The sample of a longer sequence and of a batch equals that of its beginning; a second call in
+    one context is ignored.
+    """
     made, x = block(name), tokens(name=name)
     with torch.no_grad(), observing({3: made}, 8) as values:
         made(x, Context())
@@ -115,7 +123,7 @@ def test_a_sample_of_a_causal_model_is_its_beginning(name: str) -> None:
 
 
 class Gathering(OneProcess):
-    """One of two ranks that hold alike halves of a sequence."""
+    """One of two ranks that have equal halves of a sequence."""
 
     size = 2
 
@@ -124,7 +132,9 @@ class Gathering(OneProcess):
 
 
 def test_of_documents_read_apart_the_longest_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first sequence; where two ranks hold documents of one token, the step norm alone is told."""
+    """The longest document of the first sequence; if two ranks have documents of one token, only
+    the step norm is reported.
+    """
     made, x, begins = block("fem_gla"), tokens(), torch.zeros(2, LENGTH, dtype=torch.bool)
     begins[0, [1, 5, 20]], begins[1, 1] = True, True
     documents = Documents.of(begins)
@@ -151,7 +161,9 @@ def test_names_of_iterations() -> None:
 
 
 def test_fem_by_its_equations() -> None:
-    """Everything about FEM-softmax from p, by loops' formulas: the entropies as means over the (channel, token) pairs that are asked."""
+    """All quantities of FEM-softmax from p by loops: the entropies as means over the requested
+    (channel, token) pairs.
+    """
     made, x = block(rope=False, fem=FemConfig(conditioner=False)), tokens(batch=1)
     given: list[Any] = []
     made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
@@ -196,7 +208,7 @@ def test_fem_by_its_equations() -> None:
 
 @pytest.mark.parametrize("name", FEMS)
 def test_a_fem_of_equal_values(name: str) -> None:
-    """With all values alike there is nothing to tilt: F = mu = v and the posterior is the prior; with beta near 0 likewise."""
+    """With equal values F = mu = v and the posterior is the prior; likewise for beta near 0."""
     made, x = block(name), tokens(name=name)
     rows = made.mixer.in_proj.weight.view(made.mixer.shape.heads, -1, SMALL.hidden_size)
     start = sum(width for slice_, width in made.mixer.shape.prior.slices().items())
@@ -215,7 +227,9 @@ def test_a_fem_of_equal_values(name: str) -> None:
 
 
 def test_attention_of_zero_scores() -> None:
-    """p is uniform over the tokens seen, so its entropy is log(t + 1); grouped queries and a bidirectional model too."""
+    """p is uniform over the visible tokens, so its entropy is log(t + 1); also with grouped queries
+    and for a bidirectional model.
+    """
     for groups in (1, 2):
         made = block("transformer", num_query_groups=groups)
         with torch.no_grad():
@@ -229,7 +243,9 @@ def test_attention_of_zero_scores() -> None:
 
 @pytest.mark.parametrize("part", ["mixer", "mlp"])
 def test_cem_descends_and_climbs(part: str) -> None:
-    """A small step down, of a preconditioner that is positive, lowers every token's energy; the same step up raises it."""
+    """A small downward step with a positive preconditioner lowers every token's energy; the
+    reversed step raises it.
+    """
     for eta, rose in ((1e-3, 0.0), (-1e-3, 1.0)):
         cem = CemConfig(diagonal="none", preconditioner="diagonal", eta_attention=eta, eta_mlp=eta)
         made = block("cem", cem=cem)
@@ -246,7 +262,9 @@ def test_cem_descends_and_climbs(part: str) -> None:
 
 
 def test_second_order_steps_descend_their_energy() -> None:
-    """W_O = -(eta / H) W_Q^T is gradient descent (mathematics 3), + climbs; linear attention the other way round."""
+    """W_O = -(eta / H) W_Q^T is gradient descent (mathematics 3), + is ascent; for linear attention
+    the signs are reversed.
+    """
     for name, down in (("mha2nd1st", -1e-3), ("energy_linear", 1e-3)):
         for sign, rose in ((1.0, 0.0), (-1.0, 1.0)):
             made = block(name, rope=False, mlp="none")
@@ -262,7 +280,7 @@ def test_second_order_steps_descend_their_energy() -> None:
 
 
 def test_hyperset_is_its_own_measure() -> None:
-    """With depth-wise LoRA the second iteration is measured by the second adapter."""
+    """With depth-wise LoRA the second iteration is measured with the second adapter."""
     made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
     with torch.no_grad():
         middle = made.mixer(x, Context(origin=x, memory={}))
@@ -286,7 +304,9 @@ def test_hyperset_is_its_own_measure() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_short_and_broken_samples(name: str) -> None:
-    """One token, an odd number, bfloat16; of an update that is not finite only the step norm is told, and nothing raises."""
+    """One token, an odd number, bfloat16; for a non-finite update only the step norm is reported,
+    and no error is raised.
+    """
     made = block(name)
     for length in (1, 3):
         assert all(math.isfinite(value) for value in seen(made, tokens(length, name=name)).values())
@@ -306,7 +326,9 @@ def test_short_and_broken_samples(name: str) -> None:
 def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The definition's own softmax is listened to, mask and all, in a forward pass of one sequence."""
+    """Compared with the input of the definition's softmax, including the mask, in a forward pass of
+    one sequence.
+    """
     made, x, given = block(name, cem=CemConfig(steps_attention=1)), tokens(batch=1), list[Tensor]()
 
     class Softmaxes(TorchFunctionMode):
@@ -331,7 +353,9 @@ def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(
 
 @pytest.mark.parametrize("query", ["after", "inside"])
 def test_afts_prior_is_of_its_keys(query: str) -> None:
-    """p_t(i) = exp(k_i) / sum, wherever the query multiplies; F is the free energy under p, without the query."""
+    """p_t(i) = exp(k_i) / sum, wherever the query multiplies; F is the free energy under p, without
+    the query.
+    """
     made, x = block("fem_aft", fem=FemConfig(conditioner=False, aft_query=query)), tokens(batch=1)
     given: list[Any] = []
     made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
@@ -355,7 +379,7 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
 
 
 def test_the_gap_is_a_divergence() -> None:
-    """A FEM whose values differ: F > mu, and the posterior is sharper than a flat prior."""
+    """For a FEM with different values: F > mu, and the posterior is sharper than a flat prior."""
     made = block()
     parts = made.mixer.shape.prior.slices()
     rows = made.mixer.in_proj.weight.view(made.mixer.shape.heads, -1, SMALL.hidden_size)
@@ -394,7 +418,7 @@ def test_switches_of_the_fem() -> None:
 
 
 def test_hypersets_iterations_have_their_own_weights() -> None:
-    """With depth-wise LoRA the second iteration is measured by the second adapter."""
+    """With depth-wise LoRA the second iteration is measured with the second adapter."""
     made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
     with torch.no_grad():
         middle = made.mixer(x, Context(origin=x, memory={}))
@@ -404,7 +428,9 @@ def test_hypersets_iterations_have_their_own_weights() -> None:
 
 
 def test_values_and_normaliser_do_not_bend_the_prior() -> None:
-    """Mamba's prior reads sigmoid(v): its weights are those of the same prior reading v. The ablation's weights do not add up to one."""
+    """Mamba's prior reads sigmoid(v): its weights equal those of the same prior that reads v. The
+    ablation's weights do not sum to one.
+    """
     made, x = block("fem_mamba"), tokens()
     usual, shape = own(seen(made, x)), made.mixer.shape
     assert shape.prior.squash and shape.prior.normalise

@@ -1,4 +1,6 @@
-"""Documents that share a sequence: every mixer reads each as if it were alone, and no bit of one is moved by another."""
+"""Tests of documents that share a sequence: every mixer reads each one separately, and no bit of
+one depends on another.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
 
 def begins(packs: Packs = PACKED) -> Tensor:
-    """[b, s] bool."""
+    """Return the first tokens of documents as a mask, [b, s] bool."""
     made = torch.zeros(len(packs), sum(packs[0]), dtype=torch.bool)
     for row, sizes in zip(made, packs, strict=True):
         row[torch.tensor((0, *sizes[:-1])).cumsum(0)] = True
@@ -37,7 +39,7 @@ def begins(packs: Packs = PACKED) -> Tensor:
 
 
 def spans(packs: Packs = PACKED) -> list[tuple[int, int, int]]:
-    """(Sequence, first token, end) of every document."""
+    """Return (sequence, first token, end) of every document."""
     return [
         (row, sum(sizes[:number]), sum(sizes[: number + 1]))
         for row, sizes in enumerate(packs)
@@ -59,7 +61,9 @@ Found = dict[str, Tensor]
 
 
 def gradients(block: Block, x: Tensor, context: Context, pull: Tensor) -> Found:
-    """What the block makes of x, "out", and the gradients of <pull, that>: of x and of every weight."""
+    """Return the block's output for x, "out", and the gradients of its inner product with ``pull``:
+    of x and of every weight.
+    """
     block.zero_grad()
     x = x.clone().requires_grad_()
     out = block(x, context)
@@ -74,7 +78,9 @@ def gradients(block: Block, x: Tensor, context: Context, pull: Tensor) -> Found:
 
 
 def alone(block: Block, x: Tensor, pull: Tensor, packs: Packs, *, causal: bool) -> Found:
-    """The same of each document by itself: those of a length are a batch, whose sequences do not meet (test_catalogue.py)."""
+    """Return the same for each document separately; documents of one length form a batch, whose
+    sequences do not interact (test_catalogue.py).
+    """
     made = {name: torch.zeros_like(weight) for name, weight in block.named_parameters()} | {
         "out": x.clone(),
         "x": x.clone(),
@@ -99,7 +105,7 @@ def distance(got: Found, wanted: Found) -> dict[str, float]:
 
 
 def in_both_types(name: str, packs: Packs, **changes: str) -> tuple[Block, Block, Tensor, Tensor]:
-    """One block in float32 and in float64, x, and what its outputs are pulled by."""
+    """Return one block in float32 and in float64, x, and the cotangent of its outputs."""
     narrow, wide = block_of(name, torch.float32, **changes), block_of(name)
     wide.load_state_dict({key: weight.double() for key, weight in narrow.state_dict().items()})
     return narrow, wide, draw(name, 1, packs).float(), draw(name, 2, packs).float()
@@ -107,10 +113,11 @@ def in_both_types(name: str, packs: Packs, **changes: str) -> tuple[Block, Block
 
 @EVERY_CASE
 def test_a_document_in_a_sequence_is_the_document_alone(name: str) -> None:
-    """Outputs, and the gradients of all tokens and weights.
+    """Outputs, and the gradients of all tokens and weights, agree.
 
-    Float64: rounding over sums of some hundred terms, in matrix products of other shapes. Float32: 1e-6; where a block magnifies rounding
-    more, no further from float64 than four times what documents alone are, in another order of sums. A leak: 1e-2 and more.
+    Tolerance in float64: rounding over sums of some hundred terms, in matrix products of other
+    shapes. float32: 1e-6; if a block amplifies rounding, at most four times the distance of
+    separate documents, in another order of summation, from float64. A leak gives 1e-2 and more.
     """
     (narrow, wide, x, pull), causal = in_both_types(name, PACKED), is_causal(name)
     wanted = alone(wide, x.double(), pull.double(), PACKED, causal=causal)
@@ -141,8 +148,9 @@ KERNELS = (
     "name", [*KERNELS, "fem bidirectional", "gla bidirectional", "hyperset both ways"]
 )
 def test_kernels_read_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's, interpreted, in float32, against documents alone in float64: 1e-5, as each kernel's own (tests/README.md), or four times
-    what the definition is off."""
+    """Interpreted Triton kernels in float32 against separate documents in float64: 1e-5, as for
+    each kernel (tests/README.md), or four times the error of the definition.
+    """
     ran, automatic = set(), Op.automatic
 
     def triton(op: Op, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
@@ -168,7 +176,9 @@ def test_kernels_read_documents_apart(name: str, monkeypatch: pytest.MonkeyPatch
 
 @EVERY_CASE
 def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
-    """Whatever stands in a document, infinities too: the others' outputs, and the gradients of their tokens, are what they were."""
+    """Any content of a document, including infinities, leaves outputs and gradients of the others
+    unchanged.
+    """
     block, x, pull = block_of(name), draw(name, 1), draw(name, 2)
     kept = torch.ones(LENGTH, len(PACKED), dtype=torch.bool)
     for row, first, end in (
@@ -186,7 +196,9 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["transformer", "switched", "fem_softmax", "hyperset"])
 def test_cudnn_plans_for_whole_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents, padding, a decoding state and ragged lengths bring shapes of their own to each call, forward and recomputed."""
+    """Documents, padding, a decoding state and ragged lengths have different shapes in each call,
+    forward and recomputed.
+    """
     seen, attend = list[bool](), F.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -216,13 +228,15 @@ def test_cudnn_plans_for_whole_sequences_alone(name: str, monkeypatch: pytest.Mo
 
 
 def test_joined_is_another_read() -> None:
-    """What the tests above compare is not what a block says that knows of no documents."""
+    """The comparisons above would fail for a block that ignores documents."""
     block, x = block_of("fem_softmax"), draw("fem_softmax", 1)
     assert (block(x, packed("fem_softmax")) - block(x, Context())).abs().max() > 1e-3
 
 
 def test_rows_are_few_and_little_longer_than_their_documents() -> None:
-    """Of pairs of tokens of two documents nothing is computed: attention's work is the documents' own, times 1.25^2 at most."""
+    """No pair of tokens of two documents is computed: attention's work is at most 1.25^2 times that
+    of the documents.
+    """
     assert all(
         size <= row_length(size, 4096) <= max(size + 3, 1.25 * size) for size in range(1, 4097)
     )
@@ -236,8 +250,9 @@ def test_rows_are_few_and_little_longer_than_their_documents() -> None:
 
 @pytest.mark.parametrize("mean", [3, 30, 300])
 def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
-    """What a read is given, counted: places at most 1.25 times the tokens, and pairs 1.25^2 times the documents' own; below 13 tokens a
-    document has 3 places more at most."""
+    """Counts the inputs of a read: positions at most 1.25 times the tokens, and pairs at most
+    1.25^2 times those of the documents; below 13 tokens a document has at most 3 more positions.
+    """
     sizes, length = (
         torch.empty(4096)
         .exponential_(1 / mean, generator=torch.Generator().manual_seed(mean))

@@ -1,6 +1,7 @@
-"""The Free Energy Mixer over every prior: the released numbers, the plain priors, sizes. The contract is in test_catalogue.py.
+"""Tests of the Free Energy Mixer over every prior: the released numbers, the plain priors, sizes.
+Common properties: test_catalogue.py.
 
-Long, because the five priors share one way into the released fixtures.
+Long, because the five priors share one way of reading the released fixtures.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ OFF = FemConfig(conditioner=False, free_energy=False, temperature=False, gate=Fa
 
 
 def shape_of(name: str, config: FemConfig | None = None, **changes: Any) -> FemShape:
-    """The shape that ``name`` asks for: width 32, 2 heads, budget (i), RoPE, unless said otherwise."""
+    """Return the shape for ``name``: by default width 32, 2 heads, budget (i), RoPE."""
     config = replace(
         config or FemConfig(conditioner_size=4),
         gla_decay="channel" if name == "gla_channel" else "head",
@@ -80,26 +81,28 @@ def shape_of(name: str, config: FemConfig | None = None, **changes: Any) -> FemS
 
 
 def build(shape: FemShape, dtype: torch.dtype = torch.float64) -> FemMixer:
-    """The mixer with every weight drawn anew, so that none is trivial."""
+    """Return the mixer with random weights, so that none is trivial."""
     made: FemMixer = drawn(FemMixer(shape, OneProcess(dtype)))
     return made
 
 
 def pack(heads: int, *parts: Tensor) -> Tensor:
-    """Rows of the projection's parts, head after head, as the packed projection holds them."""
+    """Return the rows of the projection's parts, head after head, as in the packed projection."""
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 def _inverse_temperature(released: Tensor) -> Tensor:
-    """The fixture's beta is softplus(parameter) + 1e-6; ours is softplus(b + 1.8)."""
+    """Convert beta: the fixture's is softplus(parameter) + 1e-6, ours is softplus(b + 1.8)."""
     beta = softplus(released) + 1e-6
     return beta + torch.log(-torch.expm1(-beta)) - 1.8
 
 
 def place(arrays: Arrays, heads: int, kind: str, *, decay: bool = False) -> Arrays:
-    """The fixture's parameters (``param``) or gradients (``grad``) by our names and packing.
+    """Return the fixture's parameters (``param``) or gradients (``grad``) with our names and
+    packing.
 
-    phi's slices are v, q, k, lambda, g there; ours follow the projection. Its conditioner leaves a decay alone: our rows for it are 0.
+    In the fixture phi's slices are v, q, k, lambda, g; ours follow the projection. Its conditioner
+    does not act on a decay: our rows for it are 0.
     """
     names = ["q", "k", *["decay"] * decay, "v", "lambda", "gate"]
     rows = {name: arrays[f"{kind}/W_{name}.weight"] for name in names}
@@ -139,7 +142,9 @@ def place(arrays: Arrays, heads: int, kind: str, *, decay: bool = False) -> Arra
 def run_fixture(
     mixer: FemMixer, meta: dict[str, Any], arrays: Arrays, *, decay: bool = False
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> (ours, the fixture's) of the output and of every gradient; the mixer without its norm and residual, as the fixture has it."""
+    """Return name -> (ours, the fixture's) for the output and every gradient; the mixer without its
+    norm and residual, as in the fixture.
+    """
     if meta["C"]:
         mixer.tdc.eps = 1e-5
     placed = place(arrays, meta["H"], "param", decay=decay)
@@ -191,9 +196,10 @@ def test_the_softmax_prior_reproduces_the_fixture(name: str, backend: str) -> No
 
 
 def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
-    """With weights of one: the queries and keys of the mixer without the norm, over their root mean square, which RoPE does not change.
+    """With weights of one: the queries and keys of the mixer without the norm, divided by their
+    root mean square, which RoPE preserves.
 
-    With weights of w: turned after that. Float64, 1e-12 of numbers about one.
+    With weights w: rotated after the norm. Float64, 1e-12 for numbers of size one.
     """
     plain, normed = (build(shape_of("softmax", qk_norm=on, norm_eps=1e-30)) for on in (False, True))
     normed.load_state_dict(plain.state_dict(), strict=False)
@@ -235,7 +241,9 @@ def released_read(
     log_weights: Callable[[int, int], Tensor],
     **_: Any,
 ) -> Tensor:
-    """The read with the released GLA's 1e-5 in the denominator, so that p sums to a little less than one."""
+    """Read with the released GLA's 1e-5 in the denominator, so that p sums to slightly less than
+    one.
+    """
     logs = log_weights(0, v.shape[2])
     log_p = logs - (logs.exp().sum(-1, keepdim=True) + 1e-5).log()
     mu = log_p.exp() @ v
@@ -278,7 +286,9 @@ def test_scans_reproduce_the_fixture(
 
 
 def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the released code adds: 1e-6 to gate and query before their norm and to each exp(k - max k), 1e-8 and 1e-12 in C."""
+    """Add the epsilons of the released code: 1e-6 to gate and query before their norm and to each
+    exp(k - max k), 1e-8 and 1e-12 in C.
+    """
 
     def gate(logit: Tensor, eps: float) -> Tensor:
         return rms_norm(softplus(logit) + 1e-6, None, 0.0)
@@ -329,7 +339,7 @@ def test_aft_inside_reproduces_the_released_code(
 
 
 def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
-    """The packed projection's slices of the normalised x, [s, b, h, width]."""
+    """Return the slices of the packed projection for the normalised x, [s, b, h, width]."""
     return split_heads(
         rms_norm(x, mixer.norm.weight, mixer.shape.norm_eps) @ mixer.in_proj.weight.T,
         mixer.shape.slices,
@@ -340,7 +350,9 @@ def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, causal: bool) -> None:
-    """Linear attention, GLA and a forgetting mean, token by token and pair by pair; RoPE before the features."""
+    """Linear attention, GLA and a decaying mean, token by token and pair by pair; RoPE before the
+    features.
+    """
     mixer = build(shape_of(name, OFF, causal=causal, attention_backend=backend))
     x = tokens(11, hidden=32)
     parts = by_head(mixer, x)
@@ -395,7 +407,9 @@ def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("name", ["linear", "gla", "lrnn_decay"])
 def test_products_in_bfloat16_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan's products in bfloat16 beside float32 decays: its own rounding, 2^-9, through the read and the output projection."""
+    """The scan's products in bfloat16 with float32 decays: their rounding, 2^-9, through the read
+    and the output projection.
+    """
     mixer = build(shape_of(name, attention_backend="fused"), torch.float32)
     x = torch.randn(33, 2, mixer.shape.hidden, generator=torch.Generator().manual_seed(3))
     plain = mixer.step(x, Context()).detach()

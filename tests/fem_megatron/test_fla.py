@@ -1,4 +1,4 @@
-"""The adapter of flash-linear-attention, with a stand-in for the package."""
+"""Tests of the adapter for flash-linear-attention, with a stand-in for the package."""
 
 from __future__ import annotations
 

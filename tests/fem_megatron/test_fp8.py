@@ -1,4 +1,6 @@
-"""Linear maps of 8-bit floats: the operands and the products against float64 definitions of their own, and which maps they are."""
+"""Tests of linear maps in 8-bit floats: operands and products against float64 definitions, and the
+set of such maps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """t in float64 as an operand has it, and the most by which it may be off t: half a step of 2^(exponent - mantissa)."""
+    """Return t in float64 as rounded for an operand, and the largest possible error: half a step of
+    2^(exponent - mantissa).
+    """
     mantissa, least, largest = FORMATS[dtype]
     t = t.detach().double()
     scale = 2.0 ** torch.floor(torch.log2(t.abs().max() / largest) + 1)
@@ -70,7 +74,9 @@ def test_parts_scaled_apart_round_to_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
 def test_all_three_products_are_those_of_their_operands(of: torch.dtype) -> None:
-    """To the sum's rounding (fp32's 2^-24 for each of n summands) and the result's; so they are off the exact ones by their operands'."""
+    """Tolerance: the rounding of the sum (fp32's 2^-24 for each of n terms) and of the result. The
+    error of the exact products is that of the operands.
+    """
     x, weight, dy = (
         draw(8, 6, 32, seed=0, dtype=of),
         draw(48, 32, seed=1, dtype=of),
@@ -116,7 +122,7 @@ def passes(
 
 
 def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
-    """Margin and all; a step that was left out, and what was computed between steps, are none of them."""
+    """Includes the margin; skipped steps and computations between steps do not count."""
     weight, scales = draw(16, 32, seed=1).requires_grad_(), []
     delayed = history(weight, steps=2, margin=3)
     for step, times in enumerate((1.0, 8.0, 0.5, 0.25, 2.0)):
@@ -161,7 +167,9 @@ def test_another_length_of_history_takes_over_the_last_steps() -> None:
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
 def test_delayed_operands_are_the_nearest_numbers_of_their_scale(of: torch.dtype) -> None:
-    """Before anything is known, and where it says no more than the tensor, those of tensorwise; else within half a step, or cut off."""
+    """Without history, and if it does not exceed the tensor, they equal those of tensorwise;
+    otherwise within half a step, or clipped.
+    """
     t = draw(16, 32, seed=4, dtype=of)
     own = t.abs().max().float()
     for dtype, (mantissa, least, largest) in FORMATS.items():
@@ -214,7 +222,9 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     "mixer", [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 )
 def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
-    """Where it is on, the same parameters under the same names; the modules that multiply 8-bit floats are those that the shapes name."""
+    """With 8 bits the parameters and names are the same; the modules that multiply 8-bit floats are
+    those named by the shapes.
+    """
     model = ModelConfig(
         mixer=mixer, hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, vocab_size=512
     )

@@ -1,4 +1,6 @@
-"""Megatron's fused kernels: their mathematics on a CPU, uncompiled, against what they stand in for; and that a CPU uses none of them."""
+"""Tests of Megatron's fused kernels on a CPU, uncompiled, against the code they replace; a CPU uses
+none of them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_swiglu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_is_for_bfloat16(dtype: torch.dtype) -> None:
-    """Fused and plain agree to the bit in bfloat16; in float32 the fused one's gradient is rounded, which is why it is not used there."""
+    """Fused and plain loss agree bit for bit in bfloat16; in float32 the fused gradient is rounded,
+    so it is not used.
+    """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 

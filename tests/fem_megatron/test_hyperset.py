@@ -1,4 +1,6 @@
-"""Hyper-SET: the released block's numbers, its energies, switches and sizes. Iterations run as a block runs them."""
+"""Tests of Hyper-SET: the numbers of the released block, its energies, switches and sizes.
+Iterations run as in a block.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,13 @@ def shape(
 
 
 def build(**sizes: Any) -> HyperSet:
-    """A layer with random weights, the zeros of its start too."""
+    """Return a layer with random weights, including those initialised with zeros."""
     made: HyperSet = drawn(HyperSet(shape(**sizes), OneProcess(torch.float64)))
     return made
 
 
 def run(layer: HyperSet, x: Tensor, iterations: int = 3, **known: Any) -> Tensor:
-    """The iterations of one forward pass, with the context that a block gives them."""
+    """Run the iterations of one forward pass with a block's context."""
     context = Context(**{"causal": layer.shape.causal, **known, "origin": x, "memory": {}})
     for iteration in range(iterations):
         x = layer(x, replace(context.within(str(iteration)), iteration=iteration))
@@ -122,7 +124,9 @@ YARN = RopeScaling("yarn", 4.0, 24, attention_factor=1.5)
 def test_the_attention_step_is_the_gradient_of_its_energy(
     attention: str, causal: bool, rope: dict[str, Any]
 ) -> None:
-    """yarn's factor 1.5 makes scores 2.25 times as sharp, and the energy stays the sharp scores' own: theirs over 2.25."""
+    """yarn's factor 1.5 multiplies scores by 2.25; the energy is that of the sharper scores divided
+    by 2.25.
+    """
     layer = build(causal=causal, attention=attention, **rope)
     context = Context(causal=causal)
     z = layer.project_heads(tokens(7), context).detach().requires_grad_()
@@ -161,7 +165,9 @@ def test_the_feed_forward_step_is_minus_the_gradient_of_its_energy(kind: str) ->
 def test_energies_fall_along_the_iterations(
     attention: str, feed_forward: str, size: float, rope: bool
 ) -> None:
-    """The paper's condition on the bases: W and D span the space without overlap (here, orthonormal)."""
+    """Under the paper's condition on the bases: W and D span the space without overlap (in this
+    test, orthonormal).
+    """
     names: dict[str, Any] = {
         "attention": attention,
         "feed_forward": feed_forward,
@@ -261,7 +267,7 @@ def test_sinusoidal() -> None:
 
 
 def naive(layer: HyperSet, x: Tensor, iterations: int) -> Tensor:
-    """The update rules as a textbook has them, both halves of the block written out."""
+    """Compute the update rules directly, with both halves of the block written out."""
     switches, origin = layer.shape.switches, x
     means = [torch.zeros_like(x), torch.zeros_like(x)]
     squares = [torch.zeros_like(x), torch.zeros_like(x)]
@@ -339,7 +345,9 @@ def test_more_iterations_than_in_training() -> None:
 
 
 def test_the_paper_s_parameter_count() -> None:
-    """5.20M for Sudoku (table 7): the block and its step network; the rest is embedding, positions and head."""
+    """5.20M for Sudoku (table 7): the block and its step network; the rest is embedding, positions
+    and head.
+    """
     weights = shape(
         hidden=768, heads=12, multiplier=4, time_size=512, step_norm=False, recurrence=24
     ).weights()
@@ -349,7 +357,7 @@ def test_the_paper_s_parameter_count() -> None:
 
 @pytest.mark.parametrize("attention", CAUSAL)
 def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> None:
-    """Each token moves alone: its energy among the others where they stood."""
+    """Each token moves separately: its energy while the others are fixed."""
     layer = build(attention=attention, step_size="fixed", alpha=0.02, gamma=0.0, recurrence=1)
     with torch.no_grad():
         layer.subspaces.weight.copy_(torch.linalg.qr(layer.subspaces.weight)[0])

@@ -1,4 +1,6 @@
-"""Whole models: initialisation as documented, causality, the vocabulary's padding. One process."""
+"""Tests of complete models: documented initialisation, causality, padding of the vocabulary. One
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float64, *, draw: bool 
 
 
 def test_initialisation_is_as_documented() -> None:
-    """normal(0, init_std) for matrices, W_out of the conditioner zero, norm weights one, beta 1.95; every layer its own draw."""
+    """normal(0, init_std) for matrices, W_out of the conditioner zero, norm weights one, beta 1.95;
+    every layer has a separate draw.
+    """
     model = build(replace(SMALL, hidden_size=64, init_std=0.03))
     for name, weight in model.named_parameters():
         if name.endswith(("tdc.out_proj.weight", ".beta")):
@@ -48,7 +52,9 @@ def test_initialisation_is_as_documented() -> None:
 def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A weight that a checkpoint should have overwritten and did not cannot pass for one; constants and specs are as ever."""
+    """A weight that a checkpoint failed to overwrite is visible as NaN; constants and specs are
+    unchanged.
+    """
     drawn = dict(build(SMALL).named_parameters())
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -71,7 +77,7 @@ def test_undrawn_weights_are_nan_and_drawn_ones_the_same_from_several_threads(
 def test_the_vocabulary_s_padding_is_left_out(
     vocabulary: str, tied: bool, dtype: torch.dtype
 ) -> None:
-    """Loss, logits and gradients are those of the model without it."""
+    """Loss, logits and gradients equal those of the model without padding."""
     # Megatron's cross-entropy is in float32 whatever the model is; bfloat16 rounds the logits' gradient to 8 bits.
     assert not padding.wrong(
         padding.compare(vocabulary, tied, params_dtype=dtype),
@@ -81,7 +87,9 @@ def test_the_vocabulary_s_padding_is_left_out(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_z_loss_is_in_the_gradients_and_not_in_the_losses(tied: bool) -> None:
-    """Against float64, the loss's own float32 aside: 2e-6; without the term the gradients would be off by 1e-1 and more."""
+    """Tolerance against float64: 2e-6, from the float32 loss; without the term gradients would be
+    wrong by 1e-1 and more.
+    """
     with_z = padding.compare("padded", tied, params_dtype=torch.float64, z_loss=0.05)
     assert not padding.wrong(with_z, 2e-6)
 
@@ -92,7 +100,9 @@ def test_z_loss_is_in_the_gradients_and_not_in_the_losses(tied: bool) -> None:
 def test_the_loss_in_chunks_has_the_gradients_of_the_loss(
     tied: bool, more: dict[str, Any], tokens: int
 ) -> None:
-    """To float64's rounding of a sum in another order; the sum itself is of float32 losses. Fewer logits at once, never more than asked."""
+    """Up to float64's rounding of a sum in another order; the sum is of float32 losses. Fewer
+    logits at once, never more than allowed.
+    """
     errors = padding.compare_chunks("padded", tied, tokens, params_dtype=torch.float64, **more)
     # A chunk has a position of every sequence at least, and whole positions.
     assert errors.pop("logits") == 128 * padding.BATCH * max(
@@ -102,7 +112,9 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_loss(
 
 
 def test_the_padding_is_left_out_of_the_fused_loss() -> None:
-    """Megatron's other cross-entropy, uncompiled, and under recompute: to the bit what the plain one says."""
+    """Megatron's fused cross-entropy, uncompiled, and with recompute, equals the plain one bit for
+    bit.
+    """
     from fem_megatron.megatron.model import Layout, build
 
     model = padding.model_of("padded", tied=True)
@@ -130,7 +142,9 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
 def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
     documents: bool,
 ) -> None:
-    """Of every family of mixers in one model; less is kept for the backward pass, and offloaded only what is outside the layers."""
+    """All families of mixers in one model; fewer bytes are saved for the backward pass, and only
+    those outside the layers are offloaded.
+    """
     from fem_megatron.megatron.model import Layout, build
 
     model = replace(
@@ -182,7 +196,9 @@ def test_what_is_computed_again_or_offloaded_has_the_same_gradients_to_the_bit(
 
 
 def test_norm_of_many_parts_is_exact() -> None:
-    """The grad norm on the CPU: a large tensor with few heavy rows, where a plain float32 sum is 2e-5 off."""
+    """The gradient norm on the CPU: a large tensor with a few large rows, for which a plain float32
+    sum is wrong by 2e-5.
+    """
     from fem_megatron.megatron.platform import _l2_norm
 
     heavy = torch.randn(4096 * 64 + 37, generator=torch.Generator().manual_seed(0)) * 1e-4

@@ -1,4 +1,6 @@
-"""muP: what every weight of every mixer starts from and learns with, as reasoned here; the scores' scale; what is refused. One process."""
+"""Tests of muP: initialisation and learning rate of every weight of every mixer, the scale of
+scores, and refusals. One process.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def expected(name: str, dimensions: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_weight_starts_and_learns_as_its_fans_ask(name: str) -> None:
-    """At m = 4 and m = 1/2 against powers written down here; at m = 1 the standard start to the bit. Draws are one normal, times a std."""
+    """At m = 4 and m = 1/2 against powers written in this file; at m = 1 the standard start bit for
+    bit. A draw is one normal times a std.
+    """
     model = MIXERS[name]
     standard = dict(build(model).named_parameters())
     for base in (64, 16, 128):
@@ -112,9 +116,11 @@ BASE, WIDTHS, RATE = 32, (64, 256), 0.01
 
 
 def felt(model: ModelConfig) -> dict[str, float]:
-    """Weight -> how far one sign step (Adam's first) of it alone moves a readout of a block's output, after three of all together.
+    """Return weight -> effect of one sign step (Adam's first) of this weight on a readout of the
+    block's output, after three joint steps.
 
-    The readout is sum of x * w / D with a direction w of each token's own: finite, as a loss is. Float64; the block's input learns, too.
+    The readout is sum of x * w / D with a random direction w per token: finite, like a loss.
+    Float64; the block's input learns too.
     """
     generator = torch.Generator().manual_seed(model.hidden_size)
 
@@ -155,9 +161,11 @@ def felt(model: ModelConfig) -> dict[str, float]:
 
 
 def growth(model: ModelConfig, parametrization: str) -> dict[str, float]:
-    """Weight -> the power of the width with which the effect of its step grows; of weights that grow with it.
+    """Return weight -> power of the width with which the effect of its step grows, for weights that
+    grow with the width.
 
-    A weight of a few numbers (CEM's biases, lambda) has an effect of one sign or the other, whose size is one draw's luck.
+    The effect of a weight with a few numbers (CEM's biases, lambda) has either sign, and its size
+    is random.
     """
     found, sizes_of = [], []
     for width in WIDTHS:
@@ -192,10 +200,12 @@ FELT = (
 
 @pytest.mark.parametrize("name", FELT)
 def test_no_weight_s_step_is_felt_more_where_the_model_is_wider(name: str) -> None:
-    """At four times the width. A wrong half power of m is 0.5 and more; 0.3 leaves room for one draw's scatter, up to 0.2 at these sizes.
+    """At four times the width. A wrong half power of m gives 0.5 and more; 0.3 allows for the
+    scatter of one draw, up to 0.2 at these sizes.
 
-    Matrices of the whole width are felt no less, either. Others may be: what a random start contributes to a sum that only learning aligns
-    (adapters, an MLP's preconditioner) shrinks, as an output layer's does.
+    The effect of matrices over the full width does not decrease either. For others it may: the
+    contribution of a random start to a sum that only learning aligns (adapters, an MLP's
+    preconditioner) shrinks, as for an output layer.
     """
     grown = growth(MIXERS[name], "mup")
     assert max(grown.values()) < 0.3, grown
@@ -221,7 +231,9 @@ def test_no_weight_s_step_is_felt_more_where_the_model_is_wider(name: str) -> No
 
 
 def test_without_mup_they_are() -> None:
-    """The learning rates of the base at every width: each matrix's step is felt with the width's first power."""
+    """With the base's learning rates at every width, the effect of each matrix's step grows with
+    the first power of the width.
+    """
     grown = growth(MIXERS["transformer"], "standard")
     assert (
         min(
@@ -260,7 +272,7 @@ SCALED: dict[str, tuple[ModelConfig, int]] = {
 
 
 def query_rows(model: ModelConfig) -> Tensor:
-    """Which rows of in_proj make queries, bool."""
+    """Return a mask of the rows of in_proj that make queries."""
     shape: Any = model.blocks()[0].mixer
     if model.mixer == "transformer":
         each, width = shape.heads // shape.groups, shape.group_width
@@ -272,7 +284,9 @@ def query_rows(model: ModelConfig) -> Tensor:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scores_are_scaled_by_the_root_of_the_base_over_the_width(name: str) -> None:
-    """sqrt(base) / d is 1 / sqrt(d) times sqrt(base / d): the standard model whose queries are so much smaller. Float64: 1e-12."""
+    """sqrt(base) / d is 1 / sqrt(d) times sqrt(base / d): the standard model with correspondingly
+    smaller queries. Float64: 1e-12.
+    """
     model, width = SCALED[name]
     scaled, plain = (
         build(each, torch.float64)

@@ -1,4 +1,6 @@
-"""Second-order and energy-linear attention as layers: the paper's numbers, positions, sizes, diagnostics."""
+"""Tests of second-order and energy-linear attention layers: the paper's numbers, positions, sizes,
+diagnostics.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 
 def descending(kind: str, eta: float) -> Any:
-    """W_O = -(eta / H) W_Q^T: the paper's step, before its W_O was learned."""
+    """Return a layer with W_O = -(eta / H) W_Q^T: the paper's step before W_O is learned."""
     layer = build(kind, jitter=0.0)
     with torch.no_grad():
         layer.norm.weight.fill_(1.0)
@@ -58,7 +60,7 @@ def shape(kind: str, **changes: Any) -> Any:
 
 
 def build(kind: str, **changes: Any) -> Any:
-    """A layer with random weights around their constants."""
+    """Return a layer with random weights around their constants."""
     made = EnergyLinearAttention if kind == "energy_linear" else SecondOrderAttention
     return drawn(made(shape(kind, **changes), OneProcess(torch.float64)), spread=0.2)
 
@@ -94,7 +96,7 @@ def test_fixture(kind: str) -> None:
 @EVERY_KIND
 @pytest.mark.parametrize("rope", [True, False])
 def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
-    """Token by token, head by head, as the mathematics are written, keys in the query's own frame."""
+    """Token by token and head by head from the equations, with keys in the frame of the query."""
     layer, x = build(kind, rope=rope, jitter=0.0), tokens(7, 1)
     z = rms_norm(x, layer.norm.weight, 1e-6)
     expected = x.clone()
@@ -125,7 +127,9 @@ def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
 
 @EVERY_KIND
 def test_yarn_s_factor_is_a_lower_temperature_of_the_same_energy(kind: str) -> None:
-    """The rotation stays one: with a factor m the layer is that of m = 1 at T / m^2 and T' / m^2; linear attention has none."""
+    """The rotation stays a rotation: with factor m the layer equals that of m = 1 at T / m^2 and T'
+    / m^2; linear attention has none.
+    """
     hot, cold = (
         build(kind, rope_scaling=RopeScaling("yarn", 4.0, 24, attention_factor=m))
         for m in (1.0, 1.5)

@@ -1,4 +1,4 @@
-"""A save's tensors are packed on the host."""
+"""Tests of packing a save's tensors on the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
 def test_a_save_stages_the_gpu_s_tensors_and_leaves_the_host_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What stands for tensors of a GPU here is no tensor: only `staged` may touch it."""
+    """The stand-ins for GPU tensors are not tensors: only `staged` may access them."""
     platform.prepare()
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 

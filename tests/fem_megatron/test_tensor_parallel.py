@@ -1,4 +1,6 @@
-"""Tensor, sequence and context parallelism of every mixer in float64 on real ranks: output and each gradient against the whole block."""
+"""Tests of tensor, sequence and context parallelism for every mixer in float64 on real ranks:
+outputs and gradients against the full block.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ WIDE_RANGE, WIDE_RING = "CP2, states, beta beyond the range", "CP2, ring, beta b
 
 
 def fused(case: str, **changes: Any) -> BlockShape:
-    """Of linear attention the form that is not the definition, which reads all tokens of a head."""
+    """Return linear attention in the form that is not the definition, which reads all tokens of a
+    head.
+    """
     return model_of(case, attention_backend="fused", **changes).blocks()[0]
 
 
@@ -87,7 +91,7 @@ Errors = dict[tuple[Any, ...], dict[str, float]]
 
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
-    """The largest relative errors of every case that this session asks for."""
+    """Largest relative errors of every case of this session."""
     asked = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -129,7 +133,9 @@ def test_four_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str])
 
 
 def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None:
-    """What passes states or gathers keys needs no heads; what must exchange them says which width, and the choice that needs none."""
+    """Mixers that pass states or gather keys need no heads; the refusal of others names the width,
+    and the kind of exchange that needs none.
+    """
     for name in NAMES:
         mixer = model_of(name, attention_backend="fused").blocks()[0].mixer
         kinds, widths = partial(cut_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
@@ -174,7 +180,7 @@ def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...])
 
 
 def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
-    """On each of ``world`` ranks."""
+    """Return the errors of the cases, on each of ``world`` ranks."""
     platform.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state, tensor_parallel
@@ -217,7 +223,9 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
 
 
 def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
-    """Relative errors of the split block's output and of each gradient against the whole one's, of this rank's part."""
+    """Return relative errors of the split block's output and of each gradient against the full one,
+    of this rank's part.
+    """
     from megatron.core import parallel_state
 
     from fem_megatron.megatron.tensor_parallel import TensorParallel
@@ -267,7 +275,9 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
 def other_bits(
     block: Block, y: Tensor, x_grad: Tensor, x: Tensor, weight: Tensor, causal: bool
 ) -> int:
-    """Of the output and all gradients that the block has just made, how many differ where what it enters beside others is kept whole."""
+    """Return the number of differing elements in the output and all gradients if the additional
+    inputs are kept as full tensors.
+    """
     from fem_megatron.megatron.tensor_parallel import TensorParallel
 
     def kept_whole(self: Any, x: Tensor, linear: Any, others: Any) -> tuple[list[Tensor], Tensor]:
@@ -287,9 +297,11 @@ def other_bits(
 def compare_cut(
     name: str, kind: str, length: int = 12, beta: float | None = None
 ) -> dict[str, float]:
-    """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's.
+    """Return the errors of a block with context parallelism; gradients of weights are summed over
+    the ranks, as in the data-parallel reduction.
 
-    kind: all_to_all, all_gather, ring or states. beta: of the FEM, before its softplus, in all channels.
+    kind: all_to_all, all_gather, ring or states. beta: of the FEM, before its softplus, in all
+    channels.
     """
     cut, shape = cut_of(name, kind)
     whole, split = filled(shape), filled(shape)
@@ -322,9 +334,11 @@ def compare_cut(
 
 
 def compare_late(name: str, kind: str) -> dict[str, float]:
-    """Of calls that go by the ones before them, as on a device: every rank takes the form that the others take, or none would end.
+    """Return the errors of calls that depend on earlier ones, as on a device: every rank must
+    choose the same form, or none would end.
 
-    The third call jumps over the range, and is finite; those after it are exact, and the last is fast again.
+    The third call exceeds the range and is finite; later ones are exact, and the last is fast
+    again.
     """
     cut, shape = cut_of(name, kind)
     whole, split = filled(shape), filled(shape)
@@ -346,7 +360,9 @@ def compare_late(name: str, kind: str) -> dict[str, float]:
 
 
 def compare_refused(name: str) -> dict[str, float]:
-    """0 where a single head, of which two ranks cannot make the exact form, is refused in a line that says so."""
+    """Return 0 if a single head, of which two ranks cannot compute the exact form, is refused with
+    a clear line.
+    """
     cut, shape = cut_of(name, "states", num_attention_heads=1)
     block = filled(shape)
     torch.nn.init.constant_(block.mixer.beta, 200.0)
@@ -359,7 +375,7 @@ def compare_refused(name: str) -> dict[str, float]:
 
 @contextmanager
 def sent_by_this_rank() -> Iterator[list[int]]:
-    """The bytes that each collective of a cut sequence sends to the others."""
+    """Record the bytes that each collective of context parallelism sends to other ranks."""
     sent, exchange, gather = (
         list[int](),
         torch.distributed.all_to_all_single,
@@ -396,7 +412,7 @@ def count_sent(name: str, kind: str, length: int) -> float:
 
 
 def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
-    """The cut over all ranks, and the block's shape."""
+    """Return the split over all ranks, and the block's shape."""
     from megatron.core import parallel_state
 
     from fem_megatron.megatron.context_parallel import ContextParallel
@@ -413,13 +429,13 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
 def run_cut(
     block: Block, cut: Cut, x: Tensor, weight: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens of x this rank has; what is made of them, and their gradient."""
+    """Return the token indices of x on this rank, their outputs, and their gradient."""
     mine = cut.positions(len(x) // cut.ranks.size, x.device)
     return mine, *run(block, x[mine], weight[mine], causal, Context(mine, causal=causal, cut=cut))
 
 
 def largest(errors: dict[str, float]) -> dict[str, float]:
-    """Over the ranks; what is no number is the largest."""
+    """Return the maxima over the ranks; NaN counts as the largest."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, errors)
     return {

@@ -1,4 +1,6 @@
-"""Attention over a window against a loop over tokens; its switches' limits; a state of a fixed size."""
+"""Tests of attention with a window against a loop over tokens, the limits of its switches, and a
+state of fixed size.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def by_token(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None) -> Tensor:
-    """One query of one head of one row at a time. Padding is read by its own position alone."""
+    """Compute one query of one head of one row at a time. Padding is identified by its position
+    only.
+    """
     heads, past, each = q.shape[1], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
     rows = []
     for row in range(q.shape[0]):
@@ -70,7 +74,9 @@ def test_equals_the_loop_with_all_gradients(
 
 @pytest.mark.parametrize("places", [4, 40])
 def test_a_state_with_a_fixed_room(places: int) -> None:
-    """As compiled decoding has it: places for 40 tokens, of which the first are taken; also fewer places than the window."""
+    """Simulates compiled decoding: 40 positions, of which the first are used; also fewer positions
+    than the window.
+    """
     block, x = (
         block_of("switched", torch.float32),
         torch.randn(places, 2, 32, generator=torch.Generator().manual_seed(3)),
@@ -103,7 +109,7 @@ def test_flops_are_those_of_the_keys_that_a_token_sees() -> None:
 
 
 def test_a_plan_compares_with_a_plain_transformer() -> None:
-    """Whose heads are the width's, whatever the model's are."""
+    """The heads of the plain Transformer follow the width, whatever the model's heads are."""
     run = RunConfig(
         model=ModelConfig(
             mixer="transformer",

@@ -1,4 +1,6 @@
-"""YuriiFormer's steps against the published equations, and layers without momentum among its own."""
+"""Tests of YuriiFormer's steps against the published equations, and of layers without momentum
+between its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What jobs leave on disk, as they would: ranks' records and logs, supervisors' words, for tests of those who read them."""
+"""Simulated files of jobs: records and logs of ranks, states of supervisors, for tests of their
+readers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547
 
 
 def record(attempt: Path, rank: int, at: float, **values: Any) -> None:
-    """A rank's record that ended at a time."""
+    """Write the record of a rank that ended at the time ``at``."""
     known = {
         "rank": rank,
         "host": f"node{rank // 2}",
@@ -40,7 +42,7 @@ def record(attempt: Path, rank: int, at: float, **values: Any) -> None:
 
 
 def trace(error: str, prefix: str = "") -> str:
-    """A traceback as Python writes it."""
+    """Return a traceback in Python's format."""
     return "\n".join(
         f"{prefix}{line}"
         for line in [
@@ -53,7 +55,7 @@ def trace(error: str, prefix: str = "") -> str:
 
 
 def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: str = "run") -> Job:
-    """A job's directory, submitted as job 7 and again as job 12 where there is a Slurm."""
+    """Create the directory of a job, submitted as job 7 and again as job 12 on Slurm."""
     array, name = items > 1, directory.name
     folders = (
         [directory / "tasks" / f"{index:04}" for index in range(items)] if array else [directory]
@@ -73,7 +75,7 @@ def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: st
 
 
 def says(job: Job, state: str, index: int = 0, **values: Any) -> None:
-    """A supervisor's state.json: of this process, now."""
+    """Write a supervisor's state.json for this process and the current time."""
     known = {
         "format": 1,
         "state": state,
@@ -88,7 +90,7 @@ def says(job: Job, state: str, index: int = 0, **values: Any) -> None:
 
 
 def write_log(path: Path, *lines: tuple[float, str]) -> Path:
-    """A stamped log, or more of it."""
+    """Write or extend a log with time stamps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(f"{at:.3f} {text}\n" for at, text in lines)
@@ -96,7 +98,7 @@ def write_log(path: Path, *lines: tuple[float, str]) -> Path:
 
 
 def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path:
-    """An attempt with two ranks that said something."""
+    """Create an attempt with two ranks that wrote logs."""
     attempt = item / "attempts" / f"{number:04}"
     write_json(
         attempt / "attempt.json",
@@ -123,17 +125,17 @@ SLURM = "scheduler: slurm\nnodes: {gpus: 2, cpus: 2}\nslurm: {partition: main, t
 
 
 def run(*words: str, profile: str = "local.yaml", **options: Any) -> Request:
-    """What a command line of a run asks for."""
+    """Return the request of a command line that starts a run."""
     return Request(words, False, load_profile(profile), profile, **options)
 
 
 def command(*words: str, profile: str = "local.yaml", **options: Any) -> Request:
-    """The same of a command after --."""
+    """Return the request of a command line with a command after --."""
     return Request(words, True, load_profile(profile), profile, **options)
 
 
 def launch(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The command line, as a person calls it, where no Slurm is."""
+    """Run the command line as a user does on a machine without Slurm."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -147,7 +149,7 @@ def launch(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def begin(request: Request) -> Job:
-    """Prepare a job, and let its items have been started."""
+    """Prepare a job and mark its items as started."""
     job = prepare(request)
     for item in job.items:
         (Path(item.directory) / "attempts" / "0001").mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,7 @@ def begin(request: Request) -> Job:
 
 
 def finish(job: Job, *items: int) -> None:
-    """As a supervisor does."""
+    """Mark items as finished, as a supervisor does."""
     for index in items:
         write_json(
             launch_folder(Path(job.items[index].directory)) / "state.json",
@@ -164,7 +166,7 @@ def finish(job: Job, *items: int) -> None:
 
 
 def config_of(directory: str | Path) -> dict[str, dict[str, object]]:
-    """The configuration that a run was submitted with."""
+    """Return the configuration with which a run was submitted."""
     values: dict[str, dict[str, object]] = yaml.safe_load(
         (launch_folder(Path(directory)) / "config.yaml").read_text()
     )

@@ -1,4 +1,6 @@
-"""Text that must arrive unchanged or be refused, and the places where text of a profile or a job can go."""
+"""Hostile texts that must arrive unchanged or be refused, and the fields of a profile or a job that
+accept text.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ TEXTS = (
 
 
 def as_taken_by(key: str) -> list[str]:
-    """The texts, and where a key takes text of a form, in that form too."""
+    """Return the texts and, if a key requires a form, also the texts in that form."""
     form = {
         "slurm.options": "--comment={}",
         "slurm.srun_options": "--x={}",
@@ -65,13 +67,13 @@ def as_taken_by(key: str) -> list[str]:
 
 
 def yaml_word(text: str) -> str:
-    """The text as a double-quoted scalar of YAML."""
+    """Return the text as a double-quoted YAML scalar."""
     word = json.dumps(text, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", word)
 
 
 def text_keys(cls: type) -> list[tuple[str, str]]:
-    """(dotted key, how it holds text: one, list or dict) of every key that takes text."""
+    """Return (dotted key, kind: one, list or dict) for every key that accepts text."""
     found = []
     for key, _, kind in config.walk(cls):
         inner, words = typing.get_origin(kind) or kind, typing.get_args(kind)
@@ -83,7 +85,7 @@ def text_keys(cls: type) -> list[tuple[str, str]]:
 
 
 def profile_text(key: str, shape: str, text: str) -> str:
-    """A profile in YAML with the text at a key, and what it needs besides to be one."""
+    """Return a YAML profile with the text at a key, and the other required keys."""
     word = yaml_word(text)
     value = {"one": word, "list": f"[{word}]", "dict": f"{{VALUE: {word}}}"}[shape]
     besides = {
@@ -112,7 +114,7 @@ def _flow(tree: dict[str, Any]) -> str:
 
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:
-    """A job of two nodes whose supervisor is ``root/recorder``."""
+    """Return a job of two nodes whose supervisor is ``root/recorder``."""
     directory, python, ranks = str(root / "run"), str(root / "recorder"), profile.processes_per_node
     place, items = (
         (directory, str(root), f"{directory}/launch/code", python),
@@ -128,7 +130,7 @@ def job(root: Path, profile: Profile, **changes: Any) -> Job:
 
 
 def program(path: Path, text: str) -> Path:
-    """A script that can be started."""
+    """Write an executable script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -136,7 +138,9 @@ def program(path: Path, text: str) -> Path:
 
 
 def recorder(root: Path) -> Path:
-    """A program in place of the supervisor's interpreter that writes down how it was started, where RECORD says."""
+    """Write a program that replaces the supervisor's interpreter and records its arguments and
+    environment in the file RECORD.
+    """
     return program(
         root / "recorder",
         '#!/bin/bash\n{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"\n',
@@ -144,14 +148,16 @@ def recorder(root: Path) -> Path:
 
 
 def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
-    """(arguments, working directory, environment) that the recorder wrote down."""
+    """Return (arguments, working directory, environment) that the recorder wrote."""
     count, *rest = path.read_bytes().decode("utf-8").split("\0")[:-1]
     words, folder, environment = rest[: int(count)], rest[int(count)], rest[int(count) + 1 :]
     return words, folder, dict(line.split("=", 1) for line in environment)
 
 
 def make_root(tmp_path: Path) -> Path:
-    """A folder with a recorder, and a `module` that writes down what is loaded; one named absent is not there."""
+    """Return a folder with a recorder, and a `module` command that records loaded modules; the
+    module named absent does not exist.
+    """
     recorder(tmp_path)
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "bash").write_text(
@@ -161,7 +167,7 @@ def make_root(tmp_path: Path) -> Path:
 
 
 def run(script: str, root: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a script with bash in ``root``; what the recorder writes is in root/record."""
+    """Run a script with bash in ``root``; the recorder writes root/record."""
     path = root / "job.sh"
     path.write_text(script, encoding="utf-8", newline="")
     environment = {
@@ -176,6 +182,6 @@ def run(script: str, root: Path, **environment: str) -> subprocess.CompletedProc
 
 
 def given(root: Path, text: str) -> Profile:
-    """A profile by its YAML."""
+    """Load a profile from YAML text."""
     (root / "profile.yaml").write_text(text, encoding="utf-8")
     return load_profile(root / "profile.yaml")

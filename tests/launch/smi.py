@@ -1,6 +1,8 @@
-"""A node's tools as scripts that go first on PATH: an nvidia-smi and a dmesg that say what the real ones say, field by field.
+"""Scripts that replace a node's tools on PATH: an nvidia-smi and a dmesg with the output of the
+real ones, field by field.
 
-The formats are those of H100 nodes with drivers 535 to 570, and of the older names that drivers up to 530 have for what slows a GPU down.
+The formats are those of H100 nodes with drivers 535 to 570, and of the older names that drivers up
+to 530 use for the reasons of slow clocks.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ exit "$code"
 
 @dataclass
 class Node:
-    """A node of eight H100 as nvidia-smi tells of it; change what is to be wrong with it."""
+    """A node with eight H100 as reported by nvidia-smi; ``changed`` holds simulated faults."""
 
     count: int = 8
     changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> its value
@@ -43,7 +45,7 @@ class Node:
     )
 
     def value(self, gpu: int, name: str) -> str:
-        """A field of a GPU, as --format=csv,noheader,nounits prints it."""
+        """Return a field of a GPU in the format of --format=csv,noheader,nounits."""
         healthy = {
             "index": str(gpu),
             "uuid": f"GPU-{gpu:08x}-4c1d-5f0a-9f3e-{gpu:012x}",
@@ -63,7 +65,7 @@ class Node:
         return self.changed.get((gpu, name), healthy.get(name, "Not Active"))
 
     def answers(self) -> dict[str, list[object]]:
-        """Query -> exit code and output."""
+        """Return query -> exit code and output."""
         prefix = "clocks_throttle_reasons" if self.older else "clocks_event_reasons"
         queries = {
             "gpu": [gpus.CORE, ["uuid", *(f"{prefix}.{reason}" for reason in gpus.THROTTLING)]],
@@ -91,9 +93,11 @@ USERS = f"--query-compute-apps={','.join(gpus.USERS)}"
 def install(
     folder: Path, answers: Mapping[str, Sequence[object]], node: str = "any"
 ) -> dict[str, str]:
-    """Write the script, and what it answers (on a node of that name): the environment in which it is found.
+    """Write the script and its responses (on the node with this name); return the environment that
+    finds it.
 
-    answers: query -> exit code, or "hang", and its output; a second output is the second answer, all others are the first again.
+    answers: query -> exit code, or "hang", and its output; a second output is used for the second
+    call, the first one for all other calls.
     """
     (folder / node).mkdir(parents=True, exist_ok=True)
     for query, (code, *texts) in answers.items():

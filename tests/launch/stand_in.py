@@ -1,9 +1,12 @@
-"""A program that behaves as a training run does towards the launcher, without training: ``python -m tests.launch.stand_in DIRECTORY``.
+"""A program that behaves like a training run for the launcher, without training: ``python -m
+tests.launch.stand_in DIRECTORY``.
 
-DIRECTORY/script.json lists what each attempt does, the last entry for all that follow: {"to", "checkpoint", "end"}. Steps go from the last
-checkpoint to "to"; a checkpoint is left at the steps in "checkpoint"; then "end": complete | hang | stop | deaf | wait N | held | exit N |
-signal N | raise MESSAGE. One that stays (hang; stop: as by SIGSTOP; deaf: no signal makes it save; wait: it saves at one, and exits with N;
-held: it does so once there is a file DIRECTORY/go) leaves DIRECTORY/ready-ATTEMPT.
+DIRECTORY/script.json lists the actions of each attempt, with the last entry for all later ones:
+{"to", "checkpoint", "end"}. Steps go from the last checkpoint to "to"; a checkpoint is written at
+the steps in "checkpoint"; then "end": complete | hang | stop | deaf | wait N | held | exit N |
+signal N | raise MESSAGE. An attempt that waits writes DIRECTORY/ready-ATTEMPT: hang; stop (like
+SIGSTOP); deaf (ignores signals); wait (saves at a signal and exits with N); held (the same once the
+file DIRECTORY/go exists).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ STEP_SECONDS = 0.01
 
 
 class Run:
-    """The files of a run."""
+    """Files of a run."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory, self.attempt = directory, attempt
@@ -44,18 +47,18 @@ class Run:
         temporary.replace(self.directory / "progress.json")
 
     def save(self) -> None:
-        """Leave a checkpoint."""
+        """Write a checkpoint."""
         (self.directory / "checkpoints" / f"step_{self.step:08}").mkdir(parents=True, exist_ok=True)
 
     def stop_if_asked(self, code: int = 0) -> None:
-        """After a signal: save, say so, leave."""
+        """Save, report and exit if a signal arrived."""
         if self.asked:
             self.save()
             self.tell("stopped")
             sys.exit(code)
 
     def train(self, to: int, checkpoints: list[int]) -> None:
-        """Steps, with a line of metrics each."""
+        """Run steps with one line of metrics each."""
         self.tell("running")
         while self.step < to:
             time.sleep(STEP_SECONDS)
@@ -67,7 +70,7 @@ class Run:
             self.stop_if_asked()
 
     def end(self, how: str) -> int:
-        """End, or do not."""
+        """End or wait as ``how`` defines."""
         what, _, detail = how.partition(" ")
         if what == "complete":
             self.tell("complete")
@@ -92,7 +95,7 @@ class Run:
 
 
 def main() -> int:
-    """One attempt."""
+    """Run one attempt."""
     run = Run(Path(sys.argv[1]), int(Path(os.environ["LAUNCH_ATTEMPT"]).name))
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: run.asked.append(number))

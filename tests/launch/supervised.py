@@ -1,4 +1,4 @@
-"""Jobs made by hand for tests of the supervisor, and their supervisors as processes."""
+"""Jobs for tests of the supervisor, and their supervisors as processes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ PLAIN = Job("case", "run", "", "", str(ROOT), sys.executable, 1, 1, False, (), {
 
 
 class Attempts:
-    """What an item's attempts left."""
+    """Files of an item's attempts."""
 
     directory: Path
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """attempt.json of each attempt."""
+        """Content of attempt.json for each attempt."""
         return [read_json(path) for path in sorted(self.directory.glob("attempts/*/attempt.json"))]
 
     @property
     def outcomes(self) -> list[str]:
-        """How the attempts ended."""
+        """Outcomes of the attempts."""
         return [attempt["outcome"] for attempt in self.attempts]
 
 
 class Case(Attempts):
-    """A job of one item that runs `tests.launch.stand_in`, or another program, in a directory."""
+    """A job with one item that runs `tests.launch.stand_in`, or another program, in a directory."""
 
     def __init__(
         self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any
     ) -> None:
-        """``changes``: of the job's fields; ``restarts``, ``watchdog``, ... of its profile; ``arguments``, ``array`` of its item."""
+        """Create the job. ``changes``: fields of the job; ``restarts``, ``watchdog``, ... of its
+        profile; ``arguments``, ``array`` of its item.
+        """
         self.directory, place = directory, str(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "script.json").write_text(json.dumps(script or [{}]))
@@ -86,16 +88,18 @@ class Case(Attempts):
         )
 
     def run(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-        """Run the supervisor to its end: its exit code and what it said."""
+        """Run the supervisor to its end; return its exit code and output."""
         return end(self.start(*options, environment=environment))
 
     @property
     def state(self) -> dict[str, Any]:
-        """state.json."""
+        """Content of state.json."""
         return read_json(self.directory / "launch" / "state.json") or {}
 
     def ready(self, attempt: int = 1) -> int:
-        """Wait until the stand-in of an attempt has done its steps and waits: the process of its rank 0."""
+        """Wait until the stand-in of an attempt has finished its steps; return the process id of
+        its rank 0.
+        """
         wait_for((self.directory / f"ready-{attempt}").exists)
         wait_for(lambda: self.state.get("state") in ("running", "saving"))
         record = wait_for(
@@ -105,7 +109,7 @@ class Case(Attempts):
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
-    """The first true value; an AssertionError after so many seconds."""
+    """Return the first true value of ``what``; raise AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < deadline, "it did not come"
@@ -116,7 +120,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
 def end(
     process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0
 ) -> tuple[int, str]:
-    """Signal a process, if it is to be, and wait for its end: its exit code and what it said."""
+    """Send a signal to a process, if given, and wait for its end; return its exit code and output."""
     if number is not None:
         process.send_signal(number)
     try:
@@ -128,7 +132,7 @@ def end(
 
 
 def clean_up(folder: Path) -> None:
-    """Kill what a failed test left running: processes with the test's folder in their command line."""
+    """Kill processes of a failed test: those with the test's folder in their command line."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended
             if os.fsencode(folder) in Path("/proc", pid, "cmdline").read_bytes():
@@ -136,12 +140,14 @@ def clean_up(folder: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return True if a process runs and is not a zombie."""
     return state_of(pid) not in ("Z", None)
 
 
 def state_of(pid: int) -> str | None:
-    """The kernel's letter for what a process does: S sleeps, T is stopped, Z has ended; None: it is gone."""
+    """Return the kernel's letter for a process state: S sleeping, T stopped, Z zombie; None if it
+    does not exist.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

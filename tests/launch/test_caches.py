@@ -1,4 +1,6 @@
-"""The default folder for compiled kernels: local to the node, and writable by its user alone."""
+"""Tests of the default folder for compiled kernels: local to the node, and writable only by its
+user.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ SHOW = ("bash", "-c", 'echo "$TRITON_CACHE_DIR|$TORCHINDUCTOR_CACHE_DIR"')
 
 @pytest.fixture
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variables of whoever runs the tests."""
+    """Remove these variables from the environment of the tests."""
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("_nothing_set")
 def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> None:
-    """A job's ranks and attempts share one private folder, made at the first compilation; variables that are set already are kept."""
+    """A job's ranks and attempts share one private folder, created at the first compilation;
+    existing variables are kept.
+    """
     own = {"TMPDIR": str(tmp_path), "SLURMD_NODENAME": "node7"}
     one, two = (
         keep(*SHOW, SLURM_JOB_ID=job, LOCAL_RANK=rank, **own)
@@ -70,7 +74,7 @@ def test_without_a_temporary_folder_a_rank_runs_with_what_it_has(tmp_path: Path)
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder, of this process, too."""
+    """Temporary folder, also of this process."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

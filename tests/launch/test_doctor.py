@@ -1,4 +1,6 @@
-"""`launch doctor` with a profile: a local one from end to end, real ranks over gloo, and what it makes of Slurm's words."""
+"""Tests of `launch doctor` with a profile: a local one from end to end, real ranks over gloo, and
+the interpretation of Slurm's output.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ Examine = Callable[..., tuple[int, Said]]
 def examined(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str
 ) -> tuple[int, Said]:
-    """`doctor` with a profile's text and options: the exit code, and what is said by name as (level, text)."""
+    """Run `doctor` with a profile's text and options; return the exit code, and name -> (level,
+    text).
+    """
     (folder / "profile.yaml").write_text(text, encoding="utf-8")
     code, said = (
         main(
@@ -55,7 +59,7 @@ def examined(
 
 @pytest.fixture
 def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
-    """See `examined`, in the test's folder."""
+    """Call `examined` in the test's folder."""
     return lambda text, *options: examined(tmp_path, capsys, text, *options)
 
 
@@ -135,7 +139,7 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
 
 
 def as_node(folder: Path) -> int:
-    """What a rank runs that is alone on its node."""
+    """Run the measurement of a rank that is the only one on its node."""
     rank = os.environ["LOCAL_RANK"]
     os.environ.update(SLURMD_NODENAME=f"n{rank}", GLOO_SOCKET_IFNAME="lo")
     measure.SEEN_SECONDS, measure.SECONDS_A_SIZE = 1.0, 0.1
@@ -146,7 +150,7 @@ def as_node(folder: Path) -> int:
 def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not_shared(
     tmp_path: Path,
 ) -> None:
-    """Three ranks, each of which takes itself for a node and has a folder of its own."""
+    """Three ranks, each of which counts as a node and has a separate folder."""
     (tmp_path / "shared").mkdir()
     for rank in range(3):
         (tmp_path / f"own{rank}").mkdir()
@@ -377,7 +381,7 @@ CLOCKS: list[tuple[dict[str, float], float, float | None, str | None]] = [
 
 
 def test_only_a_clock_that_is_certainly_off_fails() -> None:
-    """The file system's delay widens what can be known; it never makes a sound clock a bad one."""
+    """The file system's delay widens the uncertainty; it never makes a correct clock wrong."""
     for skew, least, most, said in CLOCKS:
         now = time.time()
         result = {
@@ -397,7 +401,7 @@ def test_only_a_clock_that_is_certainly_off_fails() -> None:
 
 
 def test_bandwidth_and_nodes_in_words(wording: Wording) -> None:
-    """Below the floor the slowest neighbours are named."""
+    """Below the minimum the slowest neighbours are named."""
     pairs = [
         {"nodes": pair.split("+"), "bus": bus}
         for pair, bus in (("n1+n2", 350.0), ("n2+n3", 20.0), ("n3+n4", 21.0), ("n4+n1", 351.0))

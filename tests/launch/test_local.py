@@ -1,4 +1,4 @@
-"""``launch local`` with real training: a killed run has the losses of one left alone."""
+"""``launch local`` with real training: a killed run has the losses of an uninterrupted one."""
 
 from __future__ import annotations
 

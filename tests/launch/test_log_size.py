@@ -1,4 +1,6 @@
-"""A rank's log above its size limit: it keeps its first and its last quarter, and readers go on where they were."""
+"""Tests of a rank's log above its size limit: it keeps its first and last quarter, and readers
+continue.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ LEFT_OUT = re.compile(r"\[launch\] (\d+) bytes left out: a log keeps its first a
 
 
 def numbers(lines: Sequence[Line]) -> list[int]:
-    """The numbers in lines "line N ...", markers left out."""
+    """Return the numbers in lines "line N ...", without markers."""
     return [int(line.text.split()[1]) for line in lines if not LEFT_OUT.fullmatch(line.text)]
 
 
 def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five seeds of about 10 replacements each. One follower looks after every write, one now and then, one begins in the middle."""
+    """Five seeds with about 10 replacements each. One follower reads after every write, one
+    occasionally, one starts in the middle.
+    """
     monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
     real = os.write
     for seed in range(5):
@@ -47,7 +51,7 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
         half = len(data) // 2
 
         def write(file: int, view: memoryview) -> int:
-            """Part of the bytes; the followers look before the rest comes."""
+            """Write a part of the bytes; followers read before the rest is written."""
             count = real(file, view[: chance.randrange(1, 400)])  # noqa: B023
             seen.extend(always.read())  # noqa: B023
             if chance.random() < 0.004:  # noqa: B023
@@ -113,7 +117,9 @@ def test_a_log_that_a_person_truncated_or_made_private_stays_so(
 def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One reader stopped after each byte that the log had; others begin with its last lines, but read them after the replacement."""
+    """One reader stops after each byte of the log; others start with its last lines but read them
+    after the replacement.
+    """
     monkeypatch.setattr(logs, "LOG_BYTES", 800)
     path = tmp_path / "a.log"
     scribe, source = Scribe(path, (), Findings()), Source(path, "a")
@@ -163,10 +169,10 @@ def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(
 def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As over NFS, where a file that another host replaced cannot be read any more."""
+    """Simulates NFS, where a file that another host has replaced can no longer be read."""
 
     class Stale:
-        """A source's path: its first file fails after some lines."""
+        """Path of a log whose first file fails after some lines."""
 
         def __init__(self) -> None:
             self.opened = 0

@@ -1,4 +1,4 @@
-"""``python -m launch doctor`` of this machine: faults as a machine has them, a line each."""
+"""Tests of ``python -m launch doctor`` for this machine: one line for each machine fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["folder"]  # the fixture
 
 @needs_deepspeed
 def test_a_machine_without_tools(folder: Path, tmp_path: Path) -> None:
-    """As it is used, by the interpreter of a virtual environment that has no ninja, where no compiler is."""
+    """Run by the interpreter of a virtual environment without ninja, on a PATH without a compiler."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin/python"

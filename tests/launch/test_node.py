@@ -1,4 +1,6 @@
-"""`launch.node.checks`: what is wrong with a node is said, by name, in time; a sound node passes, with any driver; silence is a fault."""
+"""Tests of `launch.node.checks`: faults of a node are named in time; a healthy node passes with any
+driver; no response is a fault.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 6
 def run(
     folder: Path, environment: dict[str, str], profile: dict[str, Any] = PROFILE, **options: Any
 ) -> checks.Report:
-    """Check this machine as a job would: the report."""
+    """Check this machine as a job would; return the report."""
     command = check_command(profile, folder / "health", **options)
     done = subprocess.run(command, env=environment, timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -41,7 +43,7 @@ Look = Callable[[Mapping[str, Sequence[object]]], checks.Report]
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
-    """The check of eight GPUs, within this process, on a node whose nvidia-smi answers so."""
+    """Check eight GPUs within this process, with these responses of nvidia-smi."""
 
     def check(answers: Mapping[str, Sequence[object]]) -> checks.Report:
         monkeypatch.setattr(os, "environ", smi.install(tmp_path / "bin", answers))
@@ -53,7 +55,9 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
 def within(
     seconds: float, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **options: Any
 ) -> checks.Report:
-    """Check this machine in this process, where its eight GPUs get so many seconds, and all else a minute."""
+    """Check this machine in this process, with ``seconds`` for its eight GPUs and a minute for
+    everything else.
+    """
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(checks, "SHARE", 1.0)
     monkeypatch.setattr(checks, "OF_GPUS", seconds / 60)
@@ -141,7 +145,9 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> Non
 
 
 def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path) -> None:
-    """numactl on the ranks' PATH, to bind them; what a container has is not seen from outside it. nvidia-smi where there are GPUs."""
+    """numactl must be on the ranks' PATH for binding; programs inside a container are not visible
+    from outside. nvidia-smi is needed with GPUs.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     environment, numa = {**os.environ, "PATH": str(programs)}, {"nodes": {"numa": "node"}}
@@ -204,7 +210,9 @@ def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(
 
 
 def interpreter(folder: Path, **answers: str) -> Path:
-    """A stand-in for the ranks' interpreter: what it does for the GPU of a number, else a sound product at 650 TFLOP/s."""
+    """Write a stand-in for the ranks' interpreter with a behaviour per GPU number; default: a
+    correct product at 650 TFLOP/s.
+    """
     cases = "\n".join(f"GPU-0000000{number[1:]}-*) {line} ;;" for number, line in answers.items())
     sound = """echo '{"wrong": 0, "tflops": 650.0}'"""
     return program(
@@ -240,7 +248,7 @@ def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(
 
 def test_the_product_is_right_on_a_sound_device_and_wrong_on_another() -> None:
     class Broken(TorchFunctionMode):
-        """A device that gets one entry wrong."""
+        """A device that computes one entry wrong."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,6 @@
-"""The Slurm place without a Slurm: ports, containers, what the guard concludes. tests/slurm has the rest."""
+"""Tests of the Slurm code without a Slurm: ports, containers, the guard's conclusions. Other tests
+are in tests/slurm.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def attempt(**profile: Any) -> Attempt:
 
 
 def test_a_task_of_an_array_is_named_as_such() -> None:
-    """The last task of array 12 has the array's own number: a bare 12 would be all of its tasks."""
+    """The last task of array 12 has the array's own number, and a bare 12 would mean all of its
+    tasks.
+    """
     for number, task, job in (
         ("12", {}, "12"),
         ("12", {"SLURM_ARRAY_TASK_ID": "0"}, "12_0"),
@@ -95,7 +99,9 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
 
 
 def test_no_connection_takes_a_port_that_a_server_will_open_a_moment_later() -> None:
-    """Ranks and agents listen seconds after their port was chosen; meanwhile Linux gives ports away, and others choose theirs."""
+    """Ranks and agents listen seconds after their port was chosen; in between Linux assigns ports,
+    and other jobs choose theirs.
+    """
     assert PORTS.stop <= 32768  # Linux's default: net.ipv4.ip_local_port_range
     chosen = [server_port() for _ in range(50)]
     assert set(chosen) <= set(PORTS)
@@ -105,7 +111,7 @@ def test_no_connection_takes_a_port_that_a_server_will_open_a_moment_later() -> 
 def test_a_head_node_is_named_by_what_resolves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster's names need not be in any name service: Slurm knows addresses."""
+    """The names of a cluster need not be in a name service; Slurm knows addresses."""
     known = '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x"'
     program(tmp_path / "scontrol", f"#!/bin/sh\n{known}\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -199,21 +205,21 @@ def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path)
 
 
 class Commands:
-    """Scripts in place of Slurm's commands, and what they were called with."""
+    """Scripts that replace Slurm's commands and record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "bin"
         self.folder.mkdir()
 
     def put(self, name: str, script: str) -> None:
-        """A command: a line of bash."""
+        """Add a command: a line of bash."""
         program(
             self.folder / name,
             f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n',
         )
 
     def calls(self, name: str) -> list[str]:
-        """The arguments of each call."""
+        """Return the arguments of each call."""
         path = self.folder / f"{name}.calls"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -227,7 +233,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def here(folder: Path, **profile: Any) -> Attempt:
-    """An attempt in a folder."""
+    """Return an attempt in a folder."""
     (folder / "logs").mkdir()
     (folder / "launch").mkdir()
     item = replace(ITEM, directory=str(folder))
@@ -301,7 +307,7 @@ NODES = "".join(
 
 
 def answers(commands: Commands, nodes: str | None) -> None:
-    """Let scontrol answer for job 7 and with these nodes; None: it lists none to users."""
+    """Let scontrol report job 7 and these nodes; None: it refuses to list nodes."""
     denied = "{ echo 'slurm_load_node error: Access/permission denied' >&2; exit 1; }"
     listed = denied if nodes is None else f"printf '{nodes}'"
     of_job, of_nodes = f"[[ $* == *job* ]] && echo '{SHOWN}'", f"[[ $2 == nodes ]] && {listed}"
@@ -314,7 +320,9 @@ def answers(commands: Commands, nodes: str | None) -> None:
 def test_an_exclusion_that_cannot_be_is_not_asked_for(
     commands: Commands, exclude: list[str], left: str
 ) -> None:
-    """Four nodes fit, one has not the feature, one another GPU, and two are wanted; the profile excludes n0. A gone node is passed over."""
+    """Four nodes fit, one lacks the feature, one has another GPU, and two are needed; the profile
+    excludes n0. A node that is gone is ignored.
+    """
     answers(commands, f"a notice of the site\\n{NODES}the second line = of a reason\\n")
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
     assert place.enough_without(["n0", *exclude]) == (left == "n0,n1")
@@ -328,7 +336,9 @@ def test_an_exclusion_that_cannot_be_is_not_asked_for(
 def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones_stay(
     commands: Commands,
 ) -> None:
-    """Slurm takes each of these exclusions, and lets the job wait for ever. What people write into a job's comment is no field of it."""
+    """Slurm accepts each of these exclusions and would let the job wait forever. Text in a job's
+    comment is not a field of it.
+    """
     reserved = "[[ $3 == r ]] && echo 'ReservationName=r Nodes=n0,n1,n2 NodeCnt=3'"
     commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; {reserved}; exit 0")
     nodes = [
@@ -354,7 +364,7 @@ def test_nodes_enough_are_of_one_partition_and_of_the_reservation_and_named_ones
 
 
 def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: Commands) -> None:
-    """PrivateData=nodes: a refusal is not an answer that there are none."""
+    """PrivateData=nodes: a refusal does not mean that no nodes exist."""
     answers(commands, None)
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
     assert not place.enough_without(["n1"])
@@ -366,7 +376,9 @@ def test_where_a_site_lists_no_nodes_the_names_are_taken_as_they_are(commands: C
 
 
 def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> None:
-    """Of a job in one, Slurm lists no step and no job otherwise: a hang would end nothing, and a run would be submitted twice."""
+    """Otherwise Slurm lists neither steps nor jobs in them: a hang would not be ended, and a run
+    would be submitted twice.
+    """
     script = tmp_path / "job.sh"
     hidden = (
         f"case $* in *--steps*) echo '7.0|launch-1' ;; *) echo '7|RUNNING|None|n1|{script}' ;; esac"
@@ -380,7 +392,7 @@ def test_hidden_partitions_are_asked_for(commands: Commands, tmp_path: Path) -> 
 
 
 def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
-    """A node's reason may have two lines; a site may print a notice before any answer."""
+    """The reason of a node may have two lines, and a site may print a notice before any output."""
     commands.put("sinfo", "printf 'n1|draining|bad fan\\ncall | me\\nn2|idle|none\\n'")
     place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2"})
     assert place.down_nodes() == {"n1": "draining: bad fan"}
@@ -398,13 +410,15 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
 
 
 def stands(job: Job, state: slurm.QueueState) -> Row:
-    """The job's row by Slurm's word on job 12."""
+    """Return the job's row for Slurm's state of job 12."""
     (row,) = rows_of(job, Queue({"12": state}), time.time())
     return row
 
 
 def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_path: Path) -> None:
-    """By squeue's command, by sacct's submit line, and for `cancel`, which ends whatever `standings` finds."""
+    """Identified by squeue's command and by sacct's submit line; also for `cancel`, which ends the
+    jobs of `standings`.
+    """
     job = make_job(tmp_path / "a run")
     script = launch_folder(Path(job.directory)) / "job.sh"
     says(job, "running", job_id="12", pid=4711, host="n1")
@@ -436,7 +450,7 @@ def test_a_job_that_cannot_start_says_so(tmp_path: Path, wording: Wording) -> No
 def alone(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], AbstractContextManager[bool]]:
-    """Hold an item as a Slurm job; its notices go to ``notices``."""
+    """Lock an item as a Slurm job; notices are written to ``notices``."""
     answers(commands, "")
     monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.0)
     write_json(tmp_path / "launch" / "state.json", {"job_id": "7", "host": "n9"})
@@ -461,9 +475,11 @@ def test_a_lock_that_is_left_held_stops_no_run(
     alone: Callable[[str], AbstractContextManager[bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's.
+    """If an earlier start of this job holds it, the run continues. If another job holds it, the job
+    returns to the queue, without a user error.
 
-    Where that other job does not end, this one does, after as many starts or as long as the README says.
+    If that other job does not end, this one does, after the number of starts or the time in the
+    README.
     """
     busy, notices = tmp_path / "launch" / "busy_8.json", tmp_path / "notices"
 

@@ -1,4 +1,6 @@
-"""How an attempt ended: what ranks' words mean, which failed first, what Slurm says of the job, which nodes are kept away from."""
+"""Tests of an attempt's outcome: the meaning of ranks' output, the first failure, Slurm's report of
+the job, and nodes to avoid.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ LOGS: list[tuple[str, str | None, str | None]] = [
 
 
 def cause_of(text: str, by: str | None = None) -> Cause | None:
-    """The cause that a text tells of, a second a line."""
+    """Return the cause that a text reports, with one second per line."""
     findings = Findings()
     for number, line in enumerate(text.splitlines()):
         findings.see(line, 100.0 + number)
@@ -291,7 +293,7 @@ SILENT = "not saved and ended before the job's end"
 
 
 def end(code: int | None = 1, **changes: Any) -> Observed:
-    """What is seen of an attempt that ended with a code."""
+    """Return the observation of an attempt that ended with a code."""
     sight = {
         name: changes.pop(name) for name in ("state", "step", "said", "metrics") if name in changes
     }
@@ -394,7 +396,9 @@ WORDS = ": out of memory (OOM kill); the job's limit is 300 MiB a node"
 
 
 def said(attempt: Path, line: str, after: int = 0) -> Path:
-    """An attempt whose agents' log has a line of srun or Slurm, and lines of torchrun after it."""
+    """Write an attempt whose agents' log has a line of srun or Slurm, followed by lines of
+    torchrun.
+    """
     (attempt / "logs").mkdir(parents=True)
     log = attempt / "logs" / ("agents.log" if line.startswith("srun") else "agents_node0.log")
     log.write_text(f"W torchrun\n{line}\n" + "E torch.distributed.elastic: x\n" * after)
@@ -402,7 +406,7 @@ def said(attempt: Path, line: str, after: int = 0) -> Path:
 
 
 def memory_of(attempt: Path, code: int = 1, **changes: Any) -> tuple[str, str]:
-    """The kind and the message of an attempt's failure."""
+    """Return the kind and the message of an attempt's failure."""
     _, failure = classify("run", attempt, end(code, limit=WORDS.partition("; ")[2], **changes))
     assert failure is not None and (failure.kind != "memory" or blamed(failure) is None)
     return failure.kind, failure.message

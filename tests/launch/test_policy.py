@@ -1,4 +1,6 @@
-"""The policy after an attempt: the README's table row by row, and what holds of every history, exit code and limit."""
+"""Tests of the policy after an attempt: the README's table row by row, and properties of every
+history, exit code and limit.
+"""
 
 from __future__ import annotations
 
@@ -49,27 +51,27 @@ def failed(
     code: int = 1,
     **end: Any,
 ) -> End:
-    """An attempt that failed."""
+    """Return an attempt that failed."""
     return End("failed", Failure(kind, message, rank=0, host=host, step=step, exit=code), **end)
 
 
 def killed(host: str, code: int = 137, **end: Any) -> End:
-    """An attempt one of whose ranks somebody killed."""
+    """Return an attempt in which a rank was killed."""
     return failed("killed by SIGKILL", kind="signal", host=host, code=code, **end)
 
 
 def missing(host: str) -> End:
-    """A file is missing on one node."""
+    """Return an attempt with a missing file on one node."""
     return failed(kind="node", host=host, code=2, step=None)
 
 
 def unhealthy(*nodes: str) -> End:
-    """Nodes that fail their check."""
+    """Return an attempt with nodes that fail their check."""
     return End("unhealthy", Failure("health", f"{nodes[0]}: ECC", host=nodes[0]))
 
 
 def oom(host: str, step: int = 7, limit: str = "300 MiB", **end: Any) -> End:
-    """An attempt in which the kernel's OOM killer killed a rank."""
+    """Return an attempt in which the kernel's OOM killer killed a rank."""
     return failed(
         f"killed by SIGKILL: out of memory (OOM kill); the job's limit is {limit}",
         kind="memory",
@@ -148,7 +150,7 @@ TABLE: list[tuple[str, list[End], Situation, dict[str, Any], str]] = [
 
 
 def short(decision: Decision) -> str:
-    """A decision as the table has it."""
+    """Return a decision in the format of the table."""
     wait = f" {decision.delay_seconds:g}" if decision.delay_seconds else ""
     return f"{decision.action}{'!' * decision.gave_up}{wait}{''.join(f' -{node}' for node in decision.exclude)}"
 
@@ -164,7 +166,7 @@ def test_the_table(wording: Wording) -> None:
 
 
 def an_end(draw: random.Random) -> End:
-    """Any end that does not settle the matter by itself."""
+    """Draw any end that does not decide by itself."""
     outcome = draw.choice(
         (
             "failed",
@@ -199,7 +201,7 @@ def an_end(draw: random.Random) -> End:
 
 
 def a_situation(draw: random.Random) -> Situation:
-    """Any situation."""
+    """Draw any situation."""
     some: dict[str, Any] = {
         name: {node: "ECC" for node in NODES if draw.random() < 0.1}
         for name in ("down", "unhealthy")
@@ -215,7 +217,7 @@ def a_situation(draw: random.Random) -> Situation:
 
 
 def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Situation) -> None:
-    """What holds of every decision."""
+    """Check the properties of every decision."""
     assert 0 <= decision.delay_seconds <= max(1.0, limits.back_off_max_seconds)
     for node in decision.exclude:  # for a reason only, and it costs a requeue
         against = sum(blamed(end.failure) == node for end in past)
@@ -246,7 +248,9 @@ def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Sit
 def what_changes_nothing(
     draw: random.Random, past: list[End], limits: Limits, situation: Situation
 ) -> None:
-    """An end that was no failure, a wait for the directory, what was before a person started it again: the next decision is the same."""
+    """Check that an end without failure, a wait for the directory, and attempts before a manual
+    restart do not change the next decision.
+    """
     patient = replace(limits, max_attempts=500)
     expected, place = decide(past, patient, situation), draw.randrange(len(past))
     if past[-1].outcome in FAILED:
@@ -294,7 +298,7 @@ def test_whatever_happens_a_run_ends_within_its_limits() -> None:
     ("spread", "free"), [(1.0, policy.BUSY_TIMES), (policy.BUSY_SECONDS / 3, 3)]
 )
 def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, free: int) -> None:
-    """Twenty times, or for half an hour, it is waited for; from then on each time counts."""
+    """It is waited for twenty times or half an hour; from then on each time counts as a failure."""
     past, told = [KEPT], Decision("restart", "")
     while told.action == "restart":
         past.append(End("busy", time=1000 + spread * len(past)))

@@ -1,4 +1,6 @@
-"""Cluster profiles: what is shipped, what a profile's values may be, and what follows from them. `fem_common.config` reads them."""
+"""Tests of cluster profiles: the shipped ones, allowed values, and derived values.
+`fem_common.config` reads them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ KEYS = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a test writes its profile."""
+    """Path of the test's profile."""
     return tmp_path / "profile.yaml"
 
 
 def given(path: Path, text: str, *overrides: str) -> Profile:
-    """The profile of a text."""
+    """Load a profile from text."""
     path.write_text(text, encoding="utf-8")
     return load_profile(path, overrides)
 

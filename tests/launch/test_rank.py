@@ -1,4 +1,6 @@
-"""A rank's keeper: real processes that exit, crash, hang, are killed, leave children behind, and try to tell secrets."""
+"""Tests of a rank's keeper with real processes that exit, crash, hang, are killed, leave children,
+and print secrets.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ HANDLES = "import faulthandler, signal, sys, time; faulthandler.register(signal.
 
 
 class Kept:
-    """A command under its keeper, in an attempt folder of its own."""
+    """A command under its keeper, in a separate attempt folder."""
 
     def __init__(
         self, attempt: Path, *command: str, environment: Mapping[str, str], begin: str | None = None
     ) -> None:
-        """``begin``: Python that the keeper runs first."""
+        """Start the command. ``begin``: Python code that the keeper runs first."""
         self.attempt = attempt
         environ = {
             **os.environ,
@@ -58,7 +60,7 @@ class Kept:
         )
 
     def wait(self, seconds: float = 180) -> int:
-        """The keeper's exit code."""
+        """Return the keeper's exit code."""
         self.stderr = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode
 
@@ -69,7 +71,7 @@ class Kept:
         return value
 
     def file(self, name: str) -> str:
-        """The text of one of its files, empty where there is none."""
+        """Return the text of one of its files, empty if it does not exist."""
         path = self.attempt / name
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -77,18 +79,18 @@ class Kept:
     dump = property(lambda self: self.file("dumps/rank_00003.txt"))  # its stacks
 
     def says(self, text: str) -> None:
-        """Wait until the log has a text."""
+        """Wait until the log contains a text."""
         wait_for(lambda: text in self.log)
 
 
 def ignore_users() -> None:
-    """What the batch script's ``trap '' USR1 USR2`` does."""
+    """Ignore the signals that the batch script ignores by ``trap '' USR1 USR2``."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def texts(log: str) -> list[str]:
-    """The log's lines without stamps; the stamps are checked."""
+    """Return the log's lines without stamps, after checking the stamps."""
     pairs = [line.split(" ", 1) for line in log.splitlines()]
     stamps = [float(stamp) for stamp, _ in pairs]
     assert stamps == sorted(stamps) and all(abs(stamp - time.time()) < 600 for stamp in stamps)
@@ -100,7 +102,9 @@ Keep = Callable[..., Kept]
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Iterator[Keep]:
-    """Starts commands, or one word of Python, under keepers; what is left at the end is killed."""
+    """Start commands, or Python code given as one word, under keepers; remaining processes are
+    killed at the end.
+    """
     started: list[Kept] = []
 
     def start(*command: str, begin: str | None = None, **environment: str) -> Kept:
@@ -260,7 +264,7 @@ def test_a_kill_that_the_kernel_counts_is_out_of_memory_except_after_a_signal_to
 
 
 def fed(data: bytes, chunks: random.Random, tmp_path: Path, *hidden: str) -> str:
-    """The log that a scribe makes of data that comes in pieces."""
+    """Return the log that a scribe writes for data in random chunks."""
     path = tmp_path / f"{chunks.random()}.log"
     scribe = Scribe(path, hidden, Findings())
     while data:
@@ -397,7 +401,7 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
 
 
 def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Path) -> None:
-    """One that has a handler, one that has none, and one that is stopped."""
+    """For commands with a handler, without one, and stopped."""
     os.mkfifo(go := tmp_path / "go")
     waits = f"{HANDLES}def waits_for_peers(secret):\n  print('up')\n  open({str(go)!r})\n  print('went on', secret)\n"
     waits += f"waits_for_peers({SECRET!r})"
@@ -428,7 +432,7 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
 def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(
     keep: Keep, tmp_path: Path
 ) -> None:
-    """torch warns of the older names of its variables in every rank's log."""
+    """torch warns about older names of its variables in every rank's log."""
     code = """
 import os
 prefix = os.environ["TORCH_FR_DUMP_TEMP_FILE"]

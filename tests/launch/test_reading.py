@@ -1,4 +1,6 @@
-"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first."""
+"""Tests of the verbs ``status`` and ``logs`` on recorded folders: the queue has precedence; origin
+of lines; first failure.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SILENT = Queue({}, "squeue: cannot be reached")
 
 
 def stops(job: Job, why: str) -> None:
-    """Someone asked it to stop."""
+    """Record a request to stop a job."""
     write_json(
         launch_folder(Path(job.directory)) / "stop.json",
         {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"},
@@ -39,24 +41,24 @@ def stops(job: Job, why: str) -> None:
 
 
 def row(job: Job, queue: Queue | None = None) -> Row:
-    """The job's only row."""
+    """Return the job's only row."""
     (only,) = rows_of(job, queue or Queue({}), NOW)
     return only
 
 
 def slurm_says(state: str | None, reason: str = "") -> Queue:
-    """Slurm's answer on job 12."""
+    """Return Slurm's state of job 12."""
     return Queue({"7": QueueState("COMPLETED"), "12": QueueState(state, reason)} if state else {})
 
 
 @pytest.fixture(scope="module")
 def dead() -> int:
-    """A pid that no process has."""
+    """A process id that no process has."""
     return int(Path("/proc/sys/kernel/pid_max").read_text())
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> list[str]:
-    """The lines that a command prints."""
+    """Run a command and return its lines."""
     assert command_line.main(list(map(str, words))) == code
     captured = capsys.readouterr()
     return (captured.out if code == 0 else captured.err).splitlines()
@@ -105,7 +107,7 @@ def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: 
 def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(
     known: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Slurm is asked, whatever the supervisor of the job before wrote last."""
+    """Slurm is queried, whatever the supervisor of the earlier job wrote last."""
     for state in ("cancelled", "stopped"):
         job = make_job(tmp_path / state)
         says(job, state, message="of old", **known)
@@ -140,7 +142,7 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
 
 
 def trained(job: Job, age: float = 5.0) -> None:
-    """A run's own files, with a last line that is not whole yet."""
+    """Write the files of a run, with an incomplete last line."""
     directory = Path(job.directory)
     write_json(
         directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000}
@@ -205,7 +207,9 @@ def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> Path:
-    """A folder runs/ with a run, an array, a command that is long over, in the working directory."""
+    """A folder runs/ in the working directory with a run, an array, and a command that ended long
+    ago.
+    """
     monkeypatch.chdir(tmp_path)
     one = make_job(tmp_path / "runs" / "demo", "local")
     trained(one)
@@ -258,7 +262,9 @@ def test_the_table(
 def test_forks_stand_below_their_parent(
     runs: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """A fork's fork, an array of forks, one whose parent is no job, two that name each other, which none of them may hide."""
+    """With a fork's fork, an array of forks, one whose parent is not a job, and two that name each
+    other; all must be listed.
+    """
     forks = {"decay": "demo", "anneal": "decay", "elsewhere": "by_hand", "one": "two", "two": "one"}
     for name, parent in forks.items():
         says(make_job(runs / name, "local"), "finished")
@@ -296,7 +302,7 @@ def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A run whose first attempt crashed and whose second goes on."""
+    """A run whose first attempt crashed and whose second attempt runs."""
     make_job(tmp_path / "demo", "local")
     directory = tmp_path / "demo"
     failure = {
@@ -503,7 +509,7 @@ def test_following_gives_each_line_once_however_it_is_written(tmp_path: Path) ->
 
 @pytest.fixture
 def following(crashed: Path) -> Iterator[list[str]]:
-    """The lines of ``logs -f`` of the crashed run, as they come; it has ended, and well, when the test is over."""
+    """Lines of ``logs -f`` for the crashed run as they are printed; at the end the run succeeds."""
     process = subprocess.Popen(
         [sys.executable, "-m", "launch", "logs", str(crashed), "-f"],
         cwd=ROOT,

@@ -1,4 +1,6 @@
-"""What is rehearsed before a submission, and what becomes of it. pretrain's answers are written here; tests/pretrain has the real ones."""
+"""Tests of the rehearsal before a submission and its results. pretrain's results are simulated;
+tests/pretrain has the real ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TOO_MUCH = "h100 has 79 GiB of memory, and rank 1 needs 90.00 GiB: lower train.m
 
 
 class Answers:
-    """Stands for pretrain, which needs 2 GiB of a rank; a micro-batch of 9 is too much, and an offloaded optimizer is not rehearsed."""
+    """Replacement of pretrain, with 2 GiB per rank; a micro-batch of 9 does not fit, and an
+    offloaded optimizer is refused.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
@@ -46,7 +50,9 @@ class Answers:
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
-    """The test's working directory, with a profile, a Slurm that takes everything, and a pretrain that rehearses in no time."""
+    """The test's working directory, with a profile, a Slurm that accepts everything, and an
+    immediate pretrain.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -59,7 +65,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def config(device: str | None = None, **changed: Any) -> str:
-    """A resolved run, as far as the launcher looks at it; ``section_key=value``."""
+    """Return the parts of a resolved run that the launcher reads; ``section_key=value``."""
     values = {
         "name": "r",
         "run_dir": "/r",
@@ -78,7 +84,7 @@ def config(device: str | None = None, **changed: Any) -> str:
 
 
 def rehearsed(*configs: str, profile: Profile | None = None, data: bool = True) -> list[str]:
-    """What is said of a job of these runs."""
+    """Return the messages about a job with these runs."""
     job, lines = make_job(Path.cwd() / "job", items=len(configs)), list[str]()
     every = tuple(range(len(configs)))
     texts = {item.directory: text for item, text in zip(job.items, configs, strict=True)}

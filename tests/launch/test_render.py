@@ -1,4 +1,6 @@
-"""The batch script: every text arrives unchanged or is refused, nothing in it runs, and it does what it says."""
+"""Tests of the batch script: every text arrives unchanged or is refused, no text is executed, and
+the script works.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ JOB_TEXTS = ("name", "directory", "working_directory", "code", "python")
 
 
 def directives(script: str) -> list[str]:
-    """The options that sbatch reads: the #SBATCH lines before the first command."""
+    """Return the options that sbatch reads: the #SBATCH lines before the first command."""
     head = re.split(r"^[^#\s]", script, maxsplit=1, flags=re.MULTILINE)[0]
     return [
         as_sbatch_reads(line.removeprefix("#SBATCH "))
@@ -54,7 +56,9 @@ def directives(script: str) -> list[str]:
 
 
 def as_sbatch_reads(line: str) -> str:
-    """A word of a #SBATCH line by sbatch's rules: a backslash escapes everywhere, quotes of both kinds, # ends the line."""
+    """Parse a word of a #SBATCH line by sbatch's rules: a backslash always escapes, both kinds of
+    quotes, # ends the line.
+    """
     word, quote, position = "", "", 0
     while position < len(line):
         character = line[position]
@@ -76,7 +80,7 @@ def as_sbatch_reads(line: str) -> str:
 
 
 def rendered(make: Callable[[], str]) -> str | None:
-    """The script, or None where it is refused, in one line."""
+    """Return the script, or None if it is refused with one line."""
     try:
         return make()
     except UserError as error:
@@ -86,7 +90,7 @@ def rendered(make: Callable[[], str]) -> str | None:
 
 
 def runs(script: str, root: Path) -> tuple[list[str], str, dict[str, str]]:
-    """Run a script that starts the recorder without a word and without harm: how that was started."""
+    """Run a script that starts the recorder without output; return how the recorder was started."""
     (root / "record").unlink(missing_ok=True)
     done = run(script, root)
     assert (done.returncode, done.stderr) == (0, b""), script
@@ -96,12 +100,14 @@ def runs(script: str, root: Path) -> tuple[list[str], str, dict[str, str]]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """See `hostile.make_root`."""
+    """Folder of `hostile.make_root`."""
     return hostile.make_root(tmp_path)
 
 
 def of_profile(root: Path, key: str, shape: str, text: str) -> str:
-    """The script of a profile with the text at the key, which has a recorder for its supervisor where the key does not say another."""
+    """Return the script of a profile with the text at the key; its supervisor is a recorder unless
+    the key sets another.
+    """
     (root / "profile.yaml").write_text(hostile.profile_text(key, shape, text), encoding="utf-8")
     profile = load_profile(
         root / "profile.yaml",
@@ -111,7 +117,9 @@ def of_profile(root: Path, key: str, shape: str, text: str) -> str:
 
 
 def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
-    """Every key by itself with every text: found by walking the dataclasses, so that a key to come is tested too."""
+    """Every key separately with every text. Keys are found in the dataclasses, so that future keys
+    are tested too.
+    """
     known = set[str]()
     for key, shape in KEYS:
         made = [
@@ -229,7 +237,9 @@ PROFILES = {
 
 
 def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None:
-    """What a profile leaves open is left to Slurm; the supervisor runs outside the container; bash and shellcheck take each."""
+    """Omitted settings are left to Slurm; the supervisor runs outside the container; bash and
+    shellcheck accept each script.
+    """
     array: dict[str, Any] = {
         "dependency": "afterok:12:13,afterany:14",
         "array": "0-2,5%2",
@@ -285,10 +295,11 @@ NEVER = (
 
 
 def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") -> dict[str, str]:
-    """The environment of a job with a scontrol that writes down how it is called, and sends what Slurm sends at a requeue.
+    """Return the environment of a job with an scontrol that records its calls, and sends the
+    signals of a requeue.
 
-    The job has a ``comment`` and is kept from node3. ``words``: sbatch's where it is kept from node1, too; by default, that it takes no job
-    from a node.
+    The job has a ``comment`` and excludes node3. ``words``: sbatch's message if node1 is excluded
+    too; by default, that access is denied.
     """
     asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
     program(root / "bin" / "scontrol", asked)
@@ -365,7 +376,9 @@ STARTS = [  # the restarts so far, the comment, what scontrol refuses; the new c
 def test_only_starts_that_failed_in_a_row_are_counted(
     restarts: int, comment: str, refused: str, told: tuple[str, int] | None, root: Path
 ) -> None:
-    """Requeues after a time limit or a preemption are not; the last failure is told to the hook. Strict modes of bash change nothing."""
+    """Requeues after a time limit or a preemption do not count; the hook receives the last failure.
+    Strict modes of bash have no effect.
+    """
     strict = "setup: {lines: [set -euo pipefail]}"
     profile = given(
         root,

@@ -1,4 +1,6 @@
-"""The code snapshot: what is copied, that it runs without the checkout, and that an older one is replaced whole or not at all."""
+"""Tests of the code snapshot: its files, that it runs without the checkout, and that an older one
+is replaced atomically.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def fill(root: Path, files: Mapping[str, str]) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository with two rooms, changed and new files, ignored ones, and all that is not to be copied."""
+    """A repository with two packages, changed, new and ignored files, and files that must not be
+    copied.
+    """
     root = fill(tmp_path / "checkout", OLD)
     git(root, "init", "--quiet")
     git(root, "add", "--all")
@@ -70,7 +74,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job's directory."""
+    """Directory of a job."""
     return tmp_path / "run"
 
 
@@ -118,7 +122,9 @@ def test_the_rooms_sources_are_copied_with_the_revision_and_the_changes_that_giv
 
 
 def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
-    """Installed packages: no git, all but caches and what is no source; in some repository's environment: nothing of that one."""
+    """Installed packages without git: all files except caches and non-sources; in the environment
+    of another repository, none of its files.
+    """
     installed = job.with_name("installed")
     shutil.copytree(checkout, installed, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     code = take(job, installed)
@@ -140,7 +146,9 @@ def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
 def test_a_snapshot_is_replaced_whole_or_not_at_all(
     checkout: Path, job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest tells contents and names; an interruption leaves the older one, and half a snapshot is none."""
+    """The digest depends on contents and names. An interruption keeps the older snapshot, and an
+    incomplete snapshot is not used.
+    """
     added, digests = (
         checkout / "pretrain" / "added.py",
         [take(job, checkout).sha256, take(job, checkout).sha256],
@@ -173,7 +181,7 @@ def test_a_snapshot_is_replaced_whole_or_not_at_all(
 
 
 def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
-    """The whole of this code: every command line answers, and nothing is imported from the checkout."""
+    """Every command line of this code runs from it, without an import from the checkout."""
     assert take(job).files > 100
     folder = code_folder(job)
     environment = {

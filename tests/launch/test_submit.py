@@ -1,4 +1,4 @@
-"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here."""
+"""Tests of command lines and existing directories. pretrain resolves the runs; no job is submitted."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
 
 
 def test_an_older_code_reads_the_settings_of_its_run() -> None:
-    """A setting that newer code adds, or sets otherwise, makes no other run of one that is resubmitted."""
+    """A setting that newer code adds or changes does not make a resubmitted run another run."""
     job = begin(run(DEMO))
     file = code_folder(Path(job.directory)) / "pretrain" / "config.py"
     file.chmod(0o644)
@@ -294,7 +294,7 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
 
 
 def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: Path) -> None:
-    """A task's number is its place: what is in the queue must stay what it was."""
+    """The number of a task is its position: queued tasks must keep their meaning."""
     words = grid(["train.seed=1,2", "optimizer.lr=1e-3"])
     asked = wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words))
     assert [item.name for item in asked.job.items] == [
@@ -573,7 +573,7 @@ def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str
 
 
 def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: Path) -> None:
-    """Its ranks have not saved before it is."""
+    """Its ranks have not saved before the requeue."""
     case = Case(tmp_path / "run", [{"to": 3, "end": "held"}, {}])
     with case.start() as supervisor:
         try:
@@ -592,7 +592,7 @@ WAITING = "local --cluster local.yaml --name t --directory d --tasks 3 --at-once
 
 
 def tasks(**options: object) -> subprocess.Popen[str]:
-    """Three tasks, two at once, all waiting: their configuration is a pipe."""
+    """Start three tasks, two at once, all waiting: their configuration is a pipe."""
     if not Path("config.yaml").exists():
         os.mkfifo("config.yaml")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -608,7 +608,7 @@ def tasks(**options: object) -> subprocess.Popen[str]:
 
 
 def started(*expected: int) -> None:
-    """Wait until the tasks have begun so many ranks."""
+    """Wait until the tasks have started these numbers of ranks."""
     wait_for(
         lambda: (
             [
@@ -622,7 +622,7 @@ def started(*expected: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_tasks_on_this_machine_end_together(number: signal.Signals) -> None:
-    """A restart of one, then the end of the command: two end, the third never starts."""
+    """One task restarts, then the command ends: two tasks end, the third never starts."""
     with tasks(start_new_session=True) as process:
         try:
             started(1, 1, 0)

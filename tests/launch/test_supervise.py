@@ -1,6 +1,8 @@
-"""The supervisor on this machine, as a process, over ranks that are processes: what it does at each end, and what it writes down.
+"""Tests of the supervisor as a process on this machine, with ranks as processes: its reaction to
+each end, and its files.
 
-The program is `tests.launch.stand_in`, which behaves as a training run and starts in a moment; `test_local` has real training.
+The program is `tests.launch.stand_in`, which behaves like a training run and starts quickly;
+`test_local` uses real training.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 def tell(case: Case, wording: Wording) -> None:
-    """Hold the last state and each attempt's failure against the golden file."""
+    """Compare the last state and the failure of each attempt with the golden file."""
     told = [case.state, *((attempt["failure"] or {}) for attempt in case.attempts)]
     lines = [f"{one.get('state') or one.get('kind')}: {one.get('message')}" for one in told if one]
     wording(
@@ -269,7 +271,9 @@ def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
 
 
 def test_a_hang_is_dumped_and_restarted(tmp_path: Path, wording: Wording) -> None:
-    """A rank that is stopped makes no step; its stacks are taken by its keeper, and a new attempt goes on, with no step left to be late."""
+    """A stopped rank makes no steps; its keeper dumps its stacks, and a new attempt continues, with
+    no step left to time out.
+    """
     case = Case(
         tmp_path,
         [{"to": 1, "checkpoint": [1], "end": "stop"}, {"to": 1}],
@@ -373,7 +377,7 @@ def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """The run is stopped while the hook lives, which the supervisor ends after half a minute."""
+    """The run is stopped while the hook runs, which the supervisor ends after half a minute."""
     pid = tmp_path / "hook"
     case = Case(
         tmp_path,
@@ -409,7 +413,7 @@ FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT
 def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Attempts without files count as failures as before, for this supervisor and for a new one."""
+    """Attempts without files still count as failures, for this supervisor and for a new one."""
     monkeypatch.setattr(run_files, "KEPT_FIRST", 1)
     monkeypatch.setattr(run_files, "KEPT_LAST", 2)
     case = Case(
@@ -451,7 +455,9 @@ def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
 def test_only_closed_attempts_own_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links are removed, not followed; a file that cannot be removed is reported and tried again, and ends nothing."""
+    """Links are removed, not followed; a file that cannot be removed is reported and tried again,
+    without ending the run.
+    """
     outside, item, said = tmp_path / "outside", tmp_path / "item", list[str]()
     folders = {
         number: make_attempt(item, number, 1.7e9, ended=1.7e9 + 9, outcome="failed", **FIELDS)
@@ -516,7 +522,7 @@ FIELDS: dict[str, Any] = {
 
 
 def test_the_watchdog() -> None:
-    """By a clock that the test turns: seconds, what moves, whether a step was done; the verdict."""
+    """With a simulated clock: seconds, moving counters, whether a step was completed; the verdict."""
     rows: list[tuple[tuple[int, int, int], list[tuple[float, int, bool]], str | None]] = [
         # A look counts 30 s at most: a machine that slept did not hang.
         ((100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),

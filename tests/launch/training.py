@@ -1,4 +1,4 @@
-"""A real training run of the demo model in seconds, in gloo ranks, and what it leaves."""
+"""A real training run of the demo model in seconds, with gloo ranks, and access to its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGER = [
 
 
 class Training(Attempts):
-    """A run in a directory of its own, with a working directory that is no checkout."""
+    """A run in a separate directory, with a working directory that is not a checkout."""
 
     def __init__(self, folder: Path, data: Path, steps: int = STEPS) -> None:
         folder.mkdir()
@@ -36,13 +36,13 @@ class Training(Attempts):
         self.words = [DEMO, *paths, "data.test=[]", *LONGER, f"train.steps={steps}"]
 
     def local(self, *options: str, processes: int = 2) -> subprocess.Popen[str]:
-        """Start it on this machine, or go on with it."""
+        """Start or continue it on this machine."""
         words = ["--processes", str(processes), "--set", "restarts.back_off_seconds=0.1", *options]
         return launch(self.folder, "local", *self.words, *words)
 
     @property
     def losses(self) -> dict[int, tuple[float, float]]:
-        """Step -> loss and gradient norm; the last line of a step counts."""
+        """Return step -> loss and gradient norm; the last line of a step counts."""
         text = (self.directory / "metrics.jsonl").read_text()
         lines = [
             json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")
@@ -50,7 +50,7 @@ class Training(Attempts):
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
     def is_at(self, step: int, attempt: int) -> bool:
-        """Whether this attempt is in its training, past this step."""
+        """Return True if this attempt is training and past this step."""
         folder = self.directory / "attempts" / f"{attempt:04}"
         try:
             since = read_json(folder / "attempt.json")["started"]
@@ -60,7 +60,7 @@ class Training(Attempts):
             return False
 
     def child(self, rank: int, attempt: int) -> int:
-        """The process of a rank's program."""
+        """Return the process id of a rank's program."""
         return int(
             read_json(
                 self.directory / "attempts" / f"{attempt:04}" / "ranks" / f"rank_{rank:05}.json"
@@ -71,7 +71,7 @@ class Training(Attempts):
 def launch(
     folder: Path, *words: str | Path, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """``python -m launch WORDS`` in a folder."""
+    """Start ``python -m launch WORDS`` in a folder."""
     environment = {
         **(os.environ if env is None else env),
         "PYTHONPATH": str(ROOT),
@@ -91,7 +91,7 @@ def launch(
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Wait for the end: what it said."""
+    """Wait for the end and return the output."""
     said, _ = process.communicate(timeout=300)
     assert process.returncode == code, said
     return said

@@ -1,1 +1,3 @@
-"""A private, real Slurm on this machine, and the tests that run against it. It knows nothing of what is submitted to it."""
+"""A private, real Slurm on this machine, and the tests that use it. The cluster does not depend on
+the submitted jobs.
+"""

@@ -1,4 +1,6 @@
-"""What a MiniSlurm writes for its daemons: slurm.conf, node.conf, gres.conf, hosts, munge.key, devices."""
+"""Configuration files of a MiniSlurm's daemons: slurm.conf, node.conf, gres.conf, hosts, munge.key,
+devices.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ CommunicationParameters=NoInAddrAny
 
 @dataclass(frozen=True)
 class Shape:
-    """What Slurm believes of each node, and the times of the partitions."""
+    """Configured resources of each node, and times of the partitions."""
 
     cpus: int
     gpus: int
@@ -71,7 +73,7 @@ class Shape:
 
 
 def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) -> None:
-    """All files; ``ports``: slurmctld's, then one for each node."""
+    """Write all files; ``ports``: slurmctld's, then one for each node."""
     types = shape.gpu_types or ("",) * len(nodes)
     lines = [
         f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} RealMemory={shape.memory_mb}"

@@ -1,4 +1,6 @@
-"""The private Slurm for the tests of this folder: all of them are marked ``slurm``, and skipped with the reason where it cannot run."""
+"""Private Slurm for the tests of this folder; all are marked ``slurm``, and skipped with the reason
+if it cannot run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ HERE = Path(__file__).parent
 
 
 class MakeCluster:
-    """``make_cluster(nodes=3, ...)``: a started MiniSlurm with these arguments; those of a test end with it."""
+    """``make_cluster(nodes=3, ...)``: a started MiniSlurm with these arguments, which ends with the
+    test.
+    """
 
     def __init__(self) -> None:
         self.made: list[MiniSlurm] = []
@@ -41,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test's report gets the ends of the logs of its clusters."""
+    """Add the last log lines of its clusters to a failed test's report."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for value in item.funcargs.values():
@@ -58,14 +62,16 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[MiniSlurm]:
-    """One cluster of two nodes for all tests that leave its nodes alone; what a test submits is cancelled at its end."""
+    """One cluster of two nodes for all tests that do not disturb its nodes; jobs of a test are
+    cancelled at its end.
+    """
     with MiniSlurm() as running:
         yield running
 
 
 @pytest.fixture
 def make_cluster() -> Iterator[MakeCluster]:
-    """Clusters of a test's own, to be broken by it; stopped at its end."""
+    """Separate clusters of a test, which it may break; stopped at its end."""
     clusters = MakeCluster()
     yield clusters
     for made in clusters.made:
@@ -74,7 +80,7 @@ def make_cluster() -> Iterator[MakeCluster]:
 
 @pytest.fixture(autouse=True)
 def _leave_no_job(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Cancel what a test has submitted to the shared cluster; jobs of wider fixtures stay."""
+    """Cancel the jobs that a test submitted to the shared cluster; jobs of wider fixtures stay."""
     if "cluster" not in request.fixturenames:
         yield
         return
@@ -88,5 +94,5 @@ def _leave_no_job(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _jobs(cluster: MiniSlurm) -> set[str]:
-    """Ids of the jobs that are not over."""
+    """Return the ids of unfinished jobs."""
     return set(cluster.run("squeue", "--noheader", "--array", "--format=%A").stdout.split())

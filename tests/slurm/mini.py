@@ -1,6 +1,8 @@
-"""``MiniSlurm``: munged, slurmctld and some slurmd with pretended GPUs, all below one folder, all in the foreground, all ours.
+"""``MiniSlurm``: munged, slurmctld and several slurmd with simulated GPUs, in one folder and in the
+foreground.
 
-Needs root, the daemons of Slurm and munge, and the right to make namespaces; /etc and the machine's own Slurm are not touched.
+Needs root, the daemons of Slurm and munge, and the right to create namespaces; /etc and the
+machine's own Slurm are not changed.
 """
 
 from __future__ import annotations
@@ -59,13 +61,15 @@ NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --b
 
 
 class MiniSlurm:
-    """A Slurm of ``nodes`` nodes (7 at most), node1 to nodeN, each with ``cpus`` CPUs and ``gpus`` GPUs, as Slurm believes.
+    """A Slurm with ``nodes`` nodes (at most 7), node1 to nodeN, each with ``cpus`` CPUs and
+    ``gpus`` GPUs in its configuration.
 
-    ``gpu_types``: the type of each node's GPUs, where they have types.
+    ``gpu_types``: the type of each node's GPUs, if they have types.
 
-    Partition ``main`` (default) is preempted by ``urgent``: its jobs get the signal of their ``--signal``, ``grace_seconds`` to end,
-    and are requeued. ``slurmd_timeout``: seconds of silence that Slurm allows a node; it is DOWN 10 to 15 s later. Use it by ``with``, or
-    call ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
+    Partition ``main`` (default) is preempted by ``urgent``: its jobs get the signal of their
+    ``--signal``, ``grace_seconds`` to end, and are requeued. ``slurmd_timeout``: seconds of silence
+    that Slurm allows a node; it is DOWN 10 to 15 s later. Use it as a context manager, or call
+    ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class MiniSlurm:
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why no MiniSlurm can run here, or None."""
+        """Return the reason why MiniSlurm cannot run on this machine, or None."""
         if sys.platform != "linux":
             return "Slurm runs on Linux"
         missing = [name for name in NEEDED if _program(name) is None]
@@ -139,10 +143,10 @@ class MiniSlurm:
         self.stop()
 
     def start(self) -> None:
-        """Start everything; returns when all nodes are ready for jobs.
+        """Start all daemons and wait until all nodes accept jobs.
 
         Raises:
-            RuntimeError: a daemon ended; `unavailable` says whether this machine can run them.
+            RuntimeError: a daemon ended; `unavailable` reports whether this machine can run them.
             TimeoutError: the nodes are not ready after a minute.
         """
         self._claim, ports = _claim_ports(1 + len(self.nodes))
@@ -189,7 +193,9 @@ class MiniSlurm:
         self._until("the nodes", lambda: all(map(self._ready, self.nodes)))
 
     def _spawn(self, daemon: str, node: str, program: str, *argv: str) -> None:
-        """Start a daemon in namespaces of its own, under its own pid and in its own session (Ctrl-C is not for it)."""
+        """Start a daemon in separate namespaces, with its own pid and session, so that Ctrl-C does
+        not reach it.
+        """
         path = _program(program)
         assert path is not None
         command = [
@@ -224,7 +230,7 @@ class MiniSlurm:
             )
 
     def _until(self, what: str, met: Callable[[], bool]) -> None:
-        """Poll ``met``; a daemon that ended or too long a wait are errors that show the logs."""
+        """Poll ``met``. If a daemon ends or the wait is too long, raise an error with the logs."""
         deadline = time.monotonic() + 60.0
         while not met():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
@@ -235,7 +241,7 @@ class MiniSlurm:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End every process, remove every file; may be called again."""
+        """End every process and remove every file; may be called repeatedly."""
         if self._watcher is not None:
             processes.end(self.root)
             for daemon in self._daemons.values():
@@ -257,7 +263,9 @@ class MiniSlurm:
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
+        """Run a command in this cluster's environment, extended by ``env``. Raises
+        CalledProcessError with its output.
+        """
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
         done = subprocess.run(
@@ -274,14 +282,15 @@ class MiniSlurm:
     def sbatch(
         self, *argv: str | Path, cwd: Path | str | None = None, env: Mapping[str, str] | None = None
     ) -> int:
-        """Submit; the job's id."""
+        """Submit a job and return its id."""
         return int(self.run("sbatch", "--parsable", *argv, cwd=cwd, env=env).stdout.split(";")[0])
 
     def job(self, job_id: int | str) -> dict[str, str]:
-        """``scontrol show job``'s fields; an array's id (not ``12_3``) gives those of its first record.
+        """Return the fields of ``scontrol show job``; for an array's id (not ``12_3``) those of its
+        first record.
 
         Raises:
-            KeyError: no such job.
+            KeyError: the job does not exist.
         """
         shown = self.run("scontrol", "show", "--oneliner", "job", str(job_id), check=False)
         if shown.returncode or not shown.stdout.strip():
@@ -289,14 +298,17 @@ class MiniSlurm:
         return fields(shown.stdout.splitlines()[0])
 
     def state(self, job_id: int | str) -> str:
-        """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, REQUEUE_HOLD, ...: ended jobs stay visible."""
+        """Return PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL,
+        REQUEUE_HOLD, ...: ended jobs stay visible.
+        """
         return self.job(job_id)["JobState"]
 
     def wait(self, job_id: int | str, *states: str, timeout: float = 180) -> str:
-        """Poll until the job is in one of ``states``; without any, until it is over. Returns the state.
+        """Poll until the job is in one of ``states``; without any, until it has ended. Return the
+        state.
 
         Raises:
-            TimeoutError: it is not, with the job's fields and the logs' tails.
+            TimeoutError: it is not, with the job's fields and the last log lines.
         """
         deadline = time.monotonic() + timeout
         while (state := self.state(job_id)) not in (states or OVER):
@@ -310,7 +322,7 @@ class MiniSlurm:
         return state
 
     def logs(self, lines: int = 20) -> str:
-        """The tails of all daemons' logs."""
+        """Return the last lines of all daemons' logs."""
         tails = []
         for path in sorted((self.root / "log").glob("*.log")) or sorted(
             (self.root / "log").glob("*.out")
@@ -320,7 +332,9 @@ class MiniSlurm:
         return "\n".join(tails)
 
     def pids(self, job_id: int | str) -> list[int]:
-        """Living processes of a job, as this machine numbers them, not slurmstepd; a job is RUNNING some time before it has any."""
+        """Return the running processes of a job, by this machine's numbers, without slurmstepd. A
+        job is RUNNING some time before it has any.
+        """
         wanted, found = (
             f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(),
             processes.by_node(self.root),
@@ -333,10 +347,11 @@ class MiniSlurm:
         ]
 
     def batch_pid(self, job_id: int | str, timeout: float = 60) -> int:
-        """The process of the job's batch script; a job that has not ended gets ``timeout`` seconds to have one.
+        """Return the process id of the job's batch script; an unfinished job gets ``timeout``
+        seconds to start it.
 
         Raises:
-            LookupError: there is none.
+            LookupError: no such process.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -354,16 +369,18 @@ class MiniSlurm:
             time.sleep(0.05)
 
     def kill_node(self, name: str) -> None:
-        """Power loss: slurmd and everything that runs on the node is gone at once. Its connections are reset, as at a reboot."""
+        """Simulate a power loss: kill slurmd and every process of the node at once. Its connections
+        are reset, as at a reboot.
+        """
         processes.end(self.root, name)
         self._daemons.pop(name).wait()
 
     def freeze_node(self, name: str) -> None:
-        """The node hangs: nothing on it moves, its connections stay open."""
+        """Simulate a hanging node: stop its processes; its connections stay open."""
         processes.freeze(self.root, name)
 
     def _ready(self, name: str) -> bool:
-        """Whether the node takes jobs, and its slurmd is known to slurmctld."""
+        """Return True if the node accepts jobs, and slurmctld knows its slurmd."""
         shown = self.run("scontrol", "show", "--oneliner", "node", name, check=False)
         node = fields(shown.stdout)
         known = not shown.returncode and node.get("SlurmdStartTime", "None") not in (
@@ -374,12 +391,14 @@ class MiniSlurm:
 
 
 def _program(name: str) -> str | None:
-    """Where a program is; daemons are often in folders that a user's PATH lacks."""
+    """Return the path of a program; daemons are often in folders that are not in a user's PATH."""
     return shutil.which(name, path=SEARCH)
 
 
 def _claim_ports(count: int) -> tuple[socket.socket, list[int]]:
-    """Free ports on 127.0.0.1 that no other MiniSlurm of this machine takes while the socket, which has their name, is open."""
+    """Return free ports on 127.0.0.1, which no other MiniSlurm of this machine uses while the
+    returned socket with their name is open.
+    """
     blocks = list(PORTS)
     random.shuffle(blocks)
     for first in blocks:

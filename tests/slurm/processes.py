@@ -1,8 +1,10 @@
-"""Which processes belong to which node of a MiniSlurm, and their end; run as a script, it watches over the owner of one.
+"""Processes of the nodes of a MiniSlurm, and their end; as a script, a watcher of the owner of one.
 
-Every daemon lives in a mount namespace of its own in which ``<root>/nodes/<name>`` is a mount point. What it starts inherits the
-namespace, so a process belongs to a node if its /proc/PID/mountinfo says so: no list of pids can be stale, no other cluster's process
-can be met, and a job cannot escape by a new session, group, environment or parent. Standard library only: the watcher is started by path.
+Every daemon runs in a separate mount namespace in which ``<root>/nodes/<name>`` is a mount point.
+Its children inherit the namespace, so /proc/PID/mountinfo shows whether a process belongs to a
+node: no list of pids can be stale, no other cluster's process is affected, and a job cannot escape
+by a new session, group, environment or parent. Standard library only: the watcher is started by its
+path.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 
 
 def by_node(root: Path) -> dict[str, list[int]]:
-    """Node name (``control`` for munged and slurmctld) -> pids of its living processes, oldest number first."""
+    """Return node name (``control`` for munged and slurmctld) -> pids of its running processes in
+    increasing order.
+    """
     names: dict[str, str | None] = {}  # mount namespace -> node
     found: dict[str, list[int]] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
@@ -35,7 +39,7 @@ def by_node(root: Path) -> dict[str, list[int]]:
 
 
 def _node_of(pid: int, root: Path) -> str | None:
-    """The node that a process's mount points tell."""
+    """Return the node of a process from its mount points."""
     prefix = f"{root}/nodes/"
     for line in (
         Path(f"/proc/{pid}/mountinfo")
@@ -49,7 +53,7 @@ def _node_of(pid: int, root: Path) -> str | None:
 
 
 def freeze(root: Path, name: str | None = None) -> None:
-    """SIGSTOP to all processes of a node (None: of all nodes) until no moving one is left."""
+    """Send SIGSTOP to all processes of a node (None: of all nodes) until none runs."""
     stopped: set[int] = set()
     while moving := set(_of(root, name)) - stopped:
         for pid in moving:
@@ -58,12 +62,14 @@ def freeze(root: Path, name: str | None = None) -> None:
 
 
 def end(root: Path, name: str | None = None, seconds: float = 20.0) -> None:
-    """SIGKILL to all processes of a node (None: of all nodes), none of which lives to see another's end.
+    """Send SIGKILL to all processes of a node (None: of all nodes), without any observing another's
+    end.
 
-    All are stopped first, and children killed before their parents: Linux wakes a stopped process group that loses its parents.
+    All are stopped first, and children killed before their parents: Linux wakes a stopped process
+    group that loses its parents.
 
     Raises:
-        TimeoutError: some are still there after ``seconds``.
+        TimeoutError: some still exist after ``seconds``.
     """
     freeze(root, name)
     deadline = time.monotonic() + seconds
@@ -76,13 +82,13 @@ def end(root: Path, name: str | None = None, seconds: float = 20.0) -> None:
 
 
 def _of(root: Path, name: str | None) -> list[int]:
-    """Pids of a node, or of all nodes."""
+    """Return the pids of a node, or of all nodes."""
     found = by_node(root)
     return [pid for node, pids in found.items() if name in (None, node) for pid in pids]
 
 
 def _depth(pid: int) -> int:
-    """How many ancestors a process has."""
+    """Return the number of ancestors of a process."""
     depth = 0
     while pid := parent(pid):
         depth += 1
@@ -90,20 +96,20 @@ def _depth(pid: int) -> int:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def environment(pid: int) -> list[bytes]:
-    """``NAME=value`` of a process as it was started; empty if it has ended."""
+    """Return ``NAME=value`` entries of a process as it was started; empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def command(pid: int) -> str:
-    """A process's command line, words separated by blanks; empty if it has ended."""
+    """Return a process's command line, words separated by blanks; empty if it has ended."""
     with suppress(OSError):
         return (
             Path(f"/proc/{pid}/cmdline")
@@ -116,17 +122,17 @@ def command(pid: int) -> str:
 
 
 def parent(pid: int) -> int:
-    """A process's parent; 0 if it has ended."""
+    """Return a process's parent; 0 if it has ended."""
     return int(_stat(pid)[1] or 0)
 
 
 def state(pid: int) -> str:
-    """A process's state as ps shows it, R, S, T (stopped), Z ...; empty if it has ended."""
+    """Return a process's state as ps shows it, R, S, T (stopped), Z ...; empty if it has ended."""
     return _stat(pid)[0]
 
 
 def _stat(pid: int) -> list[str]:
-    """State and parent of a process, empty if it has ended."""
+    """Return state and parent of a process, empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
     return ["", ""]

@@ -1,4 +1,6 @@
-"""`launch doctor` on a real Slurm: a sound cluster passes, and each thing that is wrong with one is said by name and not waited for."""
+"""Tests of `launch doctor` on a real Slurm: a healthy cluster passes, and each fault is named
+without a wait.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Examine = Callable[..., tuple[int, Said]]
 def examine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Examine:
-    """`doctor` against a cluster: the exit code, and what is said by name as (level, text)."""
+    """Run `doctor` against a cluster; return the exit code, and name -> (level, text)."""
 
     def run(on: MiniSlurm, *options: str) -> tuple[int, Said]:
         monkeypatch.setenv("SLURM_CONF", on.environment["SLURM_CONF"])
@@ -34,7 +36,7 @@ def examine(
 
 @contextmanager
 def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
-    """The folder is another one on the nodes, as where a file system is not mounted."""
+    """Replace a folder by another one on the nodes, as if a file system were not mounted."""
     on_all = ("srun", "--nodes=2")
     cluster.run(*on_all, "mount", "-t", "tmpfs", "none", folder)
     try:
@@ -44,7 +46,7 @@ def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
 
 
 def queued(cluster: MiniSlurm) -> list[str]:
-    """The names of the jobs that are not over; one whose nodes are being cleaned up is."""
+    """Return the names of pending and running jobs, without jobs whose nodes are being cleaned up."""
     return cluster.run(
         "squeue", "--noheader", "--states=pending,running", "--format=%j"
     ).stdout.split()

@@ -1,4 +1,6 @@
-"""How attempts end when Slurm takes their nodes away, and what the supervisor does of itself about its nodes: real Slurm, stand-in runs."""
+"""Tests of attempts whose nodes Slurm takes away, and of the supervisor's own reactions to its
+nodes: real Slurm, stand-in runs.
+"""
 
 from __future__ import annotations
 
@@ -63,18 +65,18 @@ class Submitted(Case):
         )
 
     def submit(self, *options: str) -> None:
-        """Submit it."""
+        """Submit the job."""
         self.id = self.cluster.sbatch(
             f"--nodes={self.job.nodes}", *options, launch_folder(self.directory) / "job.sh"
         )
 
     def child(self, rank: int, attempt: int) -> int:
-        """Wait for a rank of an attempt: its process."""
+        """Wait for a rank of an attempt and return its process id."""
         path = self.directory / f"attempts/{attempt:04}/ranks/rank_{rank:05}.json"
         return int(wait_for(lambda: (read_json(path) or {}).get("child")))
 
     def supervisor(self) -> int:
-        """Wait until the supervisor is guarded: its process."""
+        """Wait until the supervisor is guarded and return its process id."""
 
         def guarded() -> int | None:
             pid, log = self.cluster.batch_pid(self.id), launch_folder(self.directory) / "guard.log"
@@ -83,13 +85,13 @@ class Submitted(Case):
         return int(wait_for(guarded))
 
     def completed(self, *outcomes: str) -> None:
-        """Wait for the end: a run that is finished, after attempts that ended so."""
+        """Wait for the successful end of the run and check the outcomes of its attempts."""
         self.cluster.wait(self.id, "COMPLETED", timeout=240)
         assert self.outcomes == list(outcomes), self.said
 
     @property
     def said(self) -> str:
-        """What the batch script said."""
+        """Output of the batch script."""
         return "".join(
             path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out")
         )
@@ -101,7 +103,7 @@ WAITS: Script = [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}]
 
 
 def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) -> None:
-    """Ranks that cannot save in time, and not one failure is allowed."""
+    """With ranks that cannot save in time, and no failure allowed."""
     case = Submitted(cluster, tmp_path / "run", DEAF, restarts=NOT_ONE)
     case.submit()
     case.ready()
@@ -142,7 +144,9 @@ def test_the_time_limit_and_a_preemption_save_and_requeue(
 def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(
     cluster: MiniSlurm, tmp_path: Path
 ) -> None:
-    """Preemption without a signal for users: the step's tasks get TERM, torchrun fails of it, the ranks save."""
+    """Preemption without a user signal: the tasks of the step get TERM, torchrun fails, the ranks
+    save.
+    """
     case = Submitted(cluster, tmp_path / "run", WAITS, torchrun=True, restarts=NOT_ONE)
     case.submit()
     case.ready()
@@ -159,7 +163,7 @@ def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(
 def test_a_supervisor_that_is_killed_is_requeued(
     cluster: MiniSlurm, tmp_path: Path, returning: bool
 ) -> None:
-    """While its ranks run, and on its way back to the queue."""
+    """While its ranks run, and while it returns to the queue."""
     hook = {
         "command": "sleep 60",
         "events": ["saved"],
@@ -208,7 +212,9 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
 
 
 def test_a_node_that_no_other_can_stand_in_for_is_kept(cluster: MiniSlurm, tmp_path: Path) -> None:
-    """It failed twice; Slurm would let the job wait for ever without it: the other node has other GPUs."""
+    """It failed twice, but without it Slurm would let the job wait forever: the other node has
+    other GPUs.
+    """
     script: Script = [
         *({"to": step, "checkpoint": [step], "end": "hang"} for step in (3, 5)),
         {"to": 7},
@@ -288,7 +294,9 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
-    """Of a rank or of the supervisor, at any moment: each is survived, and no step of the last checkpoint is lost."""
+    """Kills of a rank or of the supervisor at any time: each is survived, and no step of the last
+    checkpoint is lost.
+    """
     chance, never = random.Random(0), {"max_failures": 100, "same_failure": 0, "node_failures": 0}
     script: Script = [{"to": 3000, "checkpoint": list(range(50, 3000, 50))}]
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, restarts=never)

@@ -1,4 +1,4 @@
-"""The private Slurm itself: it is alone, and leaves nothing behind."""
+"""Tests of the private Slurm: it is isolated and leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ time.sleep(600)
 
 
 def left_by(root: Path) -> list[str]:
-    """Processes, mounts and listening sockets that tell this root, and the root itself."""
+    """Return the processes, mounts and listening sockets that contain this root, and the root
+    itself.
+    """
     tables = "".join(Path("/proc", table).read_text() for table in ("self/mountinfo", "net/unix"))
     lines = [line for line in tables.splitlines() if str(root) in line]
     commands = [

@@ -1,4 +1,4 @@
-"""Shipped profiles and hostile text, by the real sbatch: what it takes, refuses, and hands on."""
+"""Tests of shipped profiles and hostile text with the real sbatch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHIPPED = sorted((ROOT / "configs" / "cluster").glob("slurm_*.yaml"))
 
 @pytest.fixture(scope="module")
 def h100s() -> Iterator[MiniSlurm]:
-    """Two nodes of the size that the shipped profiles are for, as Slurm believes."""
+    """Two nodes with the configured size for which the shipped profiles are made."""
     with MiniSlurm(nodes=2, cpus=96, gpus=8) as running:
         yield running
 
 
 def refusal(cluster: MiniSlurm, script: str, root: Path) -> str:
-    """What ``sbatch --test-only`` says of a script; empty where it would run."""
+    """Return the message of ``sbatch --test-only`` for a script; empty if it would run."""
     path = root / "job.sh"
     path.write_text(script, encoding="utf-8", newline="")
     done = cluster.run("sbatch", "--test-only", path, check=False)
@@ -78,7 +78,9 @@ def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
 
 
 def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path: Path) -> None:
-    """Each text as the job's name, comment, variable, run directory, working directory and place of the output."""
+    """Each text as the job's name, comment, variable, run directory, working directory and path of
+    the output.
+    """
     hostile.recorder(tmp_path)
     sent: dict[int, tuple[str, str, Job]] = {}
     for number, text in enumerate(hostile.TEXTS):
@@ -103,7 +105,9 @@ def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path:
 
 
 def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tuple[int, Job]:
-    """The id and the job that has the text wherever it may be, with output in root/logs where the directory's name is none for Slurm."""
+    """Return the id and the job with the text in every possible field; output is in root/logs if
+    Slurm does not accept the directory's name.
+    """
     directory, work = root / f"run{text}", root / f"work{text}"
     for folder in (directory / "launch", work, root / "logs"):
         folder.mkdir(parents=True)
@@ -133,7 +137,7 @@ def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tupl
 
 
 def output(job: Job, job_id: int) -> str:
-    """What Slurm wrote, in the one of its two places where it must be."""
+    """Return Slurm's output from the one of its two folders where it must be."""
     folders = (Path(job.directory) / "launch", Path(job.directory).parent / "logs")
     (path,) = (folder / f"slurm-{job_id}.out" for folder in folders if any(folder.iterdir()))
     return path.read_text()

@@ -1,4 +1,6 @@
-"""Submit, cancel and requeue against a real Slurm. A command whose configuration is a named pipe waits for as long as a test wants."""
+"""Tests of submit, cancel and requeue with a real Slurm. A command whose configuration is a named
+pipe waits until the test continues.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Login:
         root: Path = ROOT,
         options: tuple[str, ...] = (),
     ) -> str:
-        """``python -m launch WORDS``: its standard output; of a refusal its one line. ``options`` stand before the command's words."""
+        """Run ``python -m launch WORDS``; return its standard output, or the one line of a refusal.
+        ``options`` precede the command's words.
+        """
         words = (
             ("submit", "--cluster", "mini.yaml", *options, *words)
             if words[0] == "--" or words[0] in HELD
@@ -78,41 +82,43 @@ class Login:
         env: Mapping[str, str] | None = None,
         root: Path = ROOT,
     ) -> str:
-        """Submit a command; the job's id."""
+        """Submit a command and return the job's id."""
         return self.launch(
             *words, options=("--parsable", "--directory", "job", *options), env=env, root=root
         ).strip()
 
     @property
     def job(self) -> Path:
-        """The directory of what `submit` submits."""
+        """Directory of the submitted job."""
         return self.folder / "job"
 
     def file(self, name: str) -> Any:
-        """A file of the launcher's in it."""
+        """Return the content of one of the launcher's files in it."""
         return read_json(launch_folder(self.job) / name)
 
     def submissions(self) -> list[str]:
-        """Its jobs' ids so far."""
+        """Return the ids of its jobs so far."""
         return [
             line["job_id"]
             for line in read_json_lines(launch_folder(self.job) / "submissions.jsonl")
         ]
 
     def waiting_command(self) -> tuple[str, ...]:
-        """A command that waits until `feed`."""
+        """Return a command that waits until `feed` is called."""
         if not (self.folder / "config.yaml").exists():
             os.mkfifo(self.folder / "config.yaml")
         return ("--", "pretrain", "config.yaml", "--plan")
 
     def job_that_is_over(self) -> str:
-        """What a run waits for that is not to be refused for its data, which is not there."""
+        """Return a finished job as a dependency, so that a run is not refused for its missing data."""
         job = self.cluster.sbatch("--mem=10", "--output=/dev/null", "--wrap=true")
         self.cluster.wait(job, "COMPLETED")
         return str(job)
 
     def feed(self) -> None:
-        """Give the waiting command what it waits for: the plan of the demo with a vocabulary, which needs no data."""
+        """Send the configuration to the waiting command: the plan of the demo with a vocabulary,
+        which needs no data.
+        """
         demo = (ROOT / "configs" / "run" / "demo.yaml").read_text()
         for section in ("model", "data", "train", "optimizer", "checkpoint"):
             name = "fem_sm_demo" if section == "model" else "demo"
@@ -127,7 +133,7 @@ class Login:
             pipe.write(text)
 
     def reached(self, attempt: int) -> Path:
-        """Wait until the command of an attempt runs; its folder."""
+        """Wait until the command of an attempt runs; return its folder."""
         folder = self.job / "attempts" / f"{attempt:04}"
         wait_for(
             lambda: (read_json(folder / "ranks" / "rank_00000.json") or {}).get("child") is not None
@@ -156,7 +162,7 @@ def test_submit_finish_and_not_again(login: Login) -> None:
 
 
 def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
-    """The checkout is broken between submission and start; a resubmission runs what the first one took."""
+    """The checkout is broken between submission and start; a resubmission runs the first snapshot."""
     checkout = login.folder / "checkout"
     for room in ("fem_common", "launch", "data_prep"):
         shutil.copytree(ROOT / room, checkout / room)
@@ -251,7 +257,9 @@ def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
 
 
 def test_an_array_starts_what_is_left(login: Login) -> None:
-    """Three tasks, two at once: one is killed, and started again by its supervisor; one is cancelled, and by nobody."""
+    """Three tasks, two at once: a killed one is restarted by its supervisor, a cancelled one is
+    not.
+    """
     job = login.submit(*login.waiting_command(), options=("--tasks", "3", "--at-once", "2"))
     tasks = [login.job / "tasks" / f"000{index}" for index in range(3)]
 
@@ -286,7 +294,9 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
 
 
 def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
-    """An array, what follows its directory, and a run without data, which is accepted since another job may make it."""
+    """An array, a job that follows its directory, and a run without data, which is accepted because
+    another job may create it.
+    """
     first = login.submit(*HELD, *HELP, options=("--tasks", "2"))
     second = login.launch(
         *HELP, options=("--parsable", "--directory", "second", "--dependency", "job")
@@ -392,7 +402,9 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
 
 
 def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) -> None:
-    """node1 goes bad after three ordinary requeues, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
+    """node1, which is first, fails after three ordinary requeues; on node2 the run starts pretrain,
+    which reports its missing data.
+    """
     run = (
         "submit",
         DEMO,

@@ -1,4 +1,6 @@
-"""A training job of two ranks on two nodes of a real Slurm, and what befalls it: it ends with the losses of a run never stopped."""
+"""A training job with two ranks on two nodes of a real Slurm ends with the losses of an
+uninterrupted run, whatever happens to it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ environment: {OMP_NUM_THREADS: 1}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MiniSlurm]:
-    """Two nodes, and time to save in when a job is preempted: this machine may be busy with other tests."""
+    """Two nodes, with enough time to save at a preemption, because other tests may keep this
+    machine busy.
+    """
     with MiniSlurm(grace_seconds=120) as running:
         yield running
 
@@ -37,7 +41,9 @@ def cluster() -> Iterator[MiniSlurm]:
 def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tells_no_secret(
     cluster: MiniSlurm, tmp_path: Path, tiny_data: Path
 ) -> None:
-    """Preempted by a higher partition; then its supervisor is killed; then a person cancels it with --save, and requeues it."""
+    """A higher partition preempts it; then its supervisor is killed; then a user cancels it with
+    --save, and requeues it.
+    """
     reference, run = (
         Training(tmp_path / name, tiny_data, steps=300) for name in ("reference", "here")
     )
@@ -48,7 +54,7 @@ def test_a_run_that_is_preempted_killed_and_cancelled_goes_on_each_time_and_tell
         return finish(launch(run.folder, *words, env=environment), code)
 
     def further(attempt: int) -> None:
-        """Wait until the attempt has done some steps."""
+        """Wait until the attempt has made some steps."""
         wait_for(
             lambda: (run.directory / f"attempts/{attempt:04}").exists() and run.is_at(0, attempt),
             240,
