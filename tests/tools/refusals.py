@@ -1,4 +1,6 @@
-"""Wrong input of any tool: exit code 2, one line, nothing on stdout. What the line says stands in tests/wording.yaml."""
+"""Check of invalid input for any tool: exit code 2, one line, nothing on stdout. The text of the
+line is in tests/wording.yaml.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Refused = Callable[..., None]
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], wording: Wording) -> Refused:
-    """``refused(main, program, *arguments, WORD=value)``; the words stand for what differs from run to run."""
+    """Check ``refused(main, program, *arguments, WORD=value)``; the words replace values that
+    differ from run to run.
+    """
 
     def check(
         main: Callable[[list[str]], int], program: str, *arguments: Any, **names: Any
@@ -38,7 +42,9 @@ def refused(capsys: pytest.CaptureFixture[str], wording: Wording) -> Refused:
 
 @pytest.fixture
 def raised(wording: Wording) -> Refused:
-    """``raised(function, *arguments)``: the same of a function, which raises ConfigError; ``error``: another type; ``words``: as above."""
+    """Check ``raised(function, *arguments)`` for a function that raises ConfigError; ``error``:
+    another type; ``words``: as above.
+    """
 
     def check(
         function: Callable[..., Any],

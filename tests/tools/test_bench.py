@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their timings, and that every workload runs. How long anything takes is not looked at."""
+"""Tests of the benchmarks' computations, and that every workload runs. Durations are not checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_a_baseline_takes_the_size_that_a_workload_asks_for(name: str) -> None:
 
 
 def test_standard_attention_is_as_wide_as_the_free_energy_read() -> None:
-    """[v | U] is 2 d_v wide: the same pairs and FLOPs. A head has 256 T^2 forward and 640 T^2 backward, here with its mask's diagonal."""
+    """[v | U] is 2 d_v wide: the same pairs and FLOPs. A head has 256 T^2 forward and 640 T^2
+    backward, in this count with the diagonal of its mask.
+    """
     workload = WORKLOADS["fem_attention"]
     size = workload.size(4096, 16384)
     standard = workload.baselines[ATTENTION](size)
@@ -84,7 +86,7 @@ def test_timing_warms_up_and_makes_two_passes() -> None:
 
 
 def test_json_goes_where_a_link_leads(tmp_path: Path) -> None:
-    """As /dev/stdout is one, which no file must replace."""
+    """/dev/stdout is a link, which no file may replace."""
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
     write_json(link, [1])

@@ -1,4 +1,6 @@
-"""data_prep's benchmark: what it counts, compares and concludes. How long anything takes is not looked at."""
+"""Tests of data_prep's benchmark: its counts, comparisons and conclusions. Durations are not
+checked.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def conclude(
     others: float | None,
     folder: Path,
 ) -> tuple[int, list[str]]:
-    """Exit code and verdicts other than a pass of a run in which some things are not as they should be."""
+    """Return exit code and failed verdicts of a run with some wrong values."""
     named = [(one.name, rate * factors.get(one.name, 1)) for one, rate in RATES.items()]
     sides = tuple(
         encoding.Side(name, (rate,), (9.0,), (1.0,), 10**8, (digests.get(name, "a"),))

@@ -1,4 +1,6 @@
-"""The benchmark of engines: what it makes of its ranks' answers, what it says no to; not how fast they are. `test_bench` runs it."""
+"""Tests of the benchmark of engines: its results from ranks, and its refusals, not speed.
+`test_bench` runs it.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,7 @@ def test_a_model_by_name_trains_as_its_run_does(name: str, tokens: int, batch: i
 
 
 def test_a_model_without_a_run_or_a_vocabulary(tmp_path: Path) -> None:
-    """Its sizes are those of the benchmark's own model, its vocabulary is stated."""
+    """Its sizes are those of the benchmark's model, and its vocabulary is given."""
     assert configuration(replace(JOB, model="fem_sm_demo")).model.vocab_size == 32000  # its data's
     (tmp_path / "own.yaml").write_text(
         "{mixer: transformer, hidden_size: 32, num_layers: 1, num_attention_heads: 2, vocab_size: 128}"
@@ -197,7 +199,9 @@ LOG = Path("logs") / "cpu-megatron.log"
 def launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[list[Answer] | str, list[str]]]:
-    """Of `launch` with these ranks: the answers, or the error, and what was said. ``ends``: the limit comes when a line has this word."""
+    """Return the results of `launch` with these ranks, or the error, and the output. ``ends``: the
+    limit is reached at a line with this word.
+    """
     monkeypatch.chdir(tmp_path)
     clock = [0.0]
     monkeypatch.setattr(variants, "time", SimpleNamespace(monotonic=lambda: clock[0]))

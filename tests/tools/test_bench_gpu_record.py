@@ -1,4 +1,6 @@
-"""The GPU suite's record when the suite is killed and resumed, and the page that is made of it. No GPU; no speed is judged."""
+"""Tests of the GPU suite's record after kills and resumes, and of its page. No GPU; speed is not
+checked.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def command(*arguments: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed suite leaves is not left in the machine's folder."""
+    """Redirect temporary files of a killed suite to the test's folder."""
     (tmp_path.parent / f"{tmp_path.name}-work").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path.parent / f"{tmp_path.name}-work"))
 
@@ -123,7 +125,7 @@ def test_a_killed_suite_keeps_its_outcomes_and_the_next_performs_the_rest(tmp_pa
 def test_a_record_cut_anywhere_gives_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a kill can leave it: every prefix of the file is a record, but for a last line that is not whole."""
+    """As after a kill: every prefix of the file is a record, except for an incomplete last line."""
     whole = Record(tmp_path / "whole")
     whole.folder.mkdir()
     planned, _ = tasks(("correctness",), ("aft_read",), None)
@@ -150,7 +152,9 @@ def test_a_record_cut_anywhere_gives_a_report(
 
 @pytest.mark.slow
 def test_the_whole_suite_killed_at_ten_moments_ends_with_every_outcome(tmp_path: Path) -> None:
-    """What is asked for is small but whole: the trainer's runs, too. The moments are random, and no process is left."""
+    """The tasks are small but complete, including the trainer's runs. The times of the kills are
+    random, and no process remains.
+    """
     asked_for, draw = ["--dry", "--minutes", "20"], random.Random(time.time_ns())
     for number in range(10):
         with started(*asked_for, "--resume" if number else "--out", str(tmp_path)) as process:
@@ -221,7 +225,7 @@ def test_a_new_run_keeps_an_older_record_and_a_wrong_folder_or_device_is_named(
 
 
 def measured() -> list[Outcome]:
-    """Both sides of every target, as workers would answer."""
+    """Return outcomes for both sides of every target, as workers would send them."""
     found = [Outcome(task("roofs"), {"matmul_flops": 8e14, "copy_bytes": 4e12})]
     for tokens, ours in ((4096, 2.2e-3), (8192, 4.4e-3)):
         size = WORKLOADS["fem_attention"].size(tokens, plan.TOKENS_A_CALL)
@@ -301,7 +305,9 @@ def checked(error: float, of: Task | None = None) -> Outcome:
 def test_targets_compare_the_same_engine_and_the_table_is_what_the_operation_reads(
     tmp_path: Path,
 ) -> None:
-    """Ours is fastest on cuDNN, so cuDNN's standard attention is the other side: 2.2 / 2.0 and 4.4 / 4.0."""
+    """Ours is fastest with cuDNN, so cuDNN's standard attention is the other side: 2.2 / 2.0 and
+    4.4 / 4.0.
+    """
     results = Results(measured(), GPU)
     trainer = [(1.05, True), (0.42, True), (0.4, False)]
     wanted = [

@@ -1,4 +1,6 @@
-"""The GPU suite without a GPU: its plan, its workers on tiny tasks, its processes and their faults. No speed is judged."""
+"""Tests of the GPU suite without a GPU: its plan, its workers on tiny tasks, its processes and
+their failures. Speed is not checked.
+"""
 
 from __future__ import annotations
 
@@ -296,7 +298,9 @@ def answering(
     answer: Callable[[Worker, Task], dict[str, Any]],
     seconds: float = 13.0,
 ) -> Clock:
-    """Workers that give these answers, each after so much of the clock's time."""
+    """Replace workers by ones that return these results, each after ``seconds`` of the simulated
+    clock.
+    """
     now = [0.0]
 
     def ask(self: Worker, task: Task, limit: float) -> dict[str, Any]:
@@ -340,7 +344,9 @@ def test_what_lacks_memory_beside_others_is_tried_alone(
 def test_a_gpu_that_is_gone_ends_the_work_and_kernels_that_break_it_do_not(
     gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was measured stays. Each case of a kernel may break its worker; the next worker finds the GPU."""
+    """Measured outcomes are kept. Each case of a kernel may break its worker; the next worker finds
+    the GPU again.
+    """
     lost = (
         {"gap": "no device", "lost": True, "gone": True}
         if gone
@@ -358,7 +364,9 @@ def test_a_gpu_that_is_gone_ends_the_work_and_kernels_that_break_it_do_not(
 def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for compute-sanitizer that reports a hazard for every second line that its program reads."""
+    """A replacement of compute-sanitizer that reports a hazard for every second line that its
+    program reads.
+    """
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         "#!/bin/sh\nwhile [ $# -gt 0 ]; do [ $1 = --log-file ] && log=$2; shift; done; n=0\n"
@@ -384,7 +392,7 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
 
 @pytest.mark.slow
 def test_the_checks_need_torch_alone(tmp_path: Path) -> None:
-    """In a process where what the project asks for besides torch and numpy cannot be imported."""
+    """Run in a process in which all requirements except torch and numpy cannot be imported."""
     absent = "megatron yaml transformers matplotlib pyarrow tensorboard wandb psutil tokenizers huggingface_hub".split()
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"

@@ -1,4 +1,6 @@
-"""The bytes that layers move, counted without a GPU: right where they can be counted by hand, and no more than a layer needs."""
+"""Tests of the bytes that layers move, counted without a GPU: equal to manual counts, and no more
+than a layer needs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
 
 
 def counted(trace: Trace, *, backward: bool) -> dict[str, float]:
-    """Passes over [TOKENS, WIDTH] in bfloat16, by kernel."""
+    """Return passes over [TOKENS, WIDTH] in bfloat16, by kernel."""
     names = {each.name for each in trace.launches if each.backward == backward}
     return {name: trace.bytes(backward=backward, of=name) / (2 * TOKENS * WIDTH) for name in names}
 
@@ -115,9 +117,10 @@ def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
 
 @pytest.mark.parametrize("name", ["transformer", "fem_softmax", "differential"])
 def test_matrix_products_are_those_of_the_plan(name: str) -> None:
-    """The plan's own count is another path to the same number, to rounding. Backward, a GEMM is two, an attention 2.5.
+    """The plan's own count gives the same number by another method, up to rounding. In the backward
+    pass a GEMM counts as two, attention as 2.5.
 
-    FEM's phi is made inside a kernel; its gradients are GEMMs.
+    FEM's phi is computed inside a kernel; its gradients are GEMMs.
     """
     trace, tokens, block = layer(name), float(TOKENS), replace(LARGE, mixer=name).blocks()[0]
     inside = block.mixer.map_flops.get("tdc.out_proj.weight", 0.0) * tokens
@@ -135,7 +138,9 @@ def test_matrix_products_are_those_of_the_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER_MIXERS)
 def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
-    """Of a tensor as wide as the stream; `split` and `unbind` put the parts side by side, once. No weight is as large at so many tokens."""
+    """For tensors as wide as the stream; `split` and `unbind` concatenate the parts once. No weight
+    is as large at this number of tokens.
+    """
     tokens = 8192
     trace = layer(name, tokens=tokens)
     filled = [
@@ -159,7 +164,9 @@ READ = (
 
 
 def test_the_fem_block_stays_fused() -> None:
-    """What FEM-SM's layer moves, but for its read's prep and epilogue, beside the Transformer's layer."""
+    """The bytes of FEM-SM's layer, without the prep and epilogue of its read, compared with the
+    Transformer's layer.
+    """
     ours, theirs = (layer(name, tokens=4096) for name in ("fem_softmax", "transformer"))
     own = sum(ours.bytes(POINTWISE, of=name) for name in READ)
     assert 0.05 < own / theirs.bytes(POINTWISE) < 0.2

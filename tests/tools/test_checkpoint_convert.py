@@ -1,4 +1,6 @@
-"""Checkpoints for another engine or optimizer: a run goes on from one as if nothing had changed. Real runs, real DeepSpeed."""
+"""Tests of checkpoints for another engine or optimizer: a run continues as if unchanged. Real runs,
+real DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ Run = tuple[str, Path, dict[int, Any]]
 
 
 def train(base: list[str], run_dir: Path, *overrides: str) -> dict[int, tuple[float, float]]:
-    """``python -m pretrain``; step -> (loss, grad norm)."""
+    """Run ``python -m pretrain`` and return step -> (loss, grad norm)."""
     for name in VARIABLES:
         os.environ.pop(name, None)
     assert pretrain([DEMO, *base, f"run_dir={run_dir}", *overrides]) == 0
@@ -58,7 +60,7 @@ def step_of(run_dir: Path, step: int = FROM) -> Path:
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
-    """Every tensor, by torch's own reader."""
+    """Return every tensor, read by torch."""
     reader = FileSystemReader(str(step))
     stored = {
         name: kept
@@ -73,7 +75,7 @@ def tensors(step: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(step: Path, other: Path) -> None:
-    """To the last bit: tensors, and the optimizer's groups and steps."""
+    """Check that tensors, and the optimizer's groups and steps, are equal bit for bit."""
     ours, theirs = tensors(step), tensors(other)
     assert ours.keys() == theirs.keys()
     assert [
@@ -89,7 +91,7 @@ def convert(*arguments: Path | str) -> int:
 
 
 def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int = 1) -> Path:
-    """A copy of the run's third step (made unless it is there) whose manifest fits its files, with what is given in it."""
+    """Return a copy of the run's third step (created on first use) with changes in its manifest."""
     step = step_of(to)
     if not step.exists():
         shutil.copytree(step_of(run_dir), step)
@@ -120,7 +122,9 @@ def base(tiny_data: Path) -> list[str]:
 def plain(
     request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """Precision, run directory and curve of a run of six steps under the plain optimizer, with its checkpoint of the third."""
+    """Precision, run directory and curve of a run of six steps with the plain optimizer and a
+    checkpoint of the third step.
+    """
     run_dir = tmp_path_factory.mktemp(request.param) / "plain"
     return request.param, run_dir, train(base, run_dir, PLAIN, f"train.precision={request.param}")
 
@@ -175,7 +179,9 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
 def test_deepspeed_goes_on_where_megatron_was_and_back(
     plain: Run, base: list[str], tmp_path: Path
 ) -> None:
-    """From the plain optimizer; then DeepSpeed's own file of the same step goes back to each of Megatron's."""
+    """Starts from the plain optimizer; then DeepSpeed's file of the same step is converted to each
+    of Megatron's.
+    """
     _, run_dir, wanted = plain
     zero, rewritten, split, back = (
         tmp_path / name for name in ("zero", "rewritten", "split", "back")
@@ -369,7 +375,9 @@ def test_show(
 def test_verify(
     plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    """One bit of one tensor, of any of a run's checkpoints; `show` reads no tensor and does not see it."""
+    """Detects one bit of one tensor in any of a run's checkpoints; `show` reads no tensor and does
+    not detect it.
+    """
     _, run_dir, _ = plain
     assert main(["verify", str(run_dir)]) == 0
     assert capsys.readouterr().out.count(": undamaged, ") == len(

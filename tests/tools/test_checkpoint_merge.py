@@ -1,4 +1,6 @@
-"""Averages of checkpoints against their float64 mean, from several layouts and engines; the result is a checkpoint like any other."""
+"""Tests of averaged checkpoints against their float64 mean, from several layouts and engines; the
+result is an ordinary checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of run directories: ``tensor`` and ``zero`` on two ranks, steps 2 and 3 of each; ``other`` is another model's."""
+    """A folder of run directories: ``tensor`` and ``zero`` on two ranks, steps 2 and 3 of each;
+    ``other`` has another model.
+    """
     folder = tmp_path_factory.mktemp("runs")
     base = [
         f"data.train.0.prefix={tiny_data / 'train'}",
@@ -58,7 +62,9 @@ def merge(*arguments: Path | str) -> int:
 
 
 def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
-    """The definition: a weighted sum over its shares' sum, in float64, rounded once."""
+    """Return the definition: a weighted sum divided by the sum of the shares, in float64, rounded
+    once.
+    """
     states = [weights(folder) for folder in folders]
     sums = {
         name: torch.stack(
@@ -106,7 +112,7 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
 
 @pytest.mark.slow
 def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
-    """In a process of its own, where Megatron-core would warn of packages that are not needed."""
+    """In a separate process, where Megatron-core would warn of packages that are not needed."""
     command = [
         sys.executable,
         "-m",
@@ -123,7 +129,9 @@ def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
 
 
 def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """At another layout than its sources', under the other engine; a run started from it begins at its loss."""
+    """At another layout than its sources', with the other engine; a run started from it begins at
+    its loss.
+    """
     out = tmp_path / "merged"
     assert merge("--last", "2", "--of", runs / "zero", "--out", out) == 0
     base = [

@@ -1,4 +1,6 @@
-"""The demo's own parts: numbers, words, picture, and how it starts and ends commands; marked slow, the whole of it."""
+"""Tests of the demo's parts: numbers, texts, picture, and its commands; the complete demo is marked
+slow.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def history(offset: float = 0.0, steps: int = 60) -> History:
 
 
 def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
-    """A report as the demo makes it, of invented measurements."""
+    """Return a report in the demo's format with invented measurements."""
     split, models = {"tokens": 1000, "text_bytes": 3500}, {}
     for name, loss, parameters in (
         ("fem", fem_loss, 3_490_000),
@@ -104,7 +106,9 @@ def test_the_unigram_entropy_is_the_frequencies_own(tmp_path: Path) -> None:
 
 
 class NextId(torch.nn.Module):
-    """Sure that the token after i is i + 1; as an exported model answers."""
+    """Model that predicts token i + 1 after i with certainty, with the interface of an exported
+    model.
+    """
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(
@@ -132,7 +136,9 @@ def test_the_heldout_loss_asks_for_every_token_but_the_first_once(count: int) ->
 
 
 def test_a_runs_history(tmp_path: Path) -> None:
-    """Of a step told twice the last line counts, torn lines are left out; the newest checkpoint is what latest names."""
+    """The last line of a repeated step counts, incomplete lines are ignored; the newest checkpoint
+    is the one named by latest.
+    """
     lines: list[dict[str, Any]] = [
         {"step": 1, "loss": 8.0, "tokens_per_second": 10.0, "peak_memory_bytes": 5},
         {"step": 2, "loss": 7.0, "tokens_per_second": 10.0, "peak_memory_bytes": 9},
@@ -172,7 +178,9 @@ def test_a_runs_history(tmp_path: Path) -> None:
 
 
 def test_the_words(wording: Wording) -> None:
-    """The table holds every figure; the verdict says where FEM stands, whatever it is; too high a loss is a shortfall."""
+    """The table contains every figure; the verdict states the position of FEM, whatever it is; too
+    high a loss is a shortfall.
+    """
     wording(report.table(findings()))
     for fem, plain in ((4.9, 5.0), (5.2, 5.0)):
         wording("\n".join(report.verdict(findings(fem, plain))))
@@ -196,7 +204,9 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
 def test_the_documents_have_the_demos_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the markers, which the project's own pages have; what is around them stays; again, it changes nothing."""
+    """Only text between the markers of the project's pages changes; a second update changes nothing
+    further.
+    """
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     pages.check(ROOT, ())
     with pytest.raises(ConfigError, match=r"README.md does not contain <!-- demo:begin -->"):
@@ -301,7 +311,9 @@ def test_errors_of_a_user_are_one_line(
     capsys: pytest.CaptureFixture[str],
     refused: Refused,
 ) -> None:
-    """No figure of another demo or of a busy machine goes into the documents; no other folder is filled."""
+    """Figures of another demo or of a busy machine are not written to the documents, and no other
+    folder is filled.
+    """
     monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for more in (["model.hidden_sise=64"], ["--readme", "train.steps=20"], ["--readme"]):
@@ -330,7 +342,7 @@ def test_the_data_step_makes_checks_and_counts_what_the_runs_read(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
-    """The second time shorter: it starts anew, and says that it learned too little."""
+    """The second, shorter demo starts from the beginning, and reports that it learned too little."""
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "tools.demo", "--out", str(out)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

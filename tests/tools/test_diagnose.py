@@ -1,4 +1,6 @@
-"""``python -m tools.diagnose`` on a real run's checkpoint: its picture is a picture, its errors are one line."""
+"""Tests of ``python -m tools.diagnose`` on a real run's checkpoint: it writes a picture, and its
+errors are one line.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The newest checkpoint, the run's own validation data; the picture is below runs/, not in the folder the command is called in."""
+    """With the newest checkpoint and the run's validation data, the picture is below runs/, not in
+    the working directory.
+    """
     mixers = (
         "model.pattern=[fem_softmax, cem]",
         "model.num_layers=4",

@@ -1,4 +1,6 @@
-"""The compile gate passes all kernels, as docs/kernels.md describes them, and catches the faults that it exists for."""
+"""The compile gate passes all kernels as described in docs/kernels.md, and detects the faults for
+which it exists.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +245,7 @@ REFUSED = [
 def run(
     *arguments: str, timeout: float = 300, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command of this repository, in a process where Triton compiles."""
+    """Run a command of this repository in a process in which Triton compiles."""
     env = os.environ | variables
     return subprocess.run(
         [sys.executable, *arguments],
@@ -256,7 +258,7 @@ def run(
 
 
 def by_the_oldest(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """The same by the oldest Triton that is supported."""
+    """Run the same with the oldest supported Triton."""
     if not OLDEST.is_dir():
         pytest.skip(
             f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-triton.txt"
@@ -275,7 +277,9 @@ def each_operation(test: Any) -> Any:
 
 
 def test_the_page_is_of_todays_kernels() -> None:
-    """Comments, docstrings and layout may change; whatever else does needs all kernels compiled again, which writes the page."""
+    """Comments, docstrings and layout may change; every other change requires compiling all
+    kernels, which writes the page.
+    """
     text = PAGE.read_text(encoding="utf-8")
     assert f"`{sources_hash()}`" in text, (
         f"{PAGE.name} was written from other sources: run python -m tools.kernel_gate --write"
@@ -324,7 +328,9 @@ def test_every_kernel_builds_everywhere_and_the_page_is_true(op: str) -> None:
 
 @each_operation
 def test_every_kernel_passes_for_rows_of_documents(op: str) -> None:
-    """Any number of tokens, where Triton compiles anew: in kernels of every size that a recipe has."""
+    """For any number of tokens, for which Triton compiles separately: kernels of every size in a
+    recipe.
+    """
     done = run("-m", "tools.kernel_gate", "--sm", "90", "--documents", "--only", op, timeout=1400)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"kernels.{op}.triton" in done.stdout or op not in IN_ROWS
@@ -376,7 +382,9 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
 
 
 def test_every_kernel_is_known_by_name() -> None:
-    """Kernels end in ``_kernel``, what they call does not; one that nothing launches is a fault."""
+    """Kernels end in ``_kernel``, the functions they call do not; a kernel without a launch is a
+    fault.
+    """
     written = set()
     for path, text in python_sources().items():
         if not path.startswith("kernels/") or "triton" not in path:
@@ -452,7 +460,7 @@ WRONG = {
 
 
 def test_a_wrong_call_is_one_line() -> None:
-    """All in one process: each would import torch."""
+    """All in one process, because each would import torch."""
     done = run(
         "-c",
         f"from tools.kernel_gate.__main__ import main\nfor words in {[*WRONG]}: assert main(words.split()) == 2",
@@ -466,7 +474,9 @@ def test_a_wrong_call_is_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_warm_cache_has_what_the_jit_asks_for(tmp_path: Path) -> None:
-    """Bool pointers, lengths that are no multiples of 16; from the archive alone, at the path that it was packed for."""
+    """Bool pointers, lengths that are no multiples of 16; from the archive only, at the path for
+    which it was packed.
+    """
     made, there = tmp_path / "made", tmp_path / "there"
     done = run("-c", CACHED, "fill", str(made), str(there))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -508,7 +518,7 @@ def test_an_operation_s_cache_is_packed_for_another_path(tmp_path: Path) -> None
 
 
 def test_the_key_of_triton_for_another_python(tmp_path: Path) -> None:
-    """Its compiled library is part of the key; another version compiles other code."""
+    """Its compiled library is part of the key, because another version compiles other code."""
     triton = pytest.importorskip("triton")
     from triton.runtime.cache import triton_key
 

@@ -1,4 +1,6 @@
-"""tools.layout: the model of a step against what others have published, and by hand; the part that it writes."""
+"""Tests of tools.layout: its model of a step against published results and manual counts; the
+configuration part that it writes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def config_of(
 
 
 def page_of(name: str) -> list[str]:
-    """The row of tools/README.md: its figures and the place of their layout."""
+    """Return the row of tools/README.md: its figures and the rank of the published layout."""
     (row,) = [
         line
         for line in (ROOT / "tools/README.md").read_text(encoding="utf-8").splitlines()
@@ -223,7 +225,7 @@ DEEPSPEED = ("model.mixer=fem_gla", "engine.name=deepspeed")
     "more", [(), pytest.param(DEEPSPEED, marks=pytest.mark.slow)], ids=["megatron", "deepspeed"]
 )
 def test_the_layouts_are_those_that_the_trainer_takes(more: tuple[str, ...]) -> None:
-    """All combinations of all axes, one by one: no list but the trainer's own checks decides."""
+    """All combinations of all axes, one by one: the trainer's own checks decide, not a list."""
     config, gpus, found = load_run(RUN, [*SMALL, *more]), 8, set()
     for values in product(*(axis.values(config, gpus) for axis in AXES)):
         made = config

@@ -1,4 +1,6 @@
-"""tools.papers: what the generators make, a smoke of every experiment, runs that go on, the page, what a mistake is told."""
+"""Tests of tools.papers: generators, a short run of every experiment, resumed runs, the page,
+messages for mistakes.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +245,9 @@ def test_sudokus_have_one_solution_and_the_givens_that_they_should() -> None:
 def test_energies_fall_where_steps_are_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hyper-SET with small fixed steps on one energy descends it, and attention's spreads the tokens: figures 5 and 6."""
+    """Hyper-SET with small fixed steps on one energy descends it, and attention's spreads the
+    tokens: figures 5 and 6.
+    """
     monkeypatch.chdir(tmp_path)
     _, size = tiny("sudoku", width=32, heads=4)
     for alpha, gamma, falling, rising in (
@@ -366,7 +370,9 @@ def test_every_experiment_trains_and_goes_on(
     ],
 )
 def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first claim's rows at the quick form's full length, one rate and seed: better than guessing, or than what no network does."""
+    """The rows of the first claim at the full length of the quick form, with one rate and seed, are
+    better than guessing or than no network.
+    """
     monkeypatch.chdir(tmp_path)
     experiment = catalogue.experiment_of(name)
     quick = experiment.sizes["quick"]
@@ -436,7 +442,7 @@ def test_the_rate_rises_and_falls() -> None:
 def made_up(
     experiment: Experiment, size: Size, values: dict[str, list[float]]
 ) -> dict[Trial, dict[str, Any]]:
-    """Results whose first rate is best: row -> a value a seed."""
+    """Return results whose first rate is best: row -> one value per seed."""
     results = {}
     for case, (row, found) in itertools.product(size.cases, values.items()):
         for seed, value in enumerate(found):

@@ -1,4 +1,4 @@
-"""tools.papers' images in files."""
+"""Tests of tools.papers' images in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tools.papers import catalogue, images, masked, running
 def test_files_of_images_are_cut_to_the_middle_and_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder a class, wide and high files, grey ones too; the colour of an image's middle says its class."""
+    """One folder per class, wide, high and grey files; the colour at the centre of an image
+    identifies its class.
+    """
     experiment = catalogue.experiment_of("imagenet-100")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
@@ -91,7 +93,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
 def test_cifar_is_read_from_a_folder(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every form gives the same pixels and classes; the fine label is taken where there are two."""
+    """Every form gives the same pixels and classes; the fine label is used if two exist."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

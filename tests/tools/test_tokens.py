@@ -1,4 +1,6 @@
-"""``python -m tools.tokens``: what it says of a run is what Megatron's dataset yields and what training read, there and back."""
+"""The output of ``python -m tools.tokens`` equals the samples of Megatron's dataset and of
+training, in both directions.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ STEPS, BATCH, LENGTH = 20, 4, 32
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """What ``tools.tokens ... --json`` prints."""
+    """Output of ``tools.tokens ... --json``."""
 
     def said(*arguments: object) -> list[dict[str, Any]]:
         capsys.readouterr()
@@ -51,7 +53,9 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 def write_data(folder: Path, name: str, seed: int) -> Path:
-    """A data folder with ids: documents longer than two sequences, many of a few tokens, and one id that other folders have too."""
+    """Write a data folder with ids: documents longer than two sequences, many with a few tokens,
+    and one id that other folders have too.
+    """
     drawn = random.Random(seed)
     lengths = [
         drawn.randint(*limits) for limits in [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9
@@ -71,7 +75,7 @@ def write_data(folder: Path, name: str, seed: int) -> Path:
 
 
 def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
-    """A run directory before its first step, with its index cache, and the dataset of training."""
+    """Return a run directory before its first step, with its index cache, and the training dataset."""
     blend = ", ".join(
         f"{{prefix: {prefix}, weight: {weight}}}"
         for prefix, weight in zip(prefixes, (3, 1), strict=False)
@@ -111,7 +115,9 @@ def groups() -> Iterator[None]:
 
 
 def tokens_of(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """Sample -> the tokens that its rows name, read from the .bin; offsets must lie within their documents."""
+    """Return sample -> the tokens of its rows, read from the .bin; offsets must be within their
+    documents.
+    """
     texts = {}
     for prefix in {row["source"] for row in rows}:
         index = read_index(Path(f"{prefix}.idx"))
@@ -140,7 +146,7 @@ QUICK = [(2, "stream"), (1, "best_fit")]  # of these every sixth document, of th
 def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(
     tmp_path: Path, say: Say, sources: int, packing: str
 ) -> None:
-    """Over the borders of epochs: 80 samples of data that has 28 of them."""
+    """Over the boundaries of epochs: 80 samples of data with 28."""
     prefixes = [
         write_data(tmp_path / name, name, seed)
         for seed, name in enumerate(("one", "two")[:sources])
@@ -224,7 +230,7 @@ def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of all samples that training reads, as they come."""
+    """Tokens of all samples that training reads, in order."""
     read: list[list[int]] = []
 
     def noting(dataset: Any, *rest: Any) -> Iterator[Any]:
@@ -240,7 +246,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_of_a_run_whose_batch_changed(
     pretrain_command: Command, tiny_data: Path, say: Say, read: list[list[int]]
 ) -> None:
-    """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
+    """All steps together equal the samples that the loop read: 6 steps of 4, then of 8."""
     assert pretrain_command("train.steps=6") == 0
     assert pretrain_command("train.steps=9", "train.global_batch_size=8") == 0
     steps = [say(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
@@ -257,7 +263,9 @@ def test_of_a_run_whose_batch_changed(
 def test_of_stages_each_with_its_own_order(
     pretrain_command: Command, say: Say, read: list[list[int]], refused: Refused, packing: str
 ) -> None:
-    """Three stages of two lengths; best_fit's last tokens are padding. Without a checkpoint it is the same."""
+    """Three stages with two lengths; best_fit's last tokens are padding. The result does not depend
+    on checkpoints.
+    """
     assert pretrain_command(*STAGED, f"data.packing={packing}") == 0, pretrain_command.err
     run = pretrain_command.run_dir
     rows = [row for step in range(1, 11) for row in say(run, "--step", step)]
@@ -284,7 +292,7 @@ def test_of_stages_each_with_its_own_order(
 def test_of_a_fork_with_an_order_of_its_own(
     pretrain_command: Command, say: Say, read: list[list[int]], tmp_path: Path
 ) -> None:
-    """And of its own fork, which goes on in that order."""
+    """A fork of the fork continues in that order."""
     assert pretrain_command("train.steps=4") == 0
     child, grandchild, start = tmp_path / "child", tmp_path / "grandchild", len(read)
     assert (
@@ -311,7 +319,9 @@ def test_of_a_fork_with_an_order_of_its_own(
 
 @pytest.mark.slow
 def test_of_a_run_of_tokens_whose_batch_changed(pretrain_command: Command) -> None:
-    """12 steps of 4 samples' tokens, of which six are done, continue in steps of 8: 3 more. The checkpoint alone has the change."""
+    """12 steps of 4 samples' tokens, six of them done, continue in steps of 8: 3 more. Only the
+    checkpoint records the change.
+    """
     tokens = ("train.steps=null", f"train.tokens={48 * LENGTH}")
     assert (
         pretrain_command("train.steps=6") == 0

@@ -1,4 +1,4 @@
-"""What the tests of the evaluation share."""
+"""Shared fixtures of the evaluation's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files as tools.evaluate writes them, with chosen numbers."""
+"""Result files in the format of tools.evaluate with given numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tools.evaluate.suite import Suite, SuiteTask
 
 
 def write(folder: Path, model: str, name: str, value: float, **changes: Any) -> Path:
-    """FOLDER/MODEL/NAME.json of a multiple-choice task of 100 questions with four choices, but for the changes."""
+    """Write FOLDER/MODEL/NAME.json of a multiple-choice task with 100 questions and four choices,
+    with ``changes``.
+    """
     content = {
         "format": 1,
         "model": model,
@@ -37,7 +39,9 @@ def write(folder: Path, model: str, name: str, value: float, **changes: Any) -> 
 def write_heldout(
     folder: Path, model: str, losses: dict[int, float], tokens: int = 1000, **changes: Any
 ) -> Path:
-    """FOLDER/MODEL/valid.json: nats a token by context length; bits a byte are a third of them."""
+    """Write FOLDER/MODEL/valid.json: nats per token by context length; bits per byte are a third of
+    them.
+    """
     contexts = {
         str(length): {
             "nats_per_token": loss,
@@ -69,7 +73,7 @@ def write_heldout(
 
 
 def suite(*names: str, **changes: Any) -> Suite:
-    """A suite of tasks of those names, each with the changes."""
+    """Return a suite of tasks with these names, each with the changes."""
     return Suite(
         "small",
         "",

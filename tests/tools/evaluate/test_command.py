@@ -1,4 +1,6 @@
-"""``python -m tools.evaluate`` as a user has it: results, what is asked again and what is not, mistakes in one line, exit codes."""
+"""Tests of ``python -m tools.evaluate`` as a command: results, skipped and repeated work, mistakes
+in one line, exit codes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def settings_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command sets in the environment."""
+    """Restore the environment variables that the command sets."""
     for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
 
@@ -46,7 +48,9 @@ def settings_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """The command on the model and the suite s.yaml beside tasks/, in its folder; (exit code, stdout, stderr)."""
+    """Run the command on the model and the suite s.yaml in its folder with tasks/; return (exit
+    code, stdout, stderr).
+    """
     monkeypatch.chdir(tmp_path)
     task_folder(tmp_path / "tasks")
     suite_file(tmp_path / "s.yaml", WORDS)
@@ -75,7 +79,7 @@ def run(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call of the model for log-likelihoods."""
+    """Numbers of rows in each call of the model for log-likelihoods."""
     seen: list[int] = []
     ask = Adaptor._model_call
 
@@ -274,7 +278,9 @@ def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str], wording: Wordin
 
 
 def killed_amid(kept: Path, arguments: list[str]) -> int:
-    """The command in a copy of this process, which kills itself once a file has more than ten lines: how it ended."""
+    """Run the command in a fork of this process that kills itself once a file has more than ten
+    lines; return its status.
+    """
     child = os.fork()
     if not child:
         gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
@@ -294,7 +300,9 @@ def killed_amid(kept: Path, arguments: list[str]) -> int:
 
 
 def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list[int]) -> None:
-    """Tasks that are done stay; of the one that was asked the rest alone is asked, to the same numbers; Ctrl-C is told."""
+    """Finished tasks are kept; of the interrupted one only the rest is computed, with the same
+    numbers; Ctrl-C is reported.
+    """
     asked = 60
     many = [
         {"text": f"{i} plus one is", "choices": [" two words", " a number"], "answer": i % 2}

@@ -1,6 +1,7 @@
-"""The harness's numbers of our models against loops over the models' logits, written out from the definitions.
+"""The harness's numbers of our models equal loops over the models' logits from the definitions.
 
-The models are in float64; the adaptor takes log-probabilities in fp32, so sums over some ten tokens agree to about 1e-5.
+The models are in float64; the adaptor computes log-probabilities in fp32, so sums over about ten
+tokens agree to about 1e-5.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def encode(text: str) -> list[int]:
 
 
 def log_probabilities(model: OpenModel, ids: list[int]) -> torch.Tensor:
-    """Of the token after these, from a call with nothing but them."""
+    """Return the log-probabilities of the token after these, from a call with only them."""
     with torch.no_grad():
         return torch.log_softmax(
             model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double(), -1
@@ -59,9 +60,10 @@ def log_probabilities(model: OpenModel, ids: list[int]) -> torch.Tensor:
 
 
 def by_hand(model: OpenModel, context: str, continuation: str) -> tuple[float, bool]:
-    """(log-probability of the continuation's bytes one after the other, whether each was the most probable).
+    """Return (log-probability of the continuation's bytes one after the other, whether each was the
+    most probable).
 
-    The harness's rule: white space at a context's end belongs to the continuation.
+    By the harness's rule, white space at the end of a context belongs to the continuation.
     """
     context, continuation = context.rstrip(), context[len(context.rstrip()) :] + continuation
     ids = encode(context) or [encode(END)[0]]
@@ -75,7 +77,7 @@ def by_hand(model: OpenModel, context: str, continuation: str) -> tuple[float, b
 
 
 def written_by_hand(model: OpenModel, context: str, most: int) -> str:
-    """Greedy decoding, one token at a time and without a cache, to the end of the line."""
+    """Decode greedily, one token at a time and without a cache, to the end of the line."""
     ids = encode(context)
     start, text = len(ids), ""
     for _ in range(most):
@@ -142,7 +144,9 @@ def test_greedy_continuations_are_known_as_such(adaptor: Callable[..., Adaptor])
 def test_a_prompt_too_long_loses_its_beginning_and_is_counted(
     adaptor: Callable[..., Adaptor],
 ) -> None:
-    """The harness asserts that prompt and answer fit; a task that asks for 1,280 tokens must still run on a short model."""
+    """The harness asserts that prompt and continuation fit; a task that requests 1,280 tokens must
+    still run on a short model.
+    """
     model = opened("transformer")
     ours = adaptor(model)
     found = likelihoods(ours, (LETTERS, "yes"), ("short", "yes"))
@@ -189,7 +193,7 @@ def test_generation_is_greedy_decoding_at_any_batch_size(
 
 
 def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Adaptor]) -> None:
-    """ "o" and "s" are one token in "os": the harness would find no token to score."""
+    """ "o" and "s" are one token in "os", so the harness would find no token to score."""
     ours = adaptor(opened())
     ours.tok_encode = lambda text, **_: [1] if text in ("o", "os") else [2]  # type: ignore[method-assign]
     assert ours._encode_pair("o", "s") == ([1], [2])
@@ -223,7 +227,9 @@ def asked(
 def right(
     model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False
 ) -> list[float]:
-    """1 where the right choice has the highest log-probability (a letter, if normalised), else 0."""
+    """Return 1 for each row whose right choice has the highest log-probability (per letter, if
+    normalised), else 0.
+    """
     scores = []
     for row in rows:
         found = [
@@ -297,7 +303,7 @@ def test_log_likelihood_tasks(tmp_path: Path) -> None:
 
 
 def test_written_answers(tmp_path: Path) -> None:
-    """One of the expected answers is what the model writes; the two others are not."""
+    """The model writes one of the expected texts, and not the other two."""
     model = opened("fem_softmax")
     rows = [
         {"text": text, "answer": answer}

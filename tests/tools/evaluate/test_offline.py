@@ -1,4 +1,6 @@
-"""Data that is not there is told before anything starts; data in a cache is found without a network; no half of a task is asked."""
+"""Missing data is reported before any work starts; cached data is found without a network; no task
+is evaluated in part.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No network and an empty cache, in this process, which has imported the libraries already; the cache's folder."""
+    """The folder of an empty cache, with the network disabled in this process, which has already
+    imported the libraries.
+    """
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
@@ -52,7 +56,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(folder: Path, config: str) -> Path:
-    """A data set as the library leaves one that it has downloaded and prepared; its description."""
+    """Write a data set as the library stores a downloaded and prepared one; return its description."""
     place = folder / "datasets/someone___tiny_set" / config / "0.0.0/0123456789abcdef"
     place.mkdir(parents=True)
     features = datasets.Dataset.from_list(CHOICES).features
@@ -80,7 +84,7 @@ def fill(folder: Path, config: str) -> Path:
 
 
 def missing(suite: str | Path) -> str:
-    """The list of what is missing, then the line of the error; empty where nothing is."""
+    """Return the list of missing data, then the error line; empty if no data is missing."""
     stream = io.StringIO()
     try:
         catalogue.require(catalogue.find_tasks(load_suite(str(suite))), "COMMAND", stream)
@@ -92,7 +96,7 @@ def missing(suite: str | Path) -> str:
 def test_a_data_set_is_in_the_cache_or_told(
     tmp_path: Path, offline: Path, wording: Wording
 ) -> None:
-    """Not at all, of another configuration, damaged; a file that is not there."""
+    """Cases: absent, another configuration, damaged; a missing file."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/hub.yaml").write_text(HUB_YAML)
     suite = suite_file(tmp_path / "s.yaml", "task: tiny_hub")
@@ -122,7 +126,9 @@ def test_all_that_the_papers_suite_needs(offline: Path, wording: Wording) -> Non
 
 @pytest.mark.slow
 def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Path) -> None:
-    """The command itself: all that is missing, one error line, no traceback, nothing written."""
+    """The command reports all missing data and one error line, without a traceback, and writes no
+    file.
+    """
     model = llama_folder(tmp_path / "model")
     command = [
         sys.executable,

@@ -1,4 +1,6 @@
-"""Held-out perplexity against a loop in float64, against training's own validation, through an interruption, and with wrong input."""
+"""Tests of held-out perplexity against a loop in float64, against training's own validation,
+through an interruption, and with invalid input.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ LENGTHS = (9, 1, 15, 2, 8, 4)
 
 
 def opened(mixer: str = "fem_softmax", vocab_size: int = VOCAB, **changes: Any) -> OpenModel:
-    """A model of so many ids that no run and no tokenizer are known of."""
+    """Return a model with ``vocab_size`` ids without a known run and tokenizer."""
     return replace(
         tiny_opened(mixer, vocab_size=vocab_size, **changes), tokenizer=None, manifest={}
     )
@@ -47,7 +49,7 @@ def fem() -> OpenModel:
 def write_text(
     prefix: Path, lengths: Sequence[int] = LENGTHS, eod: int | None = EOD, seed: int = 0
 ) -> Path:
-    """Documents of random ids from 8 on, each ended by ``eod``."""
+    """Write documents of random ids from 8, each ended by ``eod``."""
     ids = np.random.default_rng(seed).integers(8, VOCAB, sum(lengths)).astype(np.uint16)
     if eod is not None:
         ids[np.cumsum(lengths) - 1] = eod
@@ -66,7 +68,9 @@ def prefix(tmp_path: Path) -> Path:
 def loop(
     model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context: int, stride: int
 ) -> dict[int, float]:
-    """Token -> nats, one call of the model a token, by the definition: the window that scores it is the first that reaches it."""
+    """Return token -> nats by the definition, one model call per token: the first window that
+    contains the token scores it.
+    """
     found = {}
     for start, stop in spans:
         for place in range(start + 1, stop):
@@ -82,7 +86,7 @@ def loop(
 
 
 def expected(losses: dict[int, float], lengths: Sequence[int]) -> tuple[float, float]:
-    """(mean, its standard error over documents) with numpy."""
+    """Return (mean, its standard error over documents) with numpy."""
     places, nats = np.array(list(losses)), np.array(list(losses.values()))
     documents = np.searchsorted(np.cumsum(lengths), places, side="right")
     sums = np.array([nats[documents == d].sum() for d in np.unique(documents)])
@@ -103,12 +107,12 @@ def one(prefix: Path, *context: int, **changes: Any) -> SuiteTask:
 
 
 class Ends:
-    """Of a tokenizer, what tells where documents end."""
+    """The part of a tokenizer that defines the ends of documents."""
 
     eos_token_id = EOD
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        """A letter a token; an EOD would be two."""
+        """Return one letter per token; an EOD gives two."""
         return "".join("ab" if number == EOD else "a" for number in ids)
 
 
@@ -131,7 +135,7 @@ class Ends:
 def test_the_mean_is_that_of_a_loop_over_tokens(
     prefix: Path, mixer: str, context: int, stride: int, rel: float
 ) -> None:
-    """Over the stream and a document at a time; the batch size changes no number."""
+    """Over the stream and per document; the batch size changes no number."""
     ids, ends, model = (
         np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16),
         np.cumsum(LENGTHS),
@@ -160,7 +164,9 @@ def test_the_mean_is_that_of_a_loop_over_tokens(
 
 
 def test_windows_score_every_token_once_and_from_enough() -> None:
-    """All lengths, contexts and strides up to 12: no token twice, none left out, none from less context than promised."""
+    """For all lengths, contexts and strides up to 12, every token is scored exactly once, with at
+    least the promised context.
+    """
     for length in range(1, 13):
         for context in range(1, 13):
             for stride in range(1, context + 1):
@@ -194,7 +200,9 @@ def test_several_contexts_are_sub_tasks_and_the_longest_is_the_value(
 def test_documents_whose_first_tokens_are_not_scored_are_documents(
     tmp_path: Path, fem: OpenModel
 ) -> None:
-    """Without end-of-document tokens: counted by hand; whose bytes nothing tells."""
+    """Without end-of-document tokens; compared with manual counts. The bytes of first tokens are
+    unknown.
+    """
     sums, starts = (
         Sums(),
         np.array([0, 4, 8, 9, 9, 12]),
@@ -225,7 +233,9 @@ def test_documents_whose_first_tokens_are_not_scored_are_documents(
 def test_bits_a_byte_count_the_bytes_of_the_text(
     tmp_path: Path, fem: OpenModel, prefix: Path
 ) -> None:
-    """Letters of one to four bytes, EOD apart, of whole characters; without a tokenizer what data_prep counted, or nothing."""
+    """Letters of one to four bytes, without EOD, only complete characters; without a tokenizer
+    data_prep's count, or no result.
+    """
     texts, tokenizer = (
         ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"],
         byte_tokenizer(),
@@ -255,7 +265,9 @@ def test_bits_a_byte_count_the_bytes_of_the_text(
 
 
 def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> None:
-    """Whole documents from everywhere, the last one cut; one long document leaves its beginning."""
+    """Complete documents from everywhere, the last one truncated; one long document contributes its
+    beginning.
+    """
     writer = IndexedWriter(tmp_path / "text", "uint16")
     writer.add(np.repeat(np.arange(8, 48, dtype=np.uint16), 10), np.full(40, 10))
     writer.finish()
@@ -286,7 +298,9 @@ WHOLE = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps whose validation is one document of eight whole sequences, so that its windows are ours."""
+    """A run of four steps whose validation is one document of eight full sequences, so that its
+    windows equal ours.
+    """
     folder = tmp_path_factory.mktemp("trained")
     ids = np.random.default_rng(1).integers(0, 63, 8 * 32).tolist()
     data = write_folder(folder / "data", vocab_size=64, documents=[[*ids, 63]])
@@ -311,7 +325,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_value_is_trainings_validation_loss(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the training's length without overlap, on the run's own data: the same tokens from the same contexts. Then the command."""
+    """At the training's length without overlap, on the run's data: the same tokens with the same
+    contexts. Then by the command.
+    """
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (loss,) = [line["valid_loss"] for line in lines if "valid_loss" in line]
     result = heldout_result(
@@ -430,7 +446,9 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
 def test_sums_on_disk_are_of_one_measurement_alone(
     fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written while it goes. Other weights, types, cuts: nothing is taken over. A damaged file costs time alone."""
+    """Sums are written during the measurement, and not reused for other weights, dtypes or windows.
+    A damaged file only costs time.
+    """
     monkeypatch.setattr(perplexity_measure, "SAVE_SECONDS", -1.0)
     text, file, seen = open_text(prefix), tmp_path / "kept.json", list[int]()
 
@@ -532,7 +550,9 @@ def test_mistakes(
 def test_data_and_models_that_are_none(
     fem: OpenModel, prefix: Path, tmp_path: Path, raised: Refused
 ) -> None:
-    """A split without tokens, half a pair, another tokenizer of the same size, weights that are not finite, a foreign model's context."""
+    """Cases: a split without tokens, half a pair, another tokenizer of the same size, non-finite
+    weights, a foreign model's context.
+    """
 
     class Other:
         eos_token_id = 49

@@ -1,4 +1,6 @@
-"""The pictures show the numbers: every dot, whisker and line is where its result is. How they look is for eyes."""
+"""The pictures show the numbers: every dot, whisker and line is at its result. Appearance is not
+tested.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def panels(folder: Path, *names: str, group: str = "") -> dict[str, Any]:
 
 
 def dots(axes: Any) -> list[tuple[float, float, bool]]:
-    """(place, value, whether it is the best) of each."""
+    """Return (position, value, whether it is the best) for each dot."""
     lines = [bars.lines[0] for bars in axes.containers]
     return [
         (line.get_ydata()[0], line.get_xdata()[0], line.get_color() == picture.BEST)
@@ -34,7 +36,9 @@ def guessing(axes: Any) -> list[float]:
 
 
 def test_a_panel_a_column_a_dot_a_model(tmp_path: Path) -> None:
-    """By average rank, 1.5, 2 and 2.5; guessing is drawn where it is near, and told where not; 0.32 and 0.31 tie."""
+    """By average rank, 1.5, 2 and 2.5; guessing is drawn if it is near, else written; 0.32 and 0.31
+    tie.
+    """
     for model, (arc, boolq) in VALUES.items():
         write(tmp_path, model, "arc", arc)
         write(tmp_path, model, "boolq", boolq, chance=0.4)
@@ -80,7 +84,9 @@ def test_a_panel_a_column_a_dot_a_model(tmp_path: Path) -> None:
 def test_a_tie_is_no_win_and_the_axis_has_the_digits(
     scores: tuple[float, float], error: float | None, won: bool, tmp_path: Path
 ) -> None:
-    """The standard error of a difference of two scores with 0.01 each is 0.0141; no tick is where no score can be, none is rounded."""
+    """The standard error of a difference of two scores with 0.01 each is 0.0141; ticks are only at
+    possible scores and are not rounded.
+    """
     for model, score in zip("ab", scores, strict=True):
         write(tmp_path, model, "arc", score, stderr=error, chance=0.0)
     axes = panels(tmp_path, "arc")["ARC"]
@@ -97,7 +103,7 @@ def test_a_tie_is_no_win_and_the_axis_has_the_digits(
 
 
 def test_held_out_loss_over_the_context(tmp_path: Path) -> None:
-    """A line a model, each with a look of its own; none where there is one length alone."""
+    """One line per model with a distinct style; none for a single length."""
     for model in range(12):
         write_heldout(
             tmp_path,

@@ -1,4 +1,6 @@
-"""Rescaling against the leaderboard's own examples, numbers counted by hand and simulation; result files that must not become a table."""
+"""Tests of rescaling against the leaderboard's examples, manual counts and simulation; and of
+result files that must not form a table.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_rescaled_by_hand(value: float, chance: float, expected: float) -> None:
 
 
 def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
-    """The same page's MuSR: 0.7, 0.4, 0.6 over 0.5, 0.2, 1/3 is 40, 25, 40, together 35; 0.3 of two choices is 0, not -40."""
+    """MuSR from the same page: 0.7, 0.4, 0.6 over 0.5, 0.2, 1/3 is 40, 25, 40, together 35; 0.3 of
+    two choices is 0, not -40.
+    """
     musr = [Score(0.7, chance=0.5), Score(0.4, chance=0.2), Score(0.6, chance=1 / 3)]
     assert leaderboard(Score(0.5667), musr).value == pytest.approx(35.0)
     assert leaderboard(
@@ -57,7 +61,9 @@ def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
 
 
 def test_standard_errors_are_those_of_independent_measurements() -> None:
-    """Of the rescaled average of two sub-tasks: 100 * 0.03 / 0.5 = 6 and 100 * 0.064 / 0.8 = 8. An unknown one stays unknown."""
+    """For the rescaled average of two sub-tasks: 100 * 0.03 / 0.5 = 6 and 100 * 0.064 / 0.8 = 8. An
+    unknown one stays unknown.
+    """
     found = leaderboard(Score(0.0), [Score(0.7, 0.03, 250, 0.5), Score(0.5, 0.064, 256, 0.2)])
     assert found.stderr == pytest.approx(math.sqrt(6**2 + 8**2) / 2) and found.n == 506
     assert mean([Score(0.25, 0.1), Score(0.5, None)]) == Score(0.375, None)
@@ -65,7 +71,7 @@ def test_standard_errors_are_those_of_independent_measurements() -> None:
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
-    """What is unfinished, and the report's own file, are no results."""
+    """Unfinished results and the report's own file are not results."""
     part = {"value": 0.5, "stderr": None, "n": 10, "chance": 0.2}
     file = write(tmp_path, "fem", "arc", 0.31, subtasks={"easy": part}, fewshot=None)
     for other in ("fem/.valid.partial.json", "results.json"):

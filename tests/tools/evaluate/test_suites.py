@@ -1,4 +1,6 @@
-"""The paper's suite against the harness's own YAMLs, the examples of the quick one, and what is told of a suite that is wrong."""
+"""Tests of the paper's suite against the harness's YAML files, the examples of the quick one, and
+messages for invalid suites.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_the_papers_columns_are_the_harness_tasks(paper: tuple[Suite, Tasks]) ->
 
 
 def test_what_guessing_scores(paper: tuple[Suite, Tasks]) -> None:
-    """BBH: 1 / number of answers in the harness's files (the leaderboard's, 11 shapes, 19 counts of objects); MuSR: the leaderboard's."""
+    """BBH: 1 / number of answers in the harness's files (the leaderboard's, 11 shapes, 19 counts of
+    objects); MuSR: the leaderboard's.
+    """
     suite, tasks = paper
     by_label = {task.label: task for task in suite.tasks}
     bbh = {
@@ -80,7 +84,9 @@ def test_what_guessing_scores(paper: tuple[Suite, Tasks]) -> None:
 
 
 def test_tasks_are_those_that_the_harness_finds_by_itself(paper: tuple[Suite, Tasks]) -> None:
-    """Only folders that a search of the first lines names are read; a task of the same name elsewhere would be another one."""
+    """Only folders found by a search of the first lines are read; a task with the same name
+    elsewhere would be a different one.
+    """
     suite, tasks = paper
     wanted = {task.task for task in suite.tasks}
     names = [name for name, _ in named_in(tasks.folder) if name in wanted]
@@ -122,7 +128,9 @@ def test_quick_is_found_and_needs_no_data() -> None:
 
 
 def test_items_are_the_same_everywhere() -> None:
-    """Scores are comparable only while this holds; a change of the items is a new version in the tasks' YAMLs."""
+    """Scores are comparable only while this holds; a change of the items requires a new version in
+    the tasks' YAML files.
+    """
     spec = importlib.util.spec_from_file_location("items", SUITES.parent / "tasks" / "items.py")
     assert spec is not None and spec.loader is not None
     items: Any = importlib.util.module_from_spec(spec)

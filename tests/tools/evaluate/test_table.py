@@ -1,4 +1,6 @@
-"""Ranks as the FEM paper counts them and against a slow oracle, missing and unlike results, and the table in all its forms."""
+"""Tests of ranks against the FEM paper's count and a slow oracle, of missing and incompatible
+results, and of all forms of the table.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def as_printed(found: tuple[float, int] | None) -> tuple[str, int] | None:
 
 
 def cells(shown: str, model: str) -> list[str]:
-    """The cells of the model's first row, from the first score on."""
+    """Return the cells of the model's first row, from the first score."""
     line = re.search(rf"^\| {model} \|.*$", shown, re.M)
     assert line is not None
     return [cell.strip() for cell in line[0].split("|")][2:-1]
@@ -47,7 +49,7 @@ def cells(shown: str, model: str) -> list[str]:
 def test_both_columns_of_the_papers_table_2_come_out_of_its_scores(
     group: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All nineteen rows: average rank and #Top1. From the numbers, and from result files."""
+    """All nineteen rows: average rank and #Top1, from the numbers and from result files."""
     rows = group["rows"]
     wanted = {row["model"]: (row["avg_rank"], row["top1"]) for row in rows}
     found = summary([row["scores"] for row in rows], [True] * len(PAPER["columns"]))
@@ -110,7 +112,9 @@ def test_without_a_suite_columns_stand_in_the_order_of_their_numbers(tmp_path: P
 
 
 def test_best_and_second_are_marked_where_there_are_several(tmp_path: Path) -> None:
-    """All that tie are best; lower is better where the suite says so; one model alone is neither ranked nor marked."""
+    """All ties are best; lower is better if the suite defines it; a single model is neither ranked
+    nor marked.
+    """
     write(tmp_path / "alone", "a", "arc", 0.3)
     alone = table_of(tmp_path / "alone")
     assert alone.ranked == () and alone.summary() == [None]
@@ -143,7 +147,9 @@ def test_best_and_second_are_marked_where_there_are_several(tmp_path: Path) -> N
 
 
 def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
-    """MuSR: (50 + 0) / 2 = 25; IFEval's two, 40 and 20, count once, as 30; GPQA 0.4 is 20. Together 25."""
+    """MuSR: (50 + 0) / 2 = 25; IFEval's two, 40 and 20, count once, as 30; GPQA 0.4 is 20. Together
+    25.
+    """
     parts: dict[str, Any] = {"murder": {"value": 0.75, "stderr": 0.04, "n": 100, "chance": 0.5}}
     parts["places"] = {"value": 0.1, "stderr": 0.03, "n": 300, "chance": 0.2}
     write(tmp_path, "a", "gpqa", 0.4)
@@ -238,7 +244,7 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
 
 
 def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
-    """Nine models of long names and twenty tasks in 120 columns: all numbers are there, none is cut."""
+    """Nine models with long names and twenty tasks in 120 columns: all numbers are shown in full."""
     for place in range(9):
         for task in range(20):
             write(

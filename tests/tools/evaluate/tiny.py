@@ -1,4 +1,4 @@
-"""Small models that read bytes, and small tasks of the harness for them."""
+"""Small models that read bytes, and small harness tasks for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ byte_tokenizer = functools.cache(bytes_read)
 
 @functools.cache
 def tokenizer_folder() -> Path:
-    """The byte tokenizer's files, for the life of this process."""
+    """Return the byte tokenizer's folder, which exists until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="byte_tokenizer_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     byte_tokenizer().save_pretrained(folder)
@@ -44,7 +44,9 @@ def tokenizer_folder() -> Path:
 
 
 def opened(mixer: str = "fem_softmax", **changes: Any) -> OpenModel:
-    """A model as if trained here with windows of CONTEXT tokens; weights large enough that the context matters; float64."""
+    """Return a float64 model as if trained by this project with windows of CONTEXT tokens; weights
+    are large enough for the context to matter.
+    """
     config = ModelConfig(
         **{**SIZES, "mixer": mixer, "vocab_size": VOCAB, "init_std": 0.3, **changes}
     )
@@ -63,7 +65,9 @@ def opened(mixer: str = "fem_softmax", **changes: Any) -> OpenModel:
 
 
 def llama_folder(folder: Path, seed: int = 0) -> Path:
-    """A Hugging Face folder of a Llama with random weights and the byte tokenizer: opened without Megatron."""
+    """Return a Hugging Face folder of a Llama with random weights and the byte tokenizer, which
+    opens without Megatron.
+    """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -104,7 +108,7 @@ def broken(**_): raise RuntimeError("this task's code is broken")
 
 
 def task_folder(folder: Path, **rows: Any) -> Path:
-    """The tasks for the harness; ``rows`` replaces examples."""
+    """Write the harness tasks; ``rows`` replaces examples."""
     shutil.copytree(TASKS, folder)
     (folder / "rows.json").write_text(json.dumps({**ROWS, **rows}))
     (folder / "data.py").write_text(DATA_PY)
@@ -112,7 +116,9 @@ def task_folder(folder: Path, **rows: Any) -> Path:
 
 
 def suite_file(path: Path, *tasks: str) -> Path:
-    """A suite of tasks in the folder tasks/ beside it; a task: the inner text of a YAML mapping."""
+    """Write a suite of tasks from the folder tasks/ next to it; a task is the content of a YAML
+    mapping.
+    """
     path.write_text(
         "task_paths: [tasks]\ntasks:\n" + "".join(f"  - {{{task}}}\n" for task in tasks)
     )

@@ -1,4 +1,6 @@
-"""``python -m tools.generate``: text as it comes and whole, batches, seeds, beams, what it tells of speed and cache, Ctrl-C, mistakes."""
+"""Tests of ``python -m tools.generate``: streamed and complete text, batches, seeds, beams, reports
+of speed and cache, Ctrl-C, mistakes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ Models = dict[str, tuple[Path, ModelConfig]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Checkpoints whose next token is not always the same."""
+    """Checkpoints whose next token is not constant."""
     found = {}
     for mixer in CASES:
         model = text_model(mixer)
@@ -51,7 +53,7 @@ Answer = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def generate(models: Models, capsys: pytest.CaptureFixture[str]) -> Generate:
-    """The command in this process, on a mixer's model or a path: stdout, stderr."""
+    """Run the command in this process on a mixer's model or a path; return stdout and stderr."""
 
     def run(model: str | Path, *arguments: str, code: int = 0, new: int = 10) -> tuple[str, str]:
         capsys.readouterr()
@@ -66,7 +68,7 @@ def generate(models: Models, capsys: pytest.CaptureFixture[str]) -> Generate:
 
 @pytest.fixture
 def answer(generate: Generate) -> Answer:
-    """What --json wrote."""
+    """Content written by --json."""
     return lambda *arguments, **more: json.loads(generate(*arguments, "--json", **more)[0])
 
 
@@ -74,7 +76,9 @@ def answer(generate: Generate) -> Answer:
 def test_what_is_streamed_is_the_text(
     generate: Generate, answer: Answer, models: Models, mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streamed, from stdin, as JSON, without a cache, by transformers itself: the same; the cache is as large as the formula says."""
+    """Streamed, from stdin, as JSON, without a cache and by transformers itself the text is equal;
+    the cache has the size of the formula.
+    """
     streamed, told = generate(mixer, PROMPT, "--greedy", new=12)
     found, without = (
         answer(mixer, PROMPT, "--greedy", new=12),
@@ -139,7 +143,9 @@ def test_a_batch_is_each_prompt_alone(generate: Generate, answer: Answer, tmp_pa
 
 
 def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
-    """A seed is a text, also one that is told; the narrowest draws are the likeliest text, the widest are not."""
+    """A seed determines the text, also a reported one; the narrowest draws give the most likely
+    text, the widest do not.
+    """
     drawn = [
         answer("fem_linear", PROMPT, "--temperature", "2", "--seed", seed)["results"]
         for seed in "112"
@@ -274,7 +280,9 @@ def test_mistakes_are_one_line(models: Models, tmp_path: Path, refused: Refused)
 @pytest.mark.parametrize("mixer", ["fem_softmax", "transformer"])
 @pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.slow)])
 def test_compiled(answer: Answer, mixer: str, stance: str) -> None:
-    """The tokens and the cache's size, of the path without its compiler and with it, which builds C++ for a minute."""
+    """Tokens and cache size are equal without the compiler and with it, which compiles C++ for a
+    minute.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with torch.compiler.set_stance(stance):

@@ -1,4 +1,6 @@
-"""Checkpoints of given weights, and stock folders of random ones; what import's and the round trip's tests share."""
+"""Checkpoints with given weights, and stock folders with random ones, for the tests of import and
+of round trips.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ STOCK: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
-    """A checkpoint of weights alone at step 12."""
+    """Write a checkpoint with only weights at step 12."""
     save_weights(
         out,
         state.items(),
@@ -60,20 +62,22 @@ def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """A checkpoint's weights, whole."""
+    """Return the full weights of a checkpoint."""
     found = Weights(find(path).path)
     return found.read(found.shapes)
 
 
 def hf(*arguments: str | Path) -> int:
-    """``python -m tools.hf`` in this process."""
+    """Run ``python -m tools.hf`` in this process."""
     return main([str(argument) for argument in arguments])
 
 
 def stock_folder(
     name: str, out: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changes: Any
 ) -> Path:
-    """A folder of transformers' own making; its norms, too, are random. shard: the size of a file of weights."""
+    """Write a folder by transformers itself, with random norms. shard: the size of a file of
+    weights.
+    """
     kind, options = STOCK[name]
     torch.manual_seed(3)
     loader: Any = AutoModelForCausalLM
@@ -87,7 +91,7 @@ def stock_folder(
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All of a folder's tensors."""
+    """Return all tensors of a folder."""
     return {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))
@@ -96,7 +100,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """A folder's weights as ``change`` leaves them, in one file."""
+    """Change a folder's weights by ``change`` and write them into one file."""
     held = tensors(folder)
     change(held)
     for file in folder.glob("model*.safetensors*"):
@@ -105,12 +109,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 
 def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """The same names, types and bits."""
+    """Check equal names, dtypes and bits."""
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
 def changed(path: Path, **values: Any) -> None:
-    """Keys of a JSON file set."""
+    """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,4 +1,4 @@
-"""Exported folders that the tests of this room share: each is written and loaded once."""
+"""Exported folders shared by the tests of this package: each is written and loaded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.hf.stock import why_not_stock
 
 @pytest.fixture(scope="session")
 def open_folder() -> Callable[..., Any]:
-    """Loads a folder as a stranger would: AutoModelForCausalLM, code from the folder."""
+    """Load a folder as an external user does: AutoModelForCausalLM, code from the folder."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -44,7 +44,7 @@ def open_folder() -> Callable[..., Any]:
 def exported(
     tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]
 ) -> Callable[[str], Exported]:
-    """The exported and loaded model of a name of NAMES."""
+    """Exported and loaded model for a name of NAMES."""
     known: dict[str, Exported] = {}
 
     def of(name: str) -> Exported:

@@ -1,4 +1,6 @@
-"""Small tokenizers whose pre-tokenizers are no class's own, and the models of each family that an export has."""
+"""Small tokenizers whose pre-tokenizers differ from every class's default, and models of each
+family of exports.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def trained(kind: str) -> str:
-    """tokenizer.json of a BPE of 600 entries."""
+    """Return the tokenizer.json of a BPE with 600 entries."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     tokenizer.pre_tokenizer = KINDS[kind]
     tokenizer.decoder = decoders.Metaspace() if kind == "pieces" else decoders.ByteLevel()
@@ -55,7 +57,7 @@ def trained(kind: str) -> str:
 
 
 def write_reader(folder: Path, kind: str, name: str | None, **settings: Any) -> Path:
-    """A tokenizer's folder whose tokenizer_config.json names this class."""
+    """Write a tokenizer's folder whose tokenizer_config.json names this class."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(trained(kind))
     values = (
@@ -68,5 +70,5 @@ def write_reader(folder: Path, kind: str, name: str | None, **settings: Any) -> 
 
 
 def ids(tokenizer: Any) -> list[list[int]]:
-    """Of the texts."""
+    """Return the ids of the texts."""
     return [list(tokenizer(text)["input_ids"]) for text in TEXTS]

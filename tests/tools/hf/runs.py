@@ -1,4 +1,6 @@
-"""Run directories with a checkpoint of random weights, a log and data, and their exports; for the tests of the export."""
+"""Run directories with a checkpoint of random weights, a log and data, and their exports, for the
+tests of the export.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,19 @@ RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": t
 
 
 def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor]) -> Path:
-    """A step's folder below ``RUN/checkpoints``."""
+    """Write a step's folder below ``RUN/checkpoints``."""
     return save_weights(
         run / "checkpoints", state.items(), config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key"
     )
 
 
 def model_of(name: str) -> ModelConfig:
-    """The model of a run; in the Transformer two queries share a key."""
+    """Return the model of a run; in the Transformer two queries share a key."""
     return small(name, num_query_groups=2) if name == "transformer" else small(name)
 
 
 def run_of(model: ModelConfig, data: Path) -> RunConfig:
-    """A run of two training sources, of which one has no manifest."""
+    """Return a run with two training sources, one of them without a manifest."""
     sources = (Source(str(data / "train"), 3.0), Source(str(data / "other"), 1.0))
     return RunConfig(
         name="of_two_sources",
@@ -58,7 +60,7 @@ def run_of(model: ModelConfig, data: Path) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run directories with a log, and the data that they name."""
+    """Run directories with a log, and their data."""
     root = tmp_path_factory.mktemp("runs")
     data = write_folder(root / "data", vocab_size=VOCAB)
     shutil.rmtree(data / "tokenizer")
@@ -85,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The export of every run, made once: not to be changed."""
+    """Exports of every run, created once; read-only."""
     out = tmp_path_factory.mktemp("exports")
     for name in RUNS:
         assert hf("export", runs[name], out / name) == 0
@@ -94,17 +96,17 @@ def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
-    """A run directory of a test's own, to damage."""
+    """A copy of a run directory that a test may damage."""
     return Path(shutil.copytree(runs["fem_softmax"], tmp_path / "run"))
 
 
 def step_of(run: Path) -> Path:
-    """The one checkpoint of a run directory."""
+    """Return the only checkpoint of a run directory."""
     return run / "checkpoints" / f"step_{STEP:08d}"
 
 
 def edit_manifest(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """The checkpoint's manifest as ``change`` leaves it."""
+    """Change the checkpoint's manifest by ``change``."""
     (file,) = run.glob("checkpoints/step_*/manifest.json")
     manifest = json.loads(file.read_text())
     change(manifest)
@@ -112,12 +114,12 @@ def edit_manifest(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Name -> digest of a folder's files."""
+    """Return name -> digest of a folder's files."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def made(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """What the folder should hold."""
+    """Return the expected tensors of the folder."""
     recipes = to_stock(model) if model.mixer == "transformer" else to_fem(model)
     return {
         name: recipe.make([state[source] for source in recipe.sources]).contiguous()

@@ -1,4 +1,6 @@
-"""Small models of every mixer with weights far from their start, as checkpoints and as exported folders; for the tests of tools.hf."""
+"""Small models of every mixer with perturbed weights, as checkpoints and as exported folders, for
+the tests of tools.hf.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,12 @@ PADDED = (3, 8, 5)
 
 
 def small(name: str = "fem_softmax", **changes: Any) -> ModelConfig:
-    """Two layers of 32 channels."""
+    """Return a model with two layers of 32 channels."""
     return ModelConfig(**(SIZES | {"mixer": name} | changes))
 
 
 def config_of(name: str) -> ModelConfig:
-    """The model that stands for a name of NAMES; those without an MLP are looped."""
+    """Return the model for a name of NAMES; those without an MLP are recurrent."""
     changes = dict(COMBINED.get(name, {}))
     recurrence = 2 if name in catalogue.MIXERS and catalogue.MIXERS[name].mlp == "none" else 1
     return small(
@@ -86,7 +88,9 @@ def config_of(name: str) -> ModelConfig:
 def random_state(
     model: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    """Every weight well off its start, so that no part of the model is near the identity or zero."""
+    """Return weights far from their initialisation, so that no part of the model is near the
+    identity or zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, weight in model_weights(model).items():
@@ -98,7 +102,7 @@ def random_state(
 
 
 def here(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A name's model as this repository's FemLMForCausalLM, without a folder."""
+    """Return a name's model as this repository's FemLMForCausalLM, without a folder."""
     config = config_of(name)
     model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval()
     model.to(dtype)
@@ -109,12 +113,12 @@ def here(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
-    """Drawn from all entries."""
+    """Return random tokens from the full vocabulary."""
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def padded_batch() -> tuple[Tensor, Tensor]:
-    """Ids and mask of three rows of PADDED tokens, padded on the left."""
+    """Return ids and mask of three rows with PADDED tokens, padded on the left."""
     ids, mask = (
         tokens(len(PADDED), max(PADDED)),
         torch.zeros(len(PADDED), max(PADDED), dtype=torch.long),
@@ -125,7 +129,7 @@ def padded_batch() -> tuple[Tensor, Tensor]:
 
 
 class Held:
-    """Tensors in memory, as export takes them."""
+    """Tensors in memory, with the interface that export requires."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state = state
@@ -133,7 +137,7 @@ class Held:
         self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names."""
+        """Return the tensors with these names."""
         return {name: self.state[name] for name in names}
 
 
@@ -144,7 +148,7 @@ def export(
     tokenizer: Path | None = None,
     **changes: Any,
 ) -> Path:
-    """The model's folder, of random weights unless they are given, with the tokenizer of a folder."""
+    """Write the model's folder with random weights (default) and the tokenizer of a folder."""
     state = state or random_state(model, dtype=torch.float32)
     options: dict[str, Any] = {
         "tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None,
@@ -157,14 +161,16 @@ def export(
 
 
 def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Within ``tolerance`` of the largest value, or of one."""
+    """Check equality within ``tolerance`` times the largest value, at least one."""
     assert got.shape == wanted.shape and got.isfinite().all()
     assert (got - wanted).abs().max().item() <= tolerance * max(1.0, wanted.abs().max().item())
 
 
 @dataclass
 class Exported:
-    """A name's model: what trained it, its weights (float32), its folder, and that folder loaded."""
+    """Model for a name: its configuration, its weights (float32), its folder, and that folder
+    loaded.
+    """
 
     config: ModelConfig
     state: dict[str, Tensor]
@@ -173,7 +179,7 @@ class Exported:
 
 
 def write_tokenizer(folder: Path, entries: int) -> Path:
-    """A tokenizer of whole words, <eod>, w0, w1, .."""
+    """Write a tokenizer of complete words, <eod>, w0, w1, .."""
     from transformers import PreTrainedTokenizerFast
 
     names = ["<eod>", *(f"w{i}" for i in range(entries - 1))]

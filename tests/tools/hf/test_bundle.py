@@ -1,4 +1,6 @@
-"""The exported code: flat imports that transformers' loader follows, nothing that a model does not need, no requirement that is not one."""
+"""Tests of the exported code: flat imports that transformers' loader follows, no unneeded files, no
+false requirements.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ def write(files: dict[str, str], folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checked() -> set[tuple[str, str]]:
-    """Names and texts of the files that have passed: most mixers share most of them."""
+    """Names and texts of files that have passed: most mixers share most of them."""
     return set()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("fla.")])
 def test_every_mixers_files(name: str, checked: set[tuple[str, str]], tmp_path: Path) -> None:
-    """transformers finds every file and no other, asks for nothing but torch and itself, and nothing of this project is left in them."""
+    """transformers finds exactly these files and requires only torch and itself; no reference to
+    this project remains.
+    """
     files = files_of(name)
     assert (
         packages(files) == []
@@ -141,7 +145,7 @@ def test_wanted_modules() -> None:
 
 
 def test_an_outside_package_is_no_requirement(tmp_path: Path) -> None:
-    """And still fails where it stands, as it did."""
+    """The import still fails at the same place."""
     flat, _ = flatten(
         MODULE,
         "import math\ndef f():\n    if math.pi:\n        from no_such.layers import a, b as c\n    return a",

@@ -1,4 +1,6 @@
-"""What the exported model's caches hold: as many bytes as the plan's formula says; and a decoding step that is compiled once."""
+"""Tests of the exported model's caches: the bytes of the plan's formula, and a decoding step that
+is compiled once.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ MODELS: dict[str, ModelConfig] = {name: config_of(name) for name in NAMES} | {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_holds_what_the_formula_says(name: str) -> None:
-    """To the byte, after a prompt, a piece and each token; no tensor keeps more memory than it shows, none is shared.
+    """Exact after a prompt, a chunk and each token; no tensor keeps more memory than its size, none
+    is shared.
 
-    A cache of fixed size holds one token more from the first on, what is out of a window with it, and no tensor is ever another.
+    A static cache has one more token from the start, including positions outside a window, and its
+    tensors are never replaced.
     """
     config, ids, held, places = MODELS[name], tokens(BATCH, 14), [], set()
     whole = replace(config, attention=replace(config.attention, sliding_window=None))
@@ -72,7 +76,7 @@ def test_a_cache_holds_what_the_formula_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "mha2nd1st", "gated_deltanet", "switched"])
 def test_every_cache_gives_the_parallel_logits(name: str) -> None:
-    """float64, one prompt in pieces, padding in it: the positions, the distances and the mask of each way are the same."""
+    """float64, a prompt in chunks with padding: positions, distances and mask agree for all caches."""
     model, ids = here(name, torch.float64), tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, slice(2) if model.model.counts_padding else 5] = 0
@@ -91,7 +95,9 @@ def test_every_cache_gives_the_parallel_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
-    """Whole, in a cache and in one of fixed size; at the ends it is accepted. A mixer's shape answers, and here the answer is measured."""
+    """At once, with a cache and with a static one; padding at the ends is accepted. The property of
+    a mixer's shape is measured in this test.
+    """
     model, ids, mask = (
         here(name, torch.float64),
         tokens(1, 14),
@@ -133,9 +139,10 @@ SLOW += [
     ("name", "backend"), [("fem_softmax", "eager"), ("gated_deltanet", "eager"), *SLOW]
 )
 def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
-    """``generate`` compiled by transformers, whole graphs only: one, for prompts of any length and padding, and the tokens as ever.
+    """``generate`` compiled by transformers, full graphs only: one graph for prompts of any length
+    and padding, with equal tokens.
 
-    Later texts are shorter, and have the first one's cache.
+    Later texts are shorter, and use the cache of the first one.
     """
     graphs: list[Any] = []
 

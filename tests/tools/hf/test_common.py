@@ -1,7 +1,9 @@
-"""transformers' own checks of a model (`ModelTesterMixin`, `TrainingTesterMixin`) with our classes, and with its Llama as the control.
+"""transformers' own checks of a model (`ModelTesterMixin`, `TrainingTesterMixin`) with our classes,
+and with its Llama as the control.
 
-They come with its source distribution, which `make setup` fetches; in another environment this module is skipped. The checks of generation
-and of torch.export are not in it: tests of ours are in test_generate.py, test_cache.py and test_model.py.
+They are part of its source distribution, which `make setup` downloads; in other environments this
+module is skipped. The checks of generation and of torch.export are not in it; our own are in
+test_generate.py, test_cache.py and test_model.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ TURNED = tuple(name for name in OURS if name != "cem")
 
 
 class Excepted(NamedTuple):
-    """Checks, by a pattern of their names, that cannot pass with these models: the outcome instead, as a pattern, and the reason."""
+    """Checks, by a pattern of their names, that cannot pass with these models: the actual outcome
+    as a pattern, and the reason.
+    """
 
     checks: str
     models: tuple[str, ...]
@@ -142,7 +146,7 @@ def case_of(name: str) -> type[TestCase]:
 
 
 def judge(name: str, check: str) -> None:
-    """The check passes with each of its parameters, or has the outcome of the table."""
+    """Check that a check passes with each of its parameters, or has the outcome of the table."""
     for found, said in outcomes(case_of(name), check).items():
         row = next(
             (row for row in TABLE if name in row.models and re.fullmatch(row.checks, found)), None
@@ -169,7 +173,7 @@ def test_transformers_own_check(name: str, check: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_checks_of_other_kinds_of_model(name: str) -> None:
-    """Still none of them applies."""
+    """None of them has become applicable."""
     for check in OTHER:
         judge(name, check)
 

@@ -1,4 +1,6 @@
-"""Exported folders on another machine: moved, offline, without this repository, without triton, with the oldest transformers and ours."""
+"""Tests of exported folders on another machine: moved, offline, without this repository, without
+triton, with the oldest transformers and ours.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,11 @@ Trust = bool | str | None
 
 
 def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
-    """Exported folder, trust_remote_code -> its tokenizer.json; of every family, and of tokenizers of other classes, one saved by 5.
+    """Return (exported folder, trust_remote_code) -> its tokenizer.json, for every family and
+    tokenizers of other classes, one saved by 5.
 
-    Beside a model with code, AutoTokenizer of transformers 5 asks where trust_remote_code is None; its class by name does not.
+    For a model with code, AutoTokenizer of transformers 5 asks if trust_remote_code is None; its
+    concrete class does not.
     """
     saved = write_reader(root / "saved", "regex", None)
     PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(
@@ -128,9 +132,10 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
 def test_a_stranger_loads_the_folders(
     exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]
 ) -> None:
-    """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch.
+    """One separate process with several models gives the same logits and tokens, by every strategy,
+    cache and batch.
 
-    And the ids of tokenizer.json, of every kind of tokenizer and in every family.
+    The ids are those of tokenizer.json, for every kind of tokenizer and every family.
     """
     if age == "oldest" and not OLDEST.is_dir():
         pytest.skip(

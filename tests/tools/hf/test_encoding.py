@@ -1,4 +1,6 @@
-"""Text to ids: those of the data for a model that was trained here, those of its own tokenizer for another project's."""
+"""Tests of text to ids: those of the data for a model that was trained by this project, those of
+its tokenizer for other models.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ END = 256
 
 
 def with_template(folder: Path) -> None:
-    """A tokenizer's folder whose template puts <eod> before and behind a text."""
+    """Add a template to a tokenizer's folder that puts <eod> before and after a text."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<eod>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<eod> $A <eod>", special_tokens=[("<eod>", END)]
@@ -29,7 +31,7 @@ def with_template(folder: Path) -> None:
 
 
 def read(opened: OpenModel, text: str) -> list[int]:
-    """The ids of a prompt, which generation and the harness read alike."""
+    """Return the ids of a prompt, after checking that generation and the harness agree."""
     (generated,) = generation.encode(opened, [text], Namespace(max_new_tokens=1))
     asked = Adaptor(opened, 1)
     assert asked.tok_encode(text) == asked.tok_batch_encode([text])[0][0].tolist() == generated
@@ -37,7 +39,9 @@ def read(opened: OpenModel, text: str) -> list[int]:
 
 
 def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
-    """Of a checkpoint and of its export: nothing is added, and a special token's literal text is text."""
+    """For a checkpoint and its export no token is added, and a special token's literal text is
+    text.
+    """
     checkpoint, folder = save(text_model("transformer"), tmp_path / "model"), tmp_path / "export"
     with_template(checkpoint / "tokenizer")
     assert hf("export", checkpoint, folder) == 0
@@ -59,7 +63,9 @@ def test_a_model_trained_here_reads_what_its_data_hold(tmp_path: Path) -> None:
 
 
 def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) -> None:
-    """Of its folder, its import (also one that is older than the record of it), the export of that, and the import of that."""
+    """For its folder, its import (also one that predates the record of it), the export of that, and
+    the import of that.
+    """
     places = [llama_folder(tmp_path / "llama")]
     with_template(places[0])
     for verb, name in (("import", "imported"), ("export", "exported"), ("import", "again")):

@@ -1,4 +1,6 @@
-"""``tools.hf export`` as a user meets it: complete or not there at all, the same bytes every time, every mistake in one line."""
+"""Tests of ``tools.hf export`` as a command: complete or absent, equal bytes every time, every
+mistake in one line.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_the_same_bytes_elsewhere(
 def test_the_same_bytes_every_time(
     runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In this process, and by the command itself, elsewhere, with another order of Python's sets, no GPU and no warning."""
+    """In this process, and by the command elsewhere, with another order of Python's sets, no GPU
+    and no warning.
+    """
     environment = {
         **os.environ,
         "PYTHONHASHSEED": "7",
@@ -93,7 +97,9 @@ def test_a_transformer_needs_no_code(exports: dict[str, Path]) -> None:
 def test_what_is_told_of_the_training(
     runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, wording: Wording
 ) -> None:
-    """For machines what an import restores; for readers the model card, whose numbers are computed here once more."""
+    """For programs: the data that an import restores; for readers: the model card, whose numbers
+    are recomputed in this test.
+    """
     training = json.loads((exports["fem_softmax"] / "training.json").read_text())
     assert training == {
         "format": 1,
@@ -149,7 +155,7 @@ def test_little_is_known(
     capsys: pytest.CaptureFixture[str],
     wording: Wording,
 ) -> None:
-    """Without data that can be read, log and tokenizer: an export all the same, which says nothing that nobody knows."""
+    """Without readable data, log and tokenizer the export succeeds and states no unknown facts."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{")
     edit_manifest(
@@ -187,7 +193,7 @@ def test_every_mixers_paper_can_be_cited() -> None:
 def test_of_a_tokenizers_folder_its_files_alone_go_along(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    """It may be a whole model's folder, with weights and code."""
+    """The folder may be that of a full model with weights and code."""
     folder, out = (
         Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model")),
         tmp_path / "out",
@@ -219,7 +225,7 @@ def model(**changes: Any) -> Callable[[Path], None]:
 
 
 def zeros(run: Path) -> None:
-    """In the place of the largest file of tensors."""
+    """Replace the largest file of tensors by zeros."""
     file = max(step_of(run).glob("*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     file.write_bytes(bytes(file.stat().st_size))
 
@@ -287,7 +293,7 @@ def test_a_mistake_is_one_line(
     refused: Refused,
     case: str,
 ) -> None:
-    """Exit code 2, and nothing is there that was not there before."""
+    """The exit code is 2, and no new file exists."""
     tmp_path, (damage, arguments) = copy.parent, MISTAKES[case]
     monkeypatch.chdir(tmp_path)  # and back
     damage(copy)
@@ -310,7 +316,9 @@ def test_a_mistake_is_one_line(
 def test_a_full_disk(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """A file system that takes 8 kB a file: exit code 1, since the same command may do later."""
+    """A file system with a limit of 8 kB per file: exit code 1, because the same command may
+    succeed later.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))
     try:
@@ -329,7 +337,7 @@ def test_interrupted(
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    """In the middle of the weights: nothing of it stays, and an earlier export does."""
+    """An interruption within the weights leaves no files, and keeps an earlier export."""
     shutil.copytree(exports["transformer"], tmp_path / "out")
     reads, read, handler = [0], Weights.read, signal.getsignal(number)
 

@@ -1,4 +1,6 @@
-"""The weights' way through ``tools.hf export``: read as Megatron reads them, written bit for bit, a tensor at a time."""
+"""Tests of weights in ``tools.hf export``: read as by Megatron, written bit for bit, one tensor at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_weights_are_what_megatron_reads(runs: dict[str, Path]) -> None:
-    """The same names, types and bits; any number at a time, in any order. Those of several ranks: test_layouts.py."""
+    """Equal names, dtypes and bits, for any number at a time in any order. test_layouts.py tests
+    weights of several ranks.
+    """
     from megatron.core import dist_checkpointing
 
     for name in ("fem_softmax", "fem_gla"):
@@ -82,7 +86,7 @@ NAME = "decoder.layers.0.mixer.out_proj.weight"
 
 
 def place(metadata: Any, name: str = NAME) -> Any:
-    """Where the first part of a tensor lies."""
+    """Return the index of the first part of a tensor."""
     return next(key for key in metadata.storage_data if key.fqn == name)
 
 
@@ -100,7 +104,9 @@ PARTS = {
 
 @pytest.mark.parametrize("case", PARTS)
 def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: str) -> None:
-    """A part that is missing would leave memory as it was; a path out of the folder would read anything. Sizes and hashes fit."""
+    """A missing part would leave memory uninitialised; a path outside the folder would read any
+    file. Sizes and hashes match.
+    """
     step = step_of(copy)
     metadata = pickle.loads((step / ".metadata").read_bytes())
     PARTS[case](metadata)
@@ -117,7 +123,9 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
 def test_the_folder_holds_the_weights_bit_for_bit(
     runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """And every file is the one that the safetensors library writes of its tensors; in another type, the same numbers rounded."""
+    """Every file equals the one that the safetensors library writes for its tensors; in another
+    dtype, the same numbers rounded.
+    """
     model, whole, many = model_of(name), exports[name], tmp_path / "many"
     wanted = made(random_state(model, dtype=RUNS[name]), model)
     equal(tensors(whole), wanted)
@@ -151,7 +159,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(
 def test_large_tensors_change_their_type_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces that do not divide the tensors, and a source that is not contiguous."""
+    """Chunks that do not divide the tensors, and a source that is not contiguous."""
     monkeypatch.setattr(shards, "PIECE", 7)
     model = small("transformer", tie_embeddings=True)
     state = random_state(model, dtype=torch.float32)
@@ -167,7 +175,7 @@ def test_large_tensors_change_their_type_in_pieces(
 
 
 class Counted(Held):
-    """A source that knows how many bytes of what it gave are still held."""
+    """A source that counts the bytes of its tensors that are still alive."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         super().__init__(state)
@@ -220,7 +228,9 @@ def test_sizes() -> None:
     reason="the peak of a process can be reset on Linux alone",
 )
 def test_memory_is_a_shards(tmp_path: Path) -> None:
-    """110 MB in files of 20 MB: the process's peak above what it held is at most 1.3 x one shard and one tensor."""
+    """110 MB in files of 20 MB: the additional peak memory of the process is at most 1.3 x one
+    shard and one tensor.
+    """
     model, shard = (
         small(
             "transformer",

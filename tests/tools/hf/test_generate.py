@@ -1,4 +1,6 @@
-"""Stock transformers' ``generate`` with exported folders: every mixer, every strategy and cache, padding; and what is around it."""
+"""Tests of stock transformers' ``generate`` with exported folders: every mixer, strategy and cache,
+padding, and related tools.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ CACHES = (
 def test_every_strategy_with_and_without_cache(
     exported: Callable[[str], Exported], name: str
 ) -> None:
-    """A left-padded batch: the same tokens with each cache as with none, the prompt at once or in pieces; a row as if it were alone."""
+    """A left-padded batch gives equal tokens with each cache and without one, with the prompt at
+    once or in chunks, and for a single row.
+    """
     given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
     drawn, greedy = (
         generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, GREEDY)
@@ -99,7 +103,9 @@ def test_every_strategy_with_and_without_cache(
 def test_what_generate_returns_beside_the_tokens(
     exported: Callable[[str], Exported], name: str
 ) -> None:
-    """Scores, hidden states and the cache in the shapes that transformers documents, and without a cache the same; Llama is the control."""
+    """Scores, hidden states and the cache have the documented shapes, and equal values without a
+    cache; Llama is the control.
+    """
     given, (ids, mask), new = exported(name).model, padded_batch(), 4
     rows, told = (
         len(ids),
@@ -153,7 +159,9 @@ def test_what_generate_returns_beside_the_tokens(
 
 
 def test_a_conversation_in_one_cache(model: Any) -> None:
-    """A returned cache goes on where it stood: turn after turn, the user's tokens between, as if all had been one text."""
+    """A returned cache continues turn after turn, with the user's tokens in between, as if all had
+    been one text.
+    """
     first, second = tokens(2, 5), tokens(2, 3, seed=2)
     for cache in (
         model.new_cache(),
@@ -183,7 +191,9 @@ def test_prompts_as_embeddings(model: Any) -> None:
 
 
 def test_right_padding_is_none_of_the_text(model: Any) -> None:
-    """With each cache and without one as transformers 4 has it: positions are counted by the mask anew at every step."""
+    """With each cache, and without one as in transformers 4, positions are counted from the mask at
+    every step.
+    """
     ids, mask = padded_batch()
     mask = mask.flip(1)
     text, seen = ids, mask
@@ -201,7 +211,9 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
 
 
 def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
-    """The tokenizer that transformers needs for it goes through ``forward``; a misspelled argument does not."""
+    """transformers passes the tokenizer it needs for it through ``forward``; a misspelled argument
+    is refused.
+    """
     tokenizer, ids = (
         PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)),
         tokens(1, 4),
@@ -220,7 +232,9 @@ def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
 
 
 def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
-    """In one line: what a state cannot do, other caches, a cache for nothing or for too much."""
+    """One line each: methods that a state does not support, other caches, a cache with zero or too
+    many positions.
+    """
     ids, long = tokens(1, 4), FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
     for options in (
         {"cache_implementation": "quantized"},
@@ -260,7 +274,9 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
     ],
 )
 def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
-    """On every linear module that peft finds: a step lowers the loss, no adapter is without effect, and merged they are the same model."""
+    """On every linear module that peft finds: a step lowers the loss, every adapter has an effect,
+    and merging does not change the model.
+    """
     ids, losses = tokens(2, 9), []
     settings = LoraConfig(
         r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
@@ -288,7 +304,7 @@ def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
 
 
 def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
-    """transformers' own loop, with gradient checkpointing; what it saves loads again."""
+    """transformers' own loop, with gradient checkpointing; its saved model loads again."""
     tuned = here("fem_gla")
     rows = [{"input_ids": row, "labels": row} for row in tokens(4, 9)]
     more: dict[str, Any] = {
@@ -311,7 +327,9 @@ def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
 def test_the_trainer_smooths_the_labels_of_the_next_tokens(
     exported: Callable[[str], Exported], tmp_path: Path
 ) -> None:
-    """transformers shifts labels for class names that it knows; here as for Llama, as it is and under adapters."""
+    """transformers shifts labels for known class names; it must do so for ours as for Llama, with
+    and without adapters.
+    """
     ids = tokens(2, 9)
     labels = ids.masked_fill(torch.arange(9) < 3, -100)
     adapters = LoraConfig(

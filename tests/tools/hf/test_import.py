@@ -1,4 +1,6 @@
-"""What import reads and refuses: one clear line for each mistake, nothing half-written; types, settings, the tokenizer, training.json."""
+"""Tests of import: one clear line for each mistake, no partial files; dtypes, settings, the
+tokenizer, training.json.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stock folder in several shards."""
+    """A stock folder with several shards."""
     folder = stock_folder("llama", tmp_path_factory.mktemp("stock") / "llama", shard="30KB")
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
     return folder
@@ -44,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
+    """A copy of it that a test may damage."""
     return Path(shutil.copytree(llama, tmp_path / "hf"))
 
 
@@ -52,7 +54,7 @@ Spoil = Callable[[Path], object]
 
 
 def shard(change: Callable[[bytes], bytes | None]) -> Spoil:
-    """The second file of weights as ``change`` leaves it; None: gone."""
+    """Return a function that changes the second file of weights by ``change``; None: delete it."""
 
     def spoil(folder: Path) -> None:
         file = sorted(folder.glob("model-*"))[1]
@@ -75,7 +77,9 @@ def written(name: str, text: str) -> Spoil:
 
 
 def alone(*files: str) -> Spoil:
-    """No weights; these files instead, and no config.json beside an adapter."""
+    """Return a function that replaces the weights by these files; next to an adapter config.json is
+    removed.
+    """
 
     def spoil(folder: Path) -> None:
         for file in folder.glob("model*"):
@@ -153,7 +157,7 @@ PLACES = (
 def test_one_line_for_a_wrong_place(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    """What is not a folder to import, what is no place for a checkpoint, and what cannot be set."""
+    """Invalid folders to import, invalid paths for a checkpoint, and invalid settings."""
     monkeypatch.chdir(tmp_path)
     model = small("transformer")
     save(model, Path("ck"), random_state(model, dtype=torch.float32))
@@ -170,7 +174,9 @@ def test_one_line_for_a_wrong_place(
 
 
 def test_what_is_written(copy: Path, tmp_path: Path) -> None:
-    """Types as stored or as asked; settings; the model section as a file; an earlier import is replaced; the tokenizer goes along."""
+    """Dtypes as stored or requested; settings; the model section as a file; an earlier import is
+    replaced; the tokenizer is copied.
+    """
     write_tokenizer(copy, VOCAB)
     settings = (
         "--set",
@@ -213,7 +219,7 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
 
 
 def test_types_stay_tensor_by_tensor(tmp_path: Path) -> None:
-    """Half precision, in a folder whose norms alone are fp32, as other trainers write it."""
+    """Half precision, in a folder in which only norms are fp32, as other trainers write it."""
     folder = stock_folder("qwen2", tmp_path / "hf", torch.float16)
     rewrite(
         folder,
@@ -227,7 +233,7 @@ def test_types_stay_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_a_tied_output_layer_that_is_stored_twice(tmp_path: Path) -> None:
-    """Some folders hold it; also RoPE's frequencies, as old ones do."""
+    """Some folders contain it; old ones also contain RoPE's frequencies."""
     folder = stock_folder("llama tied", tmp_path / "hf")
     head = tensors(folder)["model.embed_tokens.weight"].clone()
     rewrite(

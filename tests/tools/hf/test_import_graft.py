@@ -1,4 +1,6 @@
-"""``import --mixer``: what is copied means the same in both models, what is new is what training starts from, and the table says which."""
+"""Tests of ``import --mixer``: copied parts have the same meaning in both models, new ones are
+initialised as in training, and the table lists both.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def graft(
 
 
 def of_layer(folder: Path, layer: int = 0) -> dict[str, Tensor]:
-    """A stock layer's matrices by their last names; k and v repeated for every head."""
+    """Return a stock layer's matrices by their last names; k and v repeated for every head."""
     place = f"model.layers.{layer}."
     found = {
         name.removeprefix(place).split(".")[1]: t
@@ -65,7 +67,9 @@ def of_layer(folder: Path, layer: int = 0) -> dict[str, Tensor]:
 
 
 def test_fem_with_its_switches_off_is_the_transformer(llama: Path, tmp_path: Path) -> None:
-    """So q, k, v, out_proj, norms, MLP, embedding and output are where they belong, keys and values with each of their queries."""
+    """q, k, v, out_proj, norms, MLP, embedding and output are therefore in the right positions,
+    keys and values with each of their queries.
+    """
     off = [f"model.{name}=false" for name in MODES.split()]
     _, _, told = graft(llama, tmp_path / "ck", "fem_softmax", *off, "model.fem.value_size=32")
     assert told["copied"] == told["parameters"] and told["left_behind"] == []
@@ -78,7 +82,9 @@ def test_fem_with_its_switches_off_is_the_transformer(llama: Path, tmp_path: Pat
 
 
 def test_cem_by_hand(llama: Path, tmp_path: Path) -> None:
-    """K = V from keys, O = Q^T from queries; the projection inside SiLU is the gate's, what multiplies it the up projection."""
+    """K = V from keys, O = Q^T from queries; the projection inside SiLU is the gate's, its factor
+    the up projection.
+    """
     _, state, told = graft(llama, tmp_path / "ck", "cem")
     layer, theirs = "decoder.layers.1.", of_layer(llama, 1)
     for ours, name in (
@@ -149,7 +155,7 @@ def test_two_of_attentions_heads_make_one_differential(llama: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("groups", "parts"), [(4, ["q", "k", "v"]), (1, ["q"])])
 def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_path: Path) -> None:
-    """By fewer queries: the same model still. By more: nobody can say which key they should share."""
+    """If fewer queries share a key, the model is the same. If more do, no shared key is defined."""
     _, _, told = graft(llama, tmp_path / "ck", "transformer", f"model.num_query_groups={groups}")
     entry = next(
         entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
@@ -168,7 +174,9 @@ def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_p
 
 
 def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: None) -> None:
-    """Of every mixer: the numbers that are not training's own first ones are those that the table counts as copied."""
+    """For every mixer, the numbers that differ from training's initial ones are those that the
+    table counts as copied.
+    """
     from fem_megatron.megatron.model import Layout, build, global_name
 
     source = stock_folder("llama tied", tmp_path / "hf", num_hidden_layers=len(MIXERS))
@@ -206,7 +214,7 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: N
 
 
 def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it is printed; a model that is new has no training behind it."""
+    """As printed; a new model has no training history."""
     graft(llama, tmp_path / "ck", "fem_softmax")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "tensor layers parameters copied"
@@ -230,7 +238,9 @@ def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_attentions_own_switches_stay_with_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A window: left behind with the last layer of attention, and said; biases: kept in a hybrid's attention."""
+    """A window is dropped with the last layer of attention, with a message; biases are kept in a
+    hybrid's attention.
+    """
     mistral = stock_folder("mistral", tmp_path / "mistral")
     model, _, _ = graft(mistral, tmp_path / "ck", "fem_softmax")
     assert (
@@ -253,7 +263,9 @@ def test_attentions_own_switches_stay_with_attention(
 
 
 def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
-    """Qwen3's, to the Free Energy Mixer's and, from one group to one a query, to attention's; a mixer without them leaves them behind."""
+    """Qwen3's norms are copied to the Free Energy Mixer and, from one group to one per query, to
+    attention; a mixer without them drops them.
+    """
     qwen = stock_folder("qwen3", tmp_path / "qwen", head_dim=HEAD)
     theirs = {part: tensors(qwen)[f"model.layers.1.self_attn.{part}_norm.weight"] for part in "qk"}
     for mixer, place in (("fem_softmax", "prior."), ("transformer", "")):

@@ -1,5 +1,6 @@
-"""Training from an imported folder, at any layout: its first loss is that of the folder's own model in transformers, and what is saved
-there exports as that folder again. Real gloo ranks: what was trained at any layout is the model that its engine computed.
+"""Training from an imported folder at any layout: the first loss is that of the folder's model in
+transformers, and the saved checkpoint exports as that folder again. Real gloo ranks: a model
+trained at any layout equals the one that its engine computed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One text over and over, as long as a sequence: every sample is the same, in whatever order and on whichever rank."""
+    """One text repeated, as long as a sequence: every sample is equal, in any order and on every
+    rank.
+    """
     folder = write_folder(
         tmp_path_factory.mktemp("resume") / "data",
         vocab_size=VOCAB,
@@ -52,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imported(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, float]:
-    """A checkpoint, and the loss of the folder that it was made of, by transformers."""
+    """A checkpoint, and the loss of its source folder by transformers."""
     place = tmp_path_factory.mktemp("imported")
     if request.param == "qwen2":
         folder = stock_folder("qwen2", place / "hf", eos_token_id=[3, 4])
@@ -103,7 +106,9 @@ def arguments(checkpoint: Path, data: Path, run_dir: Path, *more: str) -> list[s
 
 
 def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> None:
-    """The first step's loss; at a learning rate of nothing, the very weights that the run began with, in the type of the run."""
+    """Check the first step's loss and, with a zero learning rate, that the weights are unchanged in
+    the run's dtype.
+    """
     found = losses(run_dir)
     assert loss > 3 and found[1][0] == pytest.approx(loss, rel=tolerance)  # far from uniform
     assert hf("export", run_dir, run_dir / "hf") == 0
@@ -169,7 +174,9 @@ def test_one_process(imported: tuple[Path, float], data: Path, tmp_path: Path) -
 
 
 def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path) -> None:
-    """A graft trained shorter, stopped and resumed; its run's weights longer than ever; and those shorter again."""
+    """A graft trained on shorter sequences, stopped and resumed; its weights trained on longer
+    ones; and those on shorter ones again.
+    """
     assert (
         hf("import", stock_folder("llama", tmp_path / "hf"), tmp_path / "ck", "--mixer", "fem_gla")
         == 0

@@ -1,6 +1,8 @@
-"""The exported model: every mixer of the catalogue against Megatron, loss and gradient, configuration, the folder.
+"""Tests of the exported model: every mixer of the catalogue against Megatron, loss and gradient,
+configuration, the folder.
 
-What a mixer computes is its own room's matter; here a new name of the catalogue is tested with no new line.
+The mathematics of a mixer is tested in its own package; a new name of the catalogue is tested
+without changes to this file.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tools.hf.recipes import hf_name
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]) -> Any:
-    """Exports a state and loads it."""
+    """Export a state and load it."""
 
     def export_and_load(model: ModelConfig, state: dict[str, Tensor]) -> Any:
         return open_folder(export(model, tmp_path_factory.mktemp("export") / "model", state=state))
@@ -51,7 +53,7 @@ def load(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., An
 
 @pytest.fixture(scope="module")
 def plain(load: Any) -> Any:
-    """The default mixer's model in float64: not to be changed."""
+    """The default mixer's model in float64; read-only."""
     return load(small(), random_state(small()))
 
 
@@ -82,7 +84,9 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
 def test_packed_documents_are_read_as_if_alone(
     exported: Callable[[str], Exported], name: str
 ) -> None:
-    """transformers' convention: position_ids that do not go on by one begin a document; here the third is the rest of a longer one."""
+    """transformers' convention: position_ids that do not increase by one begin a document; the
+    third one is the rest of a longer document.
+    """
     given, ids, packed = (
         exported(name),
         tokens(2, 21),
@@ -113,7 +117,7 @@ def test_packed_documents_are_read_as_if_alone(
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
-    """With every block recomputed, too: the same operations in the same order."""
+    """Also with every block recomputed: the same operations in the same order."""
     model, ids = load(small(), random_state(small())).train(), tokens(2, 8)
     labels, gradients = ids.clone(), []
     labels[0, :3] = -100
@@ -138,7 +142,7 @@ def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
 
 
 def test_other_ways_in_and_out(plain: Any) -> None:
-    """inputs_embeds, position_ids, logits_to_keep, hidden states, tuples."""
+    """Tests inputs_embeds, position_ids, logits_to_keep, hidden states, tuples."""
     ids = tokens(2, 9)
     with torch.no_grad():
         whole = plain(ids, output_hidden_states=True)
@@ -160,7 +164,9 @@ def test_other_ways_in_and_out(plain: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fem_softmax", "yuriiformer"])
 def test_hidden_states_have_gradients(name: str) -> None:
-    """At every layer, of a stream of tokens and of one with velocities; the first one's is the embedding's."""
+    """At every layer, for a stream of tokens and for one with velocities; the first one is the
+    embedding's.
+    """
     model, ids = here(name, torch.float64), tokens(2, 7)
     made = model(ids, labels=ids, output_hidden_states=True)
     for state in made.hidden_states:
@@ -182,7 +188,9 @@ def test_hidden_states_have_gradients(name: str) -> None:
 
 
 def test_arguments_that_clients_of_llama_give() -> None:
-    """shift_labels and num_items_in_batch are the loss function's; what says nothing here is accepted, and what contradicts is not."""
+    """shift_labels and num_items_in_batch belong to the loss function; arguments without effect are
+    accepted, contradicting ones refused.
+    """
     plain, ids = here("fem_softmax", torch.float64), tokens(2, 9)
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
     with torch.no_grad():
@@ -203,7 +211,9 @@ def test_arguments_that_clients_of_llama_give() -> None:
 
 
 def test_packed_documents_by_their_ends_or_numbers() -> None:
-    """As transformers' collator for flattened batches gives them, with position_ids or without: as if alone, and positions may go on."""
+    """With the arguments of transformers' collator for flattened batches, with or without
+    position_ids, documents are separate.
+    """
     plain, row, ends = (
         here("fem_softmax", torch.float64),
         tokens(1, 12),
@@ -247,7 +257,9 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
 
 
 def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
-    """Holes and right padding show that positions are counted without them: RoPE would not notice a shift of all."""
+    """Gaps and right padding show that positions are counted without them: RoPE would not show a
+    shift of all.
+    """
     ids, mask = tokens(1, 10), torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
     kept = mask[0].bool()
     with torch.no_grad():
@@ -347,7 +359,9 @@ def test_velocities_have_an_embedding_that_transformers_does_not_know() -> None:
 
 
 def test_the_configuration() -> None:
-    """transformers' names win over ``architecture``; what is changed later, and what is written and read, too."""
+    """transformers' names override ``architecture``, also for later changes and after writing and
+    reading.
+    """
     config = FemLMConfig(
         small(init_std=0.03).__dict__, num_hidden_layers=4, tie_word_embeddings=True
     )
@@ -368,7 +382,9 @@ def test_the_configuration() -> None:
 
 
 def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
-    """The code of this repository, and the same as remote code, which transformers initialises module by module."""
+    """For this repository's code, and for the same as remote code, which transformers initialises
+    module by module.
+    """
     config = small(hidden_size=128, init_std=0.03)
     starts = {hf_name(name): weight.init for name, weight in model_weights(config).items()}
     for kind, settings in ((FemLMForCausalLM, FemLMConfig), (type(plain), type(plain.config))):
@@ -415,7 +431,7 @@ def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[.
 def test_saved_again_it_is_the_same(
     plain: Any, tmp_path: Path, open_folder: Callable[..., Any]
 ) -> None:
-    """save_pretrained takes the code along; a resized vocabulary is kept."""
+    """save_pretrained copies the code; a resized vocabulary is kept."""
     model = open_folder(plain.config._name_or_path)
     model.resize_token_embeddings(VOCAB + 6)
     model.save_pretrained(tmp_path / "again")
@@ -427,7 +443,7 @@ def test_saved_again_it_is_the_same(
 
 
 def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
-    """Of different code, in folders of one name: what is loaded second does not change the first."""
+    """With different code in folders of one name, loading the second does not change the first."""
     ids = tokens(1, 7)
     with torch.no_grad():
         before = plain(ids).logits
@@ -442,7 +458,9 @@ def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
 def test_rope_is_told_and_set_by_transformers_names(
     exported: Callable[[str], Exported], tmp_path: Path
 ) -> None:
-    """config.json has it in both spellings; one that is edited there, or set on the configuration, is what the model then computes."""
+    """config.json contains both spellings; the model uses an edited one, or one set on the
+    configuration.
+    """
     given = exported("stretched")
     config = json.loads((given.folder / "config.json").read_text())
     scaling = {

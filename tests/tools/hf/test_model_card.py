@@ -1,4 +1,6 @@
-"""The model card: what it says of use, padding, LoRA and licenses holds for the folder, and its code runs."""
+"""Tests of the model card: its statements on usage, padding, LoRA and licenses are true for the
+folder, and its code runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ LORA = re.compile(r"`LoraConfig\((.*)\)`")
 
 
 def card(folder: Path) -> tuple[dict[str, Any], str]:
-    """A folder's card: the metadata that the Hub reads, and the text."""
+    """Return a folder's card: the metadata for the Hub, and the text."""
     _, metadata, text = (folder / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(metadata), text
 
@@ -33,7 +35,7 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
 def test_the_code_on_the_card_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the folder, without a question."""
+    """Run in the folder, without a question."""
     folder = export(
         small(name), tmp_path / "model", tokenizer=write_tokenizer(tmp_path / "tokenizer", VOCAB)
     )
@@ -71,7 +73,9 @@ def test_the_code_on_the_card_runs(
 def test_padding_between_turns(
     changes: dict[str, Any], counting: list[str], tmp_path: Path
 ) -> None:
-    """The card names the mixers whose result it changes, and no others; nothing is said of a transformers' own class."""
+    """The card names exactly the mixers whose result padding changes, and has no such note for
+    transformers' own classes.
+    """
     text = card(export(small(**changes), tmp_path / "model"))[1]
     found = re.search(
         r"^- Pad only before or after a row's text: (.*) counts? places", text, re.MULTILINE
@@ -82,7 +86,9 @@ def test_padding_between_turns(
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "hyperset"])
 def test_lora(name: str, tmp_path: Path) -> None:
-    """As the card says, of a folder's model: every adapter has a gradient, and merged into the weights it computes the same."""
+    """As described on the card: every adapter has a gradient, and merging does not change the
+    result.
+    """
     peft = pytest.importorskip("peft")
     folder = export(small(name), tmp_path / "model")
     loader: Any = AutoModelForCausalLM
@@ -112,7 +118,7 @@ def test_lora(name: str, tmp_path: Path) -> None:
 
 
 def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
-    """Of the code, this project's, beside it; of the weights, the one that was named, or none."""
+    """For the code this project's, as a file; for the weights the given one, or none."""
     ours = (ROOT / "LICENSE").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)

@@ -1,4 +1,6 @@
-"""Models whose weights are on the CPU or the disk until they are used, by accelerate's hooks: the same numbers as without."""
+"""Models whose weights are on the CPU or the disk until they are used, by accelerate's hooks, give
+the same numbers as without.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Logits of a padded batch."""
+    """Return the logits of a padded batch."""
     ids, mask = padded_batch()
     with torch.no_grad():
         found: torch.Tensor = model(ids, attention_mask=mask).logits
@@ -28,7 +30,9 @@ def logits(model: Any) -> torch.Tensor:
     [pytest.param(name, marks=pytest.mark.slow) if name in COMBINED else name for name in NAMES],
 )
 def test_weights_offloaded_to_the_cpu(name: str) -> None:
-    """Every weight is on the meta device but for the time of its module's forward, here with the CPU as the device that computes."""
+    """Every weight is on the meta device except during its module's forward, in this test with the
+    CPU as the computing device.
+    """
     model = here(name)
     wanted = logits(model)
     cpu_offload(model, execution_device=torch.device("cpu"))

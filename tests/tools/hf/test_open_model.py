@@ -1,4 +1,6 @@
-"""Opening a model: the same from a checkpoint as from its export, memory, tokenizers, fingerprints; what cannot be opened is one line."""
+"""Tests of opening a model: a checkpoint equals its export; memory, tokenizers, fingerprints;
+failures are one line.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @pytest.fixture
 def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], Path]:
-    """A copy of a pair's checkpoint or export, for breaking."""
+    """Copies of a pair's checkpoint or export that a test may damage."""
     return lambda mixer, which: Path(
         shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}")
     )
@@ -52,7 +54,9 @@ def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, 
 def test_a_checkpoint_is_its_export(
     pairs: dict[str, tuple[Path, Path]], mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The class that export writes, the same numbers, tokenizer, special tokens and lengths; nothing reaches for a network."""
+    """The class of the export, equal numbers, tokenizer, special tokens and lengths; no network is
+    used.
+    """
     monkeypatch.setattr(socket.socket, "connect", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)
     ours, theirs = (open_model(path) for path in pairs[mixer])
@@ -90,7 +94,7 @@ def test_a_checkpoint_is_its_export(
 
 
 def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
-    """Weights come in that type; the constants of RoPE are computed, not rounded."""
+    """Weights have that dtype; the constants of RoPE are computed, not rounded."""
     for path in pairs["transformer"]:
         opened = open_model(path, dtype=torch.bfloat16)
         assert opened.dtype == torch.bfloat16 and {
@@ -102,7 +106,9 @@ def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
 def test_weights_are_held_once(
     pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One source at a time is held besides what is made of it, and no target keeps more alive than itself."""
+    """Only one source tensor is in memory besides the results, and no result keeps more memory
+    alive than its size.
+    """
     weights, reads, read = (
         Weights(pairs["transformer"][0] / "step_00000012"),
         list[list[str]](),

@@ -1,4 +1,6 @@
-"""Models in other types than float32: torch.autocast over float32 weights, float16 weights, products whose weights are quantised."""
+"""Tests of other dtypes than float32: torch.autocast over float32 weights, float16 weights,
+products with quantised weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def autocast() -> AbstractContextManager[Any]:
 
 
 class Results(NamedTuple):
-    """Of a call with labels; all gradients in a row."""
+    """Results of a call with labels; all gradients concatenated."""
 
     loss: float
     logits: Tensor
@@ -31,7 +33,7 @@ class Results(NamedTuple):
 
 
 def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Results:
-    """The backward is outside of the region."""
+    """Return the results of a call; the backward pass is outside the region."""
     ids = tokens(2, 40)
     with region or nullcontext():
         out = model.train()(ids, labels=ids)
@@ -44,22 +46,23 @@ def results(model: Any, region: AbstractContextManager[Any] | None = None) -> Re
 
 @functools.cache
 def plain(name: str, dtype: torch.dtype = torch.float32) -> Results:
-    """The same of the model with weights of a type, outside of the caller's regions."""
+    """Return the results of the model with weights of a dtype, outside the caller's regions."""
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         return results(here(name, torch.float32).to(dtype))
 
 
 def error(name: str, dtype: torch.dtype, which: str = "logits") -> float:
-    """Of weights of a type, against float32."""
+    """Return the error of weights of a dtype, against float32."""
     return relative(getattr(plain(name, dtype), which), getattr(plain(name), which))
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_autocast_is_as_close_as_bfloat16_weights(name: str) -> None:
-    """It rounds the same products and leaves the residual stream as it is, so its error is less, but for chance: a quarter.
+    """It rounds the same products and keeps the residual stream, so its error is smaller up to
+    chance: a quarter.
 
-    The gradients' errors have long tails where a relu or a solve is near its edge: mha2nd's here is 3.3 times bfloat16's, and over eight
-    texts half of it in the median.
+    Errors of gradients have long tails where a relu or a solve is near its edge: mha2nd's in this
+    test is 3.3 times bfloat16's, and half of it in the median over eight texts.
     """
     found, wanted = results(here(name), autocast()), plain(name)
     assert abs(found.loss - wanted.loss) <= BFLOAT16 * wanted.loss
@@ -71,7 +74,9 @@ def test_autocast_is_as_close_as_bfloat16_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_autocast_decodes_and_recomputes(name: str) -> None:
-    """Token by token as close as at once; the tokens' number with either cache; recomputed blocks to the last bit."""
+    """Token by token it is as close as at once; both caches count the tokens; recomputed blocks are
+    equal bit for bit.
+    """
     model, checkpointed, ids = here(name), here(name), tokens(2, 40)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     both = [results(each, autocast()) for each in (model, checkpointed)]
@@ -98,7 +103,9 @@ def test_autocast_decodes_and_recomputes(name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_float16_weights_compute(name: str) -> None:
-    """Eight times finer than bfloat16, so a quarter of its error leaves room for chance; and few tokens are so near a tie."""
+    """float16 is eight times finer than bfloat16, so a quarter of its error allows for chance; few
+    tokens are close to a tie.
+    """
     loss, logits, gradients = plain(name, torch.float16)
     assert logits.dtype == gradients.dtype == torch.float16 and gradients.isfinite().all()
     assert abs(loss - plain(name).loss) <= BFLOAT16 / 4 * loss
@@ -126,9 +133,10 @@ def test_float16_weights_compute(name: str) -> None:
 
 
 class Quantised(nn.Module):
-    """A product as bitsandbytes, torchao and quanto have it: an int8 tensor called ``weight``, or none of this name.
+    """A product as in bitsandbytes, torchao and quanto: an int8 tensor called ``weight``, or no
+    tensor with this name.
 
-    Its result is of its input's type, within autocast's region too.
+    Its result has the dtype of its input, also within autocast's region.
     """
 
     def __init__(self, of: nn.Linear, named: str) -> None:
@@ -146,7 +154,9 @@ class Quantised(nn.Module):
 
 @pytest.mark.parametrize("name", EACH)
 def test_quantised_products_compute(name: str) -> None:
-    """As the weights that they stand for, wherever a block has a torch.nn.Linear; and beside products that autocast rounds."""
+    """The results equal those of the original weights for every torch.nn.Linear of a block, also
+    next to products that autocast rounds.
+    """
     model, ids = here(name).eval(), tokens(2, 40)
     linears = {
         path: module

@@ -1,4 +1,6 @@
-"""checkpoint -> folder -> checkpoint -> ..., again and again: every bit of every weight, every byte of every exported file."""
+"""Repeated conversions checkpoint -> folder -> checkpoint keep every bit of every weight and every
+byte of every exported file.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 @pytest.mark.parametrize("name", TRIPS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """Weights, configuration and progress, and the folders' files, twice."""
+    """Weights, configuration and progress, and the files of the folders, twice."""
     changes, dtype = TRIPS[name]
     model = (
         ModelConfig(**EVERYTHING | changes)
@@ -105,7 +107,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 def test_special_tokens_need_no_tokenizer(
     name: str, mixer: str | None, ends: int | list[int], tmp_path: Path
 ) -> None:
-    """A folder without one keeps them and its context length, as a checkpoint, as another mixer, through our own format; -1 is no token."""
+    """A folder without a tokenizer keeps them and its context length: as a checkpoint, as another
+    mixer, in our own format; -1 is not a token.
+    """
     place = stock_folder(name, tmp_path / "hf", bos_token_id=3, eos_token_id=4, pad_token_id=None)
     changed(place / "config.json", pad_token_id=-1)
     changed(place / "generation_config.json", eos_token_id=ends)
@@ -130,7 +134,9 @@ def test_special_tokens_need_no_tokenizer(
 
 @pytest.mark.parametrize("name", STOCK)
 def test_a_stock_folder(name: str, tmp_path: Path) -> None:
-    """import -> export gives transformers' own tensors back, and its class, whose logits are the original's to the bit."""
+    """import -> export returns transformers' own tensors and class, whose logits equal the
+    original's bit for bit.
+    """
     folder = stock_folder(
         name, tmp_path / "hf", torch.bfloat16 if name == "mistral" else torch.float32
     )

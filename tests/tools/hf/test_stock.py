@@ -1,4 +1,6 @@
-"""Our Transformer and transformers' Llama, Mistral, Qwen2 and Qwen3 as one model: equal logits, weights that come back to the bit."""
+"""Our Transformer and transformers' Llama, Mistral, Qwen2 and Qwen3 as one model: equal logits,
+weights that convert back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def cook(recipes: Recipes, source: dict[str, Tensor]) -> dict[str, Tensor]:
 def trained_logits(
     model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What the training code computes, float64 [b, t, VOCAB]."""
+    """Return the training code's logits, float64 [b, t, VOCAB]."""
     from fem_megatron.megatron.model import Layout, build
 
     (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
@@ -144,7 +146,7 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
-    """The same logits; weights that come back to the bit; a configuration that comes back through a file."""
+    """Logits are equal; weights convert back bit for bit; the configuration survives a file."""
     model, family = CASES[name]
     generator = torch.Generator().manual_seed(
         0
@@ -223,7 +225,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_own_is_continued(name: str) -> None:
-    """Weights as transformers draws them, biases too, into the training code."""
+    """Weights as initialised by transformers, including biases, in the training code."""
     config = THEIRS[name]
     torch.manual_seed(2)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -289,14 +291,14 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 def test_both_spellings_of_rope_are_read(
     given: dict[str, Any], base: int, scaling: RopeScaling
 ) -> None:
-    """rope_theta beside rope_scaling, as files of transformers 4 have it, and rope_parameters."""
+    """Files of transformers 4 contain rope_theta and rope_scaling, newer ones rope_parameters."""
     model = model_of({**OLD_LLAMA, **given})
     assert (model.rope_base, model.rope_scaling) == (base, scaling)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_frequencies_of_a_real_size_are_transformers_own(kind: str) -> None:
-    """Llama 3.1's: heads of 128, base 500000; its slow, its fast and its medium waves."""
+    """Llama 3.1's: heads of 128, base 500000; low, high and medium frequencies."""
     model = replace(
         BASE,
         hidden_size=4096,

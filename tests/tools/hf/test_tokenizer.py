@@ -1,4 +1,6 @@
-"""Tokenizers: opened by the tools and, from an export, by transformers, every class and family reads the ids of tokenizer.json."""
+"""Tokenizers opened by the tools and, from an export, by transformers, read the ids of
+tokenizer.json for every class and family.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(tmp_path: Path,
 
 
 def test_classes_keep_their_special_tokens(tmp_path: Path) -> None:
-    """GPT-2's folder names none: they are its class's, which the model's type tells; an export names them. A null is none."""
+    """GPT-2's folder names none: they belong to its class, which follows from the model type; an
+    export names them. A null is none.
+    """
     folder = write_reader(tmp_path / "gpt2", "regex", None, eos_token=None)
     assert load_tokenizer(folder).eos_token is None
     (folder / "tokenizer_config.json").write_text("{}")
@@ -62,7 +66,9 @@ def test_every_family_opens_with_its_own_ids(tmp_path: Path, family: str) -> Non
 def test_verify_compares_ids_also_as_transformers_reads_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of equal weights and entries: another pattern, and a biased Transformer's folder that transformers 5 opens as Qwen2Tokenizer."""
+    """With equal weights and entries: another pattern, and a biased Transformer's folder that
+    transformers 5 opens as Qwen2Tokenizer.
+    """
     model, reader = small(**FAMILIES["qwen2"]), write_reader(tmp_path / "reader", "regex", None)
     folder, other = (
         export(model, tmp_path / name, tokenizer=reader) for name in ("folder", "other")

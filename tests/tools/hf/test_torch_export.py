@@ -1,4 +1,6 @@
-"""torch.export of the exported models: a program for any batch and length, and a decoding step with a static cache."""
+"""Tests of torch.export with the exported models: a program for any batch and length, and a
+decoding step with a static cache.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ STEPS = 7
 
 
 class Logits(nn.Module):
-    """Of ids [b, t] and a mask, without a cache."""
+    """Logits of ids [b, t] and a mask, without a cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -35,7 +37,9 @@ class Logits(nn.Module):
 
 
 def some(quick: tuple[str, ...], *modes: Any) -> list[Any]:
-    """Every name with every mode; what is not of the first mode or not ``quick`` is slow."""
+    """Return every name with every mode, marked slow unless it has the first mode and is in
+    ``quick``.
+    """
     pairs = [(name, mode) for name in NAMES for mode in modes]
     return [
         pair
@@ -48,7 +52,9 @@ def some(quick: tuple[str, ...], *modes: Any) -> list[Any]:
 @pytest.mark.parametrize(("name", "mode"), some(("hybrid", "cem"), "masked", "plain", "strict"))
 @torch.no_grad()
 def test_a_program_takes_any_batch_and_length(name: str, mode: str) -> None:
-    """float64: a node of the graph runs the code that eager runs; CEM's preconditioner alone takes one order for all lengths."""
+    """float64: a node of the graph runs the eager code; only CEM's preconditioner uses one order
+    for all lengths.
+    """
     model = Logits(here(name, torch.float64))
     sizes, ids = {0: Dim("batch", max=64), 1: Dim("length", max=512)}, tokens(3, 11)
     given = (ids, torch.ones_like(ids).tril(4)) if mode == "masked" else (ids,)
@@ -63,7 +69,9 @@ def test_a_program_takes_any_batch_and_length(name: str, mode: str) -> None:
 
 
 class Step(nn.Module):
-    """A decoding step of ``batch`` sequences, whose static cache's tensors are the module's buffers."""
+    """A decoding step of ``batch`` sequences; the tensors of its static cache are buffers of the
+    module.
+    """
 
     def __init__(self, model: Any, batch: int, places: int, assigned: bool) -> None:
         super().__init__()
@@ -78,7 +86,7 @@ class Step(nn.Module):
                 self.register_buffer(self.name(n, name), tensor, persistent=False)
 
     def name(self, layer: int, name: str) -> str:
-        """Of a buffer."""
+        """Return the name of a buffer."""
         return f"layer_{layer}_{name}".replace(".", "_")
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -93,7 +101,9 @@ class Step(nn.Module):
 @pytest.mark.parametrize(("name", "strict"), some(("hybrid",), False, True))
 @torch.no_grad()
 def test_a_decoding_step_with_a_static_cache(name: str, strict: bool) -> None:
-    """Each step writes the program's buffers; the logits are those of whole sequences, and the cache of eager steps stays as it was."""
+    """Each step writes the program's buffers; logits equal those of full sequences, and the cache
+    of eager steps is unchanged.
+    """
     model, ids = here(name, torch.float64), tokens(2, STEPS)
     program = export(Step(model, 2, STEPS, assigned=not strict), (ids[:, :1],), strict=strict)
     assert len(program.run_decompositions().graph_signature.buffers_to_mutate) >= 2 * len(
@@ -119,7 +129,9 @@ def test_a_static_cache_is_no_constant_of_a_program() -> None:
 
 @torch.no_grad()
 def test_torch_compile_with_the_default_cache() -> None:
-    """Two lengths, so that the second is dynamic; the compiled graphs are run as they were traced, so nothing is rounded otherwise."""
+    """Two lengths, so that the second is dynamic; the compiled graphs run as traced, so rounding is
+    the same.
+    """
     torch.compiler.reset()
     model = here("fem_softmax")
     compiled = torch.compile(model, backend="eager")

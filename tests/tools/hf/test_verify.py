@@ -1,4 +1,6 @@
-"""``verify``: equal models are, to the bit; of others the broken tensor is named, whatever the formats; numbers against a plain count."""
+"""Tests of ``verify``: equal models are equal bit for bit; for others the damaged tensor is named
+for all formats; numbers against a manual count.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def exported(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """fem, plain: checkpoints; fem_hf, fem_bf16, plain_hf, plain_bf16: exports of them."""
+    """A folder with fem, plain: checkpoints; fem_hf, fem_bf16, plain_hf, plain_bf16: exports of
+    them.
+    """
     out = tmp_path_factory.mktemp("verify")
     for name, model in (("fem", FEM), ("plain", PLAIN)):
         # Gains below one in every layer, as trained models have: else rounding to bf16 would grow from layer to layer.
@@ -60,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other(folder: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a folder, to change."""
+    """Copies of a folder that a test may change."""
     return lambda name: Path(shutil.copytree(folder / name, tmp_path / "other"))
 
 
@@ -69,7 +73,9 @@ Verify = Callable[..., tuple[str, dict[str, Any]]]
 
 @pytest.fixture
 def verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
-    """The command in this process, which must end with ``code``: what it printed, its JSON. Names are those of ``folder``."""
+    """Run the command in this process and check its exit code; return its output and JSON. Names
+    are those in ``folder``.
+    """
 
     def run(code: int, a: str | Path, b: str | Path, *more: str) -> tuple[str, dict[str, Any]]:
         capsys.readouterr()
@@ -267,7 +273,9 @@ def test_predictions_against_a_count() -> None:
 
 
 def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
-    """Against output_hidden_states; looped blocks have a place for each time; no hook stays."""
+    """Compared with output_hidden_states; recurrent blocks have one entry for each application; no
+    hook remains.
+    """
     model, ids = open_model(folder / "plain_hf").model, [3, 1, 4, 1, 5]
     seen = trace(model, ids)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

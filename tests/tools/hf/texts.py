@@ -1,4 +1,6 @@
-"""A tokenizer of single bytes, so that any text has ids and a character may come in pieces; and checkpoints of models that go with it."""
+"""A tokenizer of single bytes, so that any text has ids and a character may consist of several
+tokens; and checkpoints of models for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ENTRIES = 257  # bytes, and the end of a text
 
 
 def bytes_read(**special: str) -> PreTrainedTokenizerFast:
-    """Ids 0 .. 255 in the order of the byte-level alphabet, 256 ``<eod>``."""
+    """Return the tokenizer: ids 0 .. 255 in the order of the byte-level alphabet, 256 ``<eod>``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,13 +32,13 @@ def bytes_read(**special: str) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(folder: Path, **special: str) -> Path:
-    """A folder of it."""
+    """Write it to a folder."""
     bytes_read(**special).save_pretrained(folder)
     return folder
 
 
 def text_model(mixer: str, **changes: Any) -> ModelConfig:
-    """A small model over the tokenizer's entries, padded to 288."""
+    """Return a small model over the tokenizer's entries, padded to 288."""
     return small(mixer, vocab_size=ENTRIES, **changes)
 
 
@@ -48,7 +50,9 @@ def save(
     tokenizer: bool = True,
     step: int = 12,
 ) -> Path:
-    """An import's folder: a checkpoint of weights alone, random unless given, and its tokenizer."""
+    """Write an import's folder: a checkpoint with only weights, random by default, and its
+    tokenizer.
+    """
     state = random_state(model, dtype=torch.float32) if state is None else state
     config = replace(RunConfig(), name="small", model=model)
     save_weights(

@@ -1,7 +1,9 @@
-"""transformers' own model tests, from its source distribution (`make setup`), with our classes; one check at a time.
+"""transformers' own model tests, from its source distribution (`make setup`), with our classes; one
+check at a time.
 
-The distribution has tests/test_modeling_common.py and tests/test_training_mixin.py, but lacks the generation and export mixins that they
-import: these are empty classes here. The package parameterized, of which they use one function, is replaced by that function.
+The distribution has tests/test_modeling_common.py and tests/test_training_mixin.py, but lacks the
+generation and export mixins that they import: this module defines empty classes for them. The
+package parameterized, of which they use one function, is replaced by that function.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ BATCH, LENGTH = 3, 7
 
 
 def checks() -> list[str]:
-    """Names of the checks, without ``test_`` and before their parameters; read, not imported, which takes seconds. Empty: not there."""
+    """Return the names of the checks, without ``test_`` and parameters; read, not imported, because
+    an import takes seconds. Empty if absent.
+    """
     if not SOURCES.is_dir():
         return []
     text = "".join((SOURCES / f"{module}.py").read_text(encoding="utf-8") for module in MIXINS)
@@ -54,21 +58,25 @@ def checks() -> list[str]:
 
 
 class Unmarked:
-    """Stand-in for ``pytest.mark``: transformers' marks are not registered here, and its checks are not pytest's items."""
+    """Replacement for ``pytest.mark``: transformers' marks are not registered, and its checks are
+    not pytest items.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A mark that leaves the function as it is, with arguments or without."""
+        """Return a mark that does not change the function, with or without arguments."""
         return lambda *given, **_: (
             given[0] if given and callable(given[0]) else lambda function: function
         )
 
 
 class Parameterized:
-    """Stand-in for the class of that name in the package."""
+    """Replacement for the class with that name in the package."""
 
     @staticmethod
     def expand(cases: list[Any]) -> Callable[[Any], None]:
-        """Writes a method for each case into the class body, under parameterized's names; the method itself becomes None."""
+        """Write a method for each case into the class body, with parameterized's names; the method
+        itself becomes None.
+        """
         body = sys._getframe(1).f_locals
 
         def write(function: Any) -> None:
@@ -88,7 +96,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def load() -> dict[str, Any]:
-    """The modules of MIXINS, for tests on a CPU."""
+    """Return the modules of MIXINS, for tests on a CPU."""
     if PACKAGE not in sys.modules:
         sys.modules[PACKAGE] = _module(PACKAGE, __path__=[str(SOURCES)])
         for module, mixin in {
@@ -113,7 +121,9 @@ def load() -> dict[str, Any]:
 
 
 class Tester:
-    """What the mixins ask of a ``model_tester``: classes, sizes, a configuration and a batch."""
+    """The interface that the mixins require of a ``model_tester``: classes, sizes, a configuration
+    and a batch.
+    """
 
     batch_size, seq_length, is_training = BATCH, LENGTH, True
 
@@ -128,19 +138,23 @@ class Tester:
         self.causal_lm_class: Any = LlamaForCausalLM if self.stock else FemLMForCausalLM
 
     def get_config(self) -> Any:
-        """The model's configuration, with a short context: RoPE's checks read one and a half times as many tokens."""
+        """Return the model's configuration with a short context: RoPE's checks read one and a half
+        times as many tokens.
+        """
         if self.stock:
             return stock_config(self.model, max_position_embeddings=64, **SPECIAL)
         return FemLMConfig(self.model.__dict__, max_position_embeddings=64, **SPECIAL)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Tensor]]:
-        """The configuration, and a batch with padding on the right, as transformers' own testers return it."""
+        """Return the configuration, and a batch with padding on the right, as transformers' own
+        testers do.
+        """
         ids = torch.randint(0, self.vocab_size, (BATCH, LENGTH))
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids).tril()}
 
 
 def case(model: ModelConfig) -> type[TestCase]:
-    """transformers' checks of the model's classes."""
+    """Return transformers' checks of the model's classes."""
     modules, tester = load(), Tester(model)
     bases = [getattr(modules[module], mixin) for module, mixin in MIXINS.items()]
     content = {
@@ -155,13 +169,17 @@ def case(model: ModelConfig) -> type[TestCase]:
 
 
 def _off_zero(model: ModelConfig, weight: Weight) -> float | Normal:
-    """The start, but not zero, at which some parts have no effect: Hyper-SET's steps, a FEM's temperatures."""
+    """Return the initialisation, replacing zeros, with which some parts have no effect: Hyper-SET's
+    steps, a FEM's temperatures.
+    """
     return starts_from(model, weight) or Normal(0.2)
 
 
 @contextmanager
 def _known() -> Iterator[None]:
-    """Our classes in transformers' tables, by which its checks know which class has a loss; and fresh models far from the identity."""
+    """Register our classes in transformers' tables, by which its checks know classes with a loss;
+    initialise models far from the identity.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(modeling_auto.MODEL_MAPPING_NAMES, "fem_lm", "FemLMModel")
         patch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "fem_lm", "FemLMForCausalLM")
@@ -171,7 +189,9 @@ def _known() -> Iterator[None]:
 
 
 def outcomes(checked: type[TestCase], check: str) -> dict[str, str]:
-    """The check with each of its parameters -> "passed", or "failed: " or "skipped: " and what it says."""
+    """Return the check with each of its parameters -> "passed", or "failed: " or "skipped: " and
+    its message.
+    """
     names = [
         name
         for name in dir(checked)

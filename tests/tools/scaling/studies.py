@@ -1,4 +1,6 @@
-"""Studies that the test knows all about, made in milliseconds: their files, their runs' directories, and runs whose law is known."""
+"""Synthetic studies, created in milliseconds: their files, run directories, and runs with a known
+law.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ STUDY: dict[str, Any] = {
 def write(
     folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None, **base: Any
 ) -> Path:
-    """A study's file, changed, and its base, sections of it changed."""
+    """Write a study's file with changes, and its base with changed sections."""
     values = yaml.safe_load(yaml.safe_dump(STUDY, sort_keys=False))
     change(values)
     (folder / "base.yaml").write_text(
@@ -59,7 +61,9 @@ def write(
 
 
 def trunked(values: dict[str, Any], **changed: Any) -> None:
-    """Runs of 100, 200 and 400 steps of 256 tokens, of which the last tenth decays: two forks of each longest run."""
+    """Change a study to runs of 100, 200 and 400 steps of 256 tokens that decay over the last
+    tenth: two forks of each longest run.
+    """
     del values["budgets"]
     values |= {
         "sizes": [32, 48],
@@ -84,7 +88,9 @@ def write_run(
     state: str = "complete",
     words: tuple[str, ...] = (),
 ) -> Path:
-    """A run's directory as pretrain leaves it after ``up_to`` steps; ``words``: settings that the study does not know of."""
+    """Write a run's directory as pretrain leaves it after ``up_to`` steps; ``words``: settings that
+    are not in the study.
+    """
     folder = Path(study.directory) / run.name
     folder.mkdir(parents=True, exist_ok=True)
     config = resolved(
@@ -145,12 +151,12 @@ BUDGETS = (1e18, 1e19, 1e20, 1e21, 1e22)
 
 
 def loss(n: Array, d: Array) -> Array:
-    """The known law."""
+    """Return the loss of the known law."""
     return np.asarray(E + A * n**-ALPHA + B * d**-BETA)
 
 
 def best_n(flops: float) -> float:
-    """N of the least loss at ``6 N D`` FLOPs: where the derivative along the budget vanishes."""
+    """Return N of the lowest loss at ``6 N D`` FLOPs: the zero of the derivative along the budget."""
     return float(
         (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA)) * (flops / 6) ** (BETA / (ALPHA + BETA))
     )
@@ -164,7 +170,9 @@ def runs(
     span: float = 6.0,
     share: float = 1.0,
 ) -> Points:
-    """Runs at each budget, sizes from 1/span to span times the optimum; with ``share`` they learn as if they had C / share FLOPs."""
+    """Return runs at each budget, sizes from 1/span to span times the optimum; with ``share`` they
+    learn as with C / share FLOPs.
+    """
     rng = np.random.default_rng(seed)
     n = np.concatenate([best_n(flops) * np.geomspace(1 / span, span, sizes) for flops in budgets])
     c = np.repeat(np.asarray(budgets), sizes)
@@ -175,7 +183,7 @@ def runs(
 
 
 def points(n: Array, d: Array, losses: Array, budget: Array | None = None, **more: Array) -> Points:
-    """Points from arrays; ``budget``, width, rate and seed are NaN where they are not given."""
+    """Return points from arrays; ``budget``, width, rate and seed are NaN by default."""
     nothing = np.full(len(n), np.nan)
     given = {
         "budget": nothing if budget is None else budget,
@@ -194,7 +202,9 @@ def points(n: Array, d: Array, losses: Array, budget: Array | None = None, **mor
 
 
 def table(noise: float = 0.002) -> pd.DataFrame:
-    """20 runs of each of two variants as collect writes them, three validations a run; the second learns as with 1/0.8 of the FLOPs."""
+    """Return 20 runs of each of two variants in the format of collect, three validations per run;
+    the second learns as with 1/0.8 of the FLOPs.
+    """
     rows = []
     for seed, (variant, share) in enumerate({"transformer": 1.0, "cem": 0.8}.items()):
         some = runs(noise, seed, budgets=BUDGETS[:4], sizes=5, span=4.0, share=share)

@@ -1,4 +1,6 @@
-"""collect: exact numbers of real runs, resumed runs counted once, and everything that may not be mixed refused by name."""
+"""Tests of collect: exact numbers of real runs, resumed runs counted once, and incompatible runs
+refused by their names.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Made = tuple[Path, Study, list[PlannedRun]]
 
 
 def make(folder: Path, **changed: Any) -> Made:
-    """A study of three runs of the Transformer, or as ``changed``, and its data; no run is there."""
+    """Return a study of three runs of the Transformer, with ``changed``, and its data, before any
+    run.
+    """
     write_folder(folder / "data", tokens=changed.pop("tokens_of_data", 900))
     few: dict[str, Any] = {
         "variants": {"transformer": []},
@@ -47,7 +51,7 @@ def make(folder: Path, **changed: Any) -> Made:
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """A study of three runs, complete."""
+    """A study of three complete runs."""
     monkeypatch.chdir(tmp_path)
     made = make(tmp_path)
     for run in made[2]:
@@ -56,19 +60,19 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def metrics(study: Study, run: PlannedRun, change: Callable[[list[str]], list[str]]) -> None:
-    """Changes the lines of a run's metrics.jsonl."""
+    """Change the lines of a run's metrics.jsonl."""
     file = Path(study.directory) / run.name / "metrics.jsonl"
     file.write_text("\n".join(change(file.read_text().splitlines())))
 
 
 def collected(study: Made, *words: str) -> Any:
-    """The table that collect writes."""
+    """Run collect and return its table."""
     assert main(["collect", str(study[0]), *words]) == 0
     return read_table(study[1].runs_csv)
 
 
 def refused(study: Made, capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
-    """collect's message; nothing was written."""
+    """Return collect's message after checking that no file was written."""
     capsys.readouterr()
     assert main(["collect", str(study[0]), *words]) == code
     told = capsys.readouterr()
@@ -79,7 +83,9 @@ def refused(study: Made, capsys: pytest.CaptureFixture[str], *words: str, code: 
 
 
 def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
-    """Whole numbers and products of two are exact, and the loss went through JSON and CSV, both of which write every digit."""
+    """Integers and products of two are exact, and the loss passes through JSON and CSV, both of
+    which write every digit.
+    """
     _, plan, runs = study
     table = collected(study)
     final = final_runs(table).set_index("run")
@@ -122,7 +128,9 @@ def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
 
 
 def test_of_a_resumed_run_the_last_attempt_counts(study: Made) -> None:
-    """It trained up to its end, was found wanting, and went on from a checkpoint: steps and a validation are there twice."""
+    """It trained to its end and was then resumed from a checkpoint: steps and a validation occur
+    twice.
+    """
     _, plan, runs = study
 
     def again(lines: list[str]) -> list[str]:
@@ -255,7 +263,9 @@ def test_a_checkpoint_tells_what_data_it_was_trained_on(
 
 
 def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any]:
-    """The export's line of a run, from what the logger hands to Weights & Biases: config, scalars every so many steps, validations."""
+    """Return the export's line of a run, from the data that the logger sends to Weights & Biases:
+    config, scalars at an interval, validations.
+    """
     folder = Path(study.directory) / run.name
     history: dict[int, dict[str, object]] = {}
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
@@ -292,7 +302,9 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_from_weights_and_biases(
     tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same table as from the directories, but for the training losses and seconds, of which the logger writes every tenth."""
+    """The table equals that from the directories, except for training losses and seconds, of which
+    the logger writes every tenth.
+    """
     _, plan, runs = study
     ours, export = collected(study), tmp_path / "export.jsonl"
     lines = [exported(plan, run) for run in runs]
@@ -327,7 +339,9 @@ def test_from_weights_and_biases(
 def test_a_fork_is_collected_as_a_straight_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses, tokens, FLOPs and seconds count from the trunk's beginning; from directories and from Weights & Biases."""
+    """Losses, tokens, FLOPs and seconds count from the start of the trunk, from directories and
+    from Weights & Biases.
+    """
     monkeypatch.chdir(tmp_path)
     more = {
         "sizes": [32],
@@ -379,7 +393,9 @@ def test_a_fork_is_collected_as_a_straight_run(
 
 
 def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of pretrain, one of them set back to its first checkpoint and started again: the table has their own numbers."""
+    """Two runs of pretrain, one of them reset to its first checkpoint and restarted: the table
+    contains their own numbers.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

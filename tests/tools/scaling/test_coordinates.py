@@ -1,4 +1,6 @@
-"""The coordinate check: it measures what the model computes, muP passes it and the standard parametrization does not."""
+"""Tests of the coordinate check: it measures the model's computation; muP passes and the standard
+parametrization does not.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=64"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose vocabulary is stated, so that it needs no data."""
+    """A run with an explicit vocabulary, so that it needs no data."""
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     return file
 
 
 def power_law(scale: float, change: float, site: str = "layer_00/mixer") -> list[Record]:
-    """Records of two steps over three widths, growing with these exponents at the last."""
+    """Return records of two steps over three widths, growing with these exponents at the last."""
     return [
         Record(
             "m",
@@ -89,7 +91,9 @@ def test_a_power_law_is_told_by_its_exponent_and_judged_by_its_ratio() -> None:
 
 
 def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
-    """Residual stream = embedding + what every mixer and MLP added, for a pre-norm model; the loss is that of the logits seen."""
+    """Residual stream = embedding + the output of every mixer and MLP, for a pre-norm model; the
+    loss follows from the recorded logits.
+    """
     from pretrain.engines.megatron import MegatronEngine
     from tools.scaling import activations
 
@@ -130,7 +134,9 @@ def check(run: Path, out: Path, *words: str) -> int:
 def test_mup_is_flat_and_the_standard_parametrization_is_not(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mixers: tuple[str, ...]
 ) -> None:
-    """The verdict of the commands; by theory standard updates grow at least with the width, 4 times here, muP's with its power 0."""
+    """Verdict of the commands; by theory standard updates grow at least with the width, 4 times in
+    this test, muP's with power 0.
+    """
     words = (
         "--mixer",
         ",".join(mixers),
@@ -208,7 +214,8 @@ def test_a_case_that_is_not_flat_is_an_exit_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if not name.startswith("fla.")])
 def test_every_mixer_is_flat_under_mup(run: Path, tmp_path: Path, mixer: str) -> None:
-    """After 8 steps: at 4 much of the logits' change is still the stream's times the first output weights, which shrinks with the width.
+    """After 8 steps: at 4 much of the logits' change is still the stream's times the initial output
+    weights, which shrinks with the width.
 
     Mamba-2's ratio is 2.2 after 4 steps, 1.7 after 8 and 1.2 after 16.
     """

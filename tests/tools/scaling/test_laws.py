@@ -1,4 +1,6 @@
-"""IsoFLOP parabolas, their frontier, the compute multiplier and the best learning rate, against what is known exactly."""
+"""Tests of isoFLOP parabolas, their frontier, the compute multiplier and the best learning rate
+against exact results.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ QUICK = FitConfig(resamples=200)
 
 
 def parabolas(depth: float = 0.05, sizes: int = 5, shift: float = 0.0) -> Points:
-    """Losses that are parabolas in log N about N_opt = 0.1 C^0.5, with the least loss 1 + 50 C^-0.1."""
+    """Return losses that are parabolas in log N about N_opt = 0.1 C^0.5, with the lowest loss 1 +
+    50 C^-0.1.
+    """
     c = np.repeat([1e16, 1e17, 1e18, 1e19], sizes)
     best = 0.1 * np.sqrt(c)
     n = best * np.tile(np.geomspace(0.25, 4, sizes), 4) * np.exp(shift)
@@ -36,7 +40,9 @@ def parabolas(depth: float = 0.05, sizes: int = 5, shift: float = 0.0) -> Points
 
 
 def test_parabolas_give_their_minima_and_laws_back() -> None:
-    """Exact to rounding: the basis is centred, and the offset's exponent is searched to 1e-6 of itself."""
+    """Exact up to rounding: the basis is centred, and the offset's exponent is searched to a
+    relative 1e-6.
+    """
     fit, notes = fit_isoflop(parabolas(), QUICK, np.random.default_rng(0))
     assert notes == []
     for parabola in fit.parabolas:
@@ -60,7 +66,9 @@ def test_parabolas_give_their_minima_and_laws_back() -> None:
 
 
 def test_what_makes_no_frontier_is_said() -> None:
-    """A minimum outside is left out; a parabola that bends down has none; three sizes leave no interval; two are refused."""
+    """A minimum outside is omitted; a parabola that opens downwards has none; three sizes leave no
+    interval; two are refused.
+    """
     some = parabolas()
     away = np.where(
         some.budget == 1e16, 5 - 0.1 * np.log(some.n) + 0.001 * np.log(some.n) ** 2, some.loss
@@ -104,7 +112,9 @@ def variant(name: str, some: Points) -> VariantFit:
 
 
 def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
-    """The variant's runs learn as if they had 1/0.8 of their FLOPs. Noise of 0.1% in loss is about 1% in FLOPs a run (dL/dlogC = 0.1 L)."""
+    """The variant learns as if with 1/0.8 of its FLOPs. Noise of 0.1% in loss is about 1% in FLOPs
+    per run (dL/dlogC = 0.1 L).
+    """
     theirs = variant("transformer", runs(0.001, 2))
     for one in compare(variant("fem", runs(0.001, 1, share=0.8)), theirs, 0.9):
         found = one.overall
@@ -128,9 +138,10 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
 
 
 def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
-    """Two variants' fits, the second learning as if it had C / 0.8, and their comparison.
+    """Return the fits of two variants, the second learning as with C / 0.8, and their comparison.
 
-    Sizes, budgets and curvature are those of configs/studies/cpu_small.yaml as it was run, and the scatter is that of its runs.
+    Sizes, budgets and curvature are those of configs/studies/cpu_small.yaml as it was run, with the
+    scatter of its runs.
     """
     rng = np.random.default_rng(seed)
     c = np.repeat([4e11, 1.2e12, 3.6e12], 4)
@@ -169,10 +180,12 @@ def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
     ids=["200", "2000"],
 )
 def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) -> None:
-    """Twelve runs under nine coefficients: 90% intervals of exponents and multipliers hold the truth in 88% or more.
+    """With twelve runs and nine coefficients, 90% intervals of exponents and multipliers contain
+    the truth in at least 88%.
 
-    An exponent's is Student's interval with three degrees of freedom. A multiplier has the scatter of two variants, each widened as if it
-    were alone, so it holds the truth in 94%. With the scatter taken to be known it was 80 and 84%. The seeds are fixed.
+    An exponent's is Student's interval with three degrees of freedom. A multiplier has the scatter
+    of two variants, each widened separately, so it contains the truth in 94%. With the scatter
+    assumed to be known it was 80 and 84%. The seeds are fixed.
     """
     held: dict[str, list[bool]] = {"N": [], "D": [], "multiplier": []}
     without = set[int]()
@@ -202,7 +215,7 @@ RATES = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])  # the CEM paper's five
 def swept(
     best: Array, widths: Array, noise: float = 0.0, seeds: int = 1, tokens: float = 1e9
 ) -> Points:
-    """Each width at each rate; the loss is 3 + 0.1 log(rate / best)^2."""
+    """Return each width at each rate; the loss is 3 + 0.1 log(rate / best)^2."""
     rate = np.tile(np.repeat(RATES, seeds), len(widths))
     repeat = len(RATES) * seeds
     n = np.repeat(12.0 * widths**2, repeat)
@@ -218,7 +231,9 @@ def swept(
 
 
 def test_the_best_rate_of_each_size_and_its_law() -> None:
-    """Akima's cubics through five points of a parabola over log 2 steps follow it to a few hundredths of a step at inner knots."""
+    """Akima's cubics through five points of a parabola over log 2 steps follow it to a few
+    hundredths of a step at inner knots.
+    """
     widths = np.array([128.0, 256.0, 512.0])
     best = 0.0021 * (widths / 128) ** -0.3
     fit, notes = fit_learning_rates(swept(best, widths), QUICK, np.random.default_rng(0))

@@ -1,9 +1,11 @@
-"""The parametric law against laws that are known, and against published data.
+"""Tests of the parametric law against known laws, and against published data.
 
-The published data are in tests/fixtures/chinchilla_svg.csv: the runs of Hoffmann et al. (2022), read off the vector graphics of their
-figure 4 by Besiroglu, Erdil, Barnett and You, "Chinchilla Scaling: A replication attempt" (arXiv 2404.10102), from the table they
-published; columns Model Size, Training FLOP and loss, rounded to seven digits. The replication fits 240 of the 245 runs; the five left
-out are the first of the table, which are also the five with the most parameters a token (a fifth to two tokens a parameter).
+The published data are in tests/fixtures/chinchilla_svg.csv: the runs of Hoffmann et al. (2022),
+read off the vector graphics of their figure 4 by Besiroglu, Erdil, Barnett and You, "Chinchilla
+Scaling: A replication attempt" (arXiv 2404.10102), from the table they published; columns Model
+Size, Training FLOP and loss, rounded to seven digits. The replication fits 240 of the 245 runs; the
+five omitted runs are the first of the table and have the most parameters per token (a fifth to two
+tokens per parameter).
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def published() -> Points:
 
 
 def test_exact_losses_give_the_law_back() -> None:
-    """Without noise rounding is left, and the gradient's tolerance; A and B are off by the exponents' error times log N = 20."""
+    """Without noise the error is rounding and the gradient's tolerance; A and B have the exponents'
+    error times log N = 20.
+    """
     law = fitted(runs(noise=0.0, seed=0))
     for name in (*NAMES, "a", "b"):
         assert getattr(law, name).value == pytest.approx(TRUTH[name], rel=2e-3)
@@ -76,10 +80,12 @@ def test_exact_losses_give_the_law_back() -> None:
     ids=["12", "40", "200"],
 )
 def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) -> None:
-    """Many times 35 noisy runs: each 90% interval holds the truth in 170 to 190 of 200 repetitions, 31 or more of 40, 8 or more of 12.
+    """With 35 noisy runs, each 90% interval contains the truth in 170 to 190 of 200 repetitions, at
+    least 31 of 40, at least 8 of 12.
 
-    A method that covers 90% exactly does so in 98 of 100 cases for 200 repetitions, in 99 for 40 and for 12. The seeds are fixed, so
-    this passes or fails for good. The estimates' median is the truth but for what the noise does to that many.
+    A method with exactly 90% coverage satisfies this in 98 of 100 cases for 200 repetitions, in 99
+    for 40 and for 12. The seeds are fixed, so the result is deterministic. The estimates' median is
+    the truth up to the effect of noise on that number of repetitions.
     """
     names = (*NAMES, "a", "b")
     held = dict.fromkeys(names, 0)
@@ -103,11 +109,13 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
 
 
 def test_the_replication_of_chinchilla() -> None:
-    """Besiroglu et al.'s numbers from their data: each within a tenth of its standard error, bootstrap errors as theirs.
+    """Besiroglu et al.'s numbers from their data: each within a tenth of its standard error,
+    bootstrap errors as theirs.
 
-    They print four digits of a minimum that their BFGS reached; ours is lower than the objective at their numbers, and lies where the
-    objective is flat: A and B, with exponents, move along a valley. A tenth of a standard error is far inside what the data can tell.
-    Hoffmann et al.'s own constants are no minimum, which is the replication's point.
+    They print four digits of a minimum that their BFGS reached. Ours is lower than the objective at
+    their numbers, in a region where the objective is flat: A and B, with exponents, move along a
+    valley. A tenth of a standard error is far below the resolution of the data. Hoffmann et al.'s
+    own constants are not a minimum, which is the replication's point.
     """
     some = published().take(np.arange(5, 245))
     law = fitted(some, FitConfig())
@@ -133,7 +141,9 @@ def test_the_replication_of_chinchilla() -> None:
 
 
 def test_the_gradient_is_the_objectives() -> None:
-    """Against central differences, whose error is step^2 = 1e-12 and rounding 1e-16 / 1e-6, where no residual crosses delta on the way."""
+    """Against central differences, whose error is step^2 = 1e-12 and rounding 1e-16 / 1e-6, if no
+    residual crosses delta within the step.
+    """
     some, step = runs(noise=0.01, seed=3), 1e-6
     data = huber.Data.of(some.n, some.d, some.loss)
     weights = np.random.default_rng(1).integers(0, 3, (1, len(some))).astype(float)
@@ -151,14 +161,18 @@ def test_the_gradient_is_the_objectives() -> None:
 
 
 def test_a_wild_run_moves_the_law_little() -> None:
-    """Huber's loss is linear beyond delta: one diverged run of 35, at 1.5 times its loss, leaves the exponents inside their noise."""
+    """Huber's loss is linear beyond delta: one diverged run of 35, at 1.5 times its loss, keeps the
+    exponents within their noise.
+    """
     some = runs(noise=0.002, seed=6)
     spoiled = dataclasses.replace(some, loss=some.loss * np.where(np.arange(35) == 3, 1.5, 1.0))
     assert fitted(spoiled).a.value == pytest.approx(fitted(some).a.value, abs=0.01)
 
 
 def test_what_does_not_determine_a_law_is_not_fitted() -> None:
-    """Too few runs, one size, and a loss that does not fall with the size: the parameter that runs away is named."""
+    """Cases: too few runs, one size, and a loss that does not decrease with the size; the diverging
+    parameter is named.
+    """
     n, d = np.tile(np.geomspace(1e7, 1e9, 5), 5), np.repeat(np.geomspace(1e9, 1e11, 5), 5)
     noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
     for some, said in (
@@ -177,7 +191,9 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
 
 
 def test_a_descent_that_is_cut_short_is_not_a_fit() -> None:
-    """The flag is the gradient's, not the iterations': one step from far away is not converged, and says so."""
+    """Convergence is judged by the gradient, not by iterations: one step from far away is reported
+    as not converged.
+    """
     some = runs(noise=0.004, seed=9)
     data, weights = huber.Data.of(some.n, some.d, some.loss), np.ones((1, len(some)))
     start = data.centred(np.array([[1.0, 100.0, 100.0, 0.2, 0.2]]))
@@ -189,7 +205,9 @@ def test_a_descent_that_is_cut_short_is_not_a_fit() -> None:
 
 
 def test_leaving_a_budget_out_predicts_it() -> None:
-    """The law holds, so what was left out is predicted to its noise, 0.2%, and the error of a law without a fifth of its runs."""
+    """If the law holds, the omitted budget is predicted up to its noise, 0.2%, and the error of a
+    law without a fifth of its runs.
+    """
     some = runs(noise=0.002, seed=10)
     left, notes = leave_out(some, fitted(some), 1e-3)
     assert [one.budget for one in left] == list(BUDGETS)
@@ -230,7 +248,9 @@ def test_a_fit_comes_back_from_its_file(variant: VariantFit, tmp_path: Path) -> 
 
 
 def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
-    """Equation 4's closed form against a search along the budget; the truth is within a width of its 90% interval."""
+    """The closed form of equation 4 against a search along the budget; the truth is within one
+    width of its 90% interval.
+    """
     law = variant.parametric
     assert law
     for flops in (1e19, 1e24):
@@ -255,7 +275,9 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
 
 
 def test_the_optimum_is_along_the_runs_own_flops() -> None:
-    """FLOPs a token that grow as N^1.2: the best size for C, and its exponent, are those of that curve and not of a mean k in C = k N D."""
+    """FLOPs per token that grow as N^1.2: the best size for C, and its exponent, follow that curve
+    and not a mean k in C = k N D.
+    """
     some = runs(0.0, 1)
     own = dataclasses.replace(some, c=2 * some.n**1.2 * some.d)
     law = fitted(own, FitConfig(resamples=50))
@@ -275,7 +297,9 @@ def test_the_optimum_is_along_the_runs_own_flops() -> None:
 
 
 def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
-    """Of 350 new runs of the same law and noise nine in ten lie in their 90% intervals: 85 to 96% allows for the noise being estimated."""
+    """Nine in ten of 350 new runs of the same law and noise are in their 90% intervals: 85 to 96%
+    allows for estimated noise.
+    """
     held = 0
     for seed in range(10):
         new = runs(0.002, 100 + seed)

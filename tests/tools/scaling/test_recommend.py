@@ -1,4 +1,6 @@
-"""``recommend``: the YAML is a run that pretrain takes, at the law's optimum for that compute; what it does not know it says."""
+"""Tests of ``recommend``: the YAML is a valid run at the law's optimum for the compute, and states
+its uncertainties.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ LARGEST = 1.5e11  # the study's
 
 
 def law(a: float) -> ParametricFit:
-    """L = 1.7 + a / N^0.35 + 30 / D^0.31."""
+    """Return L = 1.7 + a / N^0.35 + 30 / D^0.31."""
     values = {
         "E": 1.7,
         "A": a,
@@ -59,7 +61,7 @@ def law(a: float) -> ParametricFit:
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A study and its fit, by which CEM is the better one."""
+    """A study with a fit in which CEM is better."""
     monkeypatch.chdir(tmp_path)
     return fitted(
         write(tmp_path),
@@ -69,7 +71,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fitted(path: Path, *variants: VariantFit) -> Path:
-    """The study with a fit.json of these alone."""
+    """Write a fit.json with only these variants for the study."""
     save_fit(
         StudyFit(
             "study", "total", 0.9, "runs.csv", {variant.name: variant for variant in variants}

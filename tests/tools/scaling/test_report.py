@@ -1,4 +1,6 @@
-"""``fit`` and ``plot`` as a person calls them, on made-up tables and on the published studies: what they say, write and refuse."""
+"""Tests of ``fit`` and ``plot`` as commands, on synthetic tables and on the published studies:
+output, files and refusals.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ PUBLISHED = {
 
 
 def made(folder: Path, frame: pd.DataFrame | None = None, **changed: Any) -> tuple[Path, Path]:
-    """A study, and its results' folder with this table."""
+    """Return a study, and its results' folder with this table."""
     fit = {"resamples": 50} | changed.pop("fit", {})
     path = write(
         folder,
@@ -42,7 +44,7 @@ def made(folder: Path, frame: pd.DataFrame | None = None, **changed: Any) -> tup
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a refusal is; nothing is printed beside it."""
+    """Return the single line of a refusal after checking that no other output exists."""
     capsys.readouterr()
     assert main(list(words)) == 2
     out, err = capsys.readouterr()
@@ -56,7 +58,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``plot`` takes away what an earlier fit left, names what was not complete, and no machine's folders."""
+    """``plot`` deletes pictures of an earlier fit, lists incomplete runs, and contains no folders
+    of this machine.
+    """
     path, results = made(tmp_path)
     (results / "learning_rate.png").write_bytes(b"of an earlier fit")
     (results / "collected.json").write_text(
@@ -106,7 +110,9 @@ def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(
 def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sizes make no parabola, and the way out that is named works. A law that does not converge is a note beside one that does."""
+    """Two sizes do not define a parabola, and the suggested remedy works. A law that does not
+    converge is a note if another does.
+    """
     foreign = table()[table()["final"]][
         ["variant", "parameters", "tokens", "flops", "budget", "loss"]
     ]
@@ -164,7 +170,9 @@ def test_a_fit_of_another_table_is_refused_and_one_without_a_law_says_so(
 def test_a_published_table_is_read_until_there_is_an_own_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a study published is read and never written, unless --results names it; fit, plot and recommend find the same files."""
+    """Published results are read and never written, unless --results names them; fit, plot and
+    recommend find the same files.
+    """
     monkeypatch.chdir(tmp_path)
     published = tmp_path / "published"
     path, results = made(tmp_path, published=str(published), fit={"approaches": ["isoflop"]})
@@ -195,7 +203,9 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
 def test_a_published_report_is_what_its_table_and_its_fit_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every table, number and statement of the tracked report, but for the pictures' bytes, which follow matplotlib's version."""
+    """Every table, number and statement of the tracked report, except the bytes of pictures, which
+    depend on matplotlib's version.
+    """
     monkeypatch.chdir(ROOT)
     tracked, folder = ROOT / "docs" / "studies" / name, tmp_path / name
     shutil.copytree(
@@ -213,7 +223,9 @@ def test_a_published_report_is_what_its_table_and_its_fit_say(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_picture_can_be_read_alone(name: str) -> None:
-    """It names the study, its variants and its units; titles, axis labels and legends are inside it, and apart from each other."""
+    """It names the study, its variants and its units; titles, axis labels and legends are inside it
+    and do not overlap.
+    """
     tracked = ROOT / "docs" / "studies" / name
     fit = load_fit(tracked / "fit.json")
     found = figures(fit, read_table(tracked / "runs.csv"))

@@ -1,4 +1,6 @@
-"""``run``: what it hands to launch, what it says on the way and at the end; and, slowly, real runs that are killed and go on."""
+"""Tests of ``run``: its calls of launch, its messages; marked slow, real runs that are killed and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
 def test_forks_start_after_their_trunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    """Here once their trunk is finished, those of a failed one not at all; on Slurm as a second array that waits for them."""
+    """On this machine after their trunk has finished, not for a failed trunk; on Slurm as a second
+    array that waits for them.
+    """
     study = load_study(write(tmp_path, trunked))
     runs, started = plan_study(study), list[tuple[set[str], list[str]]]()
     trunks = [run.name for run in runs if not run.trunk]
@@ -152,7 +156,9 @@ def test_a_study_ends_as_its_runs_did(
     killed: bool,
     code: int,
 ) -> None:
-    """launch is a process that says "ready" and ends: a signal is handed to it once, and its runs' states make the exit code."""
+    """launch is replaced by a process that prints "ready" and ends: it receives a signal once, and
+    the states of the runs determine the exit code.
+    """
     path = write(tmp_path, lambda values: values.update(directory=str(tmp_path / "runs")))
     write_folder(tmp_path / "data", tokens=3_000_000)
     names = [run.name for run in plan_study(load_study(path))]
@@ -197,7 +203,7 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
 
 
 def trained(folder: Path) -> list[int]:
-    """Steps whose loss is in metrics.jsonl, in its order; a line may be being written."""
+    """Return the steps with a loss in metrics.jsonl, in order; the last line may be incomplete."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
@@ -261,7 +267,9 @@ def test_a_study_killed_on_its_way_goes_on(
 def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training losses, gradient norms and the last validation of every run; fewer steps were trained."""
+    """Training losses, gradient norms and the last validation of every run; fewer steps were
+    trained.
+    """
     data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
     more = {
         "sizes": [16],

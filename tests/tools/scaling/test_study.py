@@ -1,4 +1,6 @@
-"""Studies and their plans: the runs are what the study says, to the token; what would not answer its question is refused in one line."""
+"""Tests of studies and their plans: exact runs and token counts; studies that cannot answer their
+question are refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
 def test_the_shorter_runs_are_forks_of_the_longest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """By hand: of 100 + 200 + 400 steps of each model, rate and seed 10 + 20 + 400 are trained. The forks' keys are all that differs."""
+    """Of 100 + 200 + 400 steps for each model, rate and seed 10 + 20 + 400 are trained. Only the
+    keys of the forks differ.
+    """
     study, straight = planned(write(tmp_path, partial(trunked, trunks=False)))
     _, runs = planned(path := write(tmp_path, trunked))
     assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [
@@ -255,7 +259,7 @@ def test_a_wrong_study_is_refused_in_one_line(
 def test_a_short_runs_fix_is_long_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each fix suits the run that is named; the longest of them suits all."""
+    """Each suggested fix suits the named run; the longest of them suits all."""
     budgets = TOO_SHORT
     while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
         fix = float(capsys.readouterr().err.partition("long enough are ")[2].split()[0])
@@ -265,7 +269,9 @@ def test_a_short_runs_fix_is_long_enough(
 
 
 def test_a_plan_needs_no_torch_and_little_time() -> None:
-    """75 runs; 1.7 s of a CPU here, and other tests share the core and its caches: 12 s would be another order."""
+    """75 runs take 1.7 s of a CPU, and other tests share the core and its caches: 12 s would be
+    another order of magnitude.
+    """
     code = (
         "from tools.scaling.__main__ import main; import sys, time; main(['plan', sys.argv[1]]); heavy = {'torch', 'matplotlib', 'scipy'}"
         "; assert not heavy & set(sys.modules); assert time.process_time() < 12, time.process_time()"

@@ -1,4 +1,6 @@
-"""runs.csv: what is written is read back exactly, a foreign table is enough, and no bad cell passes."""
+"""Tests of runs.csv: written values are read back exactly, a foreign table is sufficient, and every
+invalid cell is refused.
+"""
 
 from __future__ import annotations
 
