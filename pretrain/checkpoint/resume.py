@@ -1,4 +1,6 @@
-"""What may change when a run resumes: one rule for every key of its configuration, in one table. No torch."""
+"""Rules for what may change when a run resumes: one table with a rule for every configuration key.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another one than in the attempt that wrote the checkpoint."""
+    """A key whose value differs from that of the attempt that wrote the checkpoint."""
 
     key: str
     old: Any
@@ -71,7 +73,9 @@ class Change:
 
     @property
     def rule(self) -> str:
-        """What the table says of it; a section that is gone since has no entry."""
+        """The table's rule for the key. A key of a removed section, which has no entry, may change
+        and is printed.
+        """
         try:
             return rule(self.key)
         except KeyError:
@@ -82,7 +86,7 @@ class Change:
 
 
 def rule(key: str) -> str:
-    """The rule of a dotted key. Raises KeyError: the table has none."""
+    """Return the rule of a dotted key. Raises KeyError if the table has none."""
     words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
     for length in range(len(words), 0, -1):
         found = RULES.get(".".join(words[:length]))
@@ -92,9 +96,11 @@ def rule(key: str) -> str:
 
 
 def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
-    """What differs between the configuration in a checkpoint's manifest and this one, in the order of the keys.
+    """Return the differences between the configuration in a checkpoint's manifest and this one, in
+    the order of the keys.
 
-    A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
+    A key that an older manifest lacks counts as set to today's default, which is the behaviour of
+    the field when unset.
     """
     known = (
         {**written, "model": moved(written["model"], ModelConfig.moved)}
@@ -109,10 +115,11 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 
 def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
-    """Refuse what the table refuses.
+    """Refuse the changes that the table refuses.
 
     Raises:
-        ConfigError: a key has changed that must not; every such key is named, with the way out.
+        ConfigError: a key has changed that must not. The message names every such key and the way
+        out.
     """
     ways: dict[str, list[str]] = {}
     for change in found:
@@ -131,7 +138,9 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """As `check`, of the model alone, its RoPE's scaling aside: what taking over weights asks for."""
+    """Check the model section alone, without its RoPE scaling, as loading weights from another run
+    requires.
+    """
     check(
         checkpoint,
         [change for change in changes(written, config) if _WEIGHTS.match(change.key)],
@@ -140,7 +149,7 @@ def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig)
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it in YAML."""
+    """Return a value in the form that YAML uses."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -150,7 +159,9 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a section; lists of sections by their positions."""
+    """Yield (dotted key, value) of everything that is not a section; lists of sections are numbered
+    by position.
+    """
     if isinstance(values, dict) and values:
         items = list(values.items())
     elif isinstance(values, list) and values and isinstance(values[0], dict):
@@ -163,7 +174,7 @@ def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with what it lacks, in sections inside it too, from ``defaults``."""
+    """Return ``given`` with the missing keys, also of nested sections, taken from ``defaults``."""
     inner = {
         key: _completed(value, defaults[key])
         for key, value in given.items()

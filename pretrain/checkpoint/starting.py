@@ -1,4 +1,8 @@
-"""Where an attempt starts: at the run's own newest good checkpoint, at the weights of another, or anew; collective."""
+"""Decide how an attempt starts; collective.
+
+It starts from the run's own newest good checkpoint, from the weights of another checkpoint, or from
+new weights.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ _SAME_RUN = re.compile(
 
 @dataclass(frozen=True)
 class Start:
-    """A position, and the checkpoint to read for it (None: anew)."""
+    """A position in the run, and the checkpoint to read for it (None: start with new weights)."""
 
     progress: Progress
     found: Found | None = None
@@ -49,12 +53,15 @@ class Start:
 def find_start(
     parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints
 ) -> tuple[Start, Part]:
-    """The start of an attempt, and the stage that it is in; asked again after `Checkpoints.pass_over`, the next one.
+    """Return the start of an attempt and the stage that it is in.
+
+    Call it again after `Checkpoints.pass_over` to get the next candidate.
 
     facts, contents: of the data of all stages.
 
     Raises:
-        ConfigError: the configuration does not fit the checkpoint. StorageError: there are checkpoints, and none is good.
+        ConfigError: the configuration does not fit the checkpoint.
+        StorageError: checkpoints exist, and none is good.
     """
     own = checkpoints.newest()
     part = parts[min(own.progress.stage, len(parts) - 1) if own else 0]
@@ -101,10 +108,14 @@ def find_start(
 def _judged(
     own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints
 ) -> Iterator[None]:
-    """Check a checkpoint that may come from another run's mirror more strictly than the run's own; a refused one is removed.
+    """Check a checkpoint that was fetched from a mirror more strictly than a local one, and delete
+    a refused one.
+
+    A fetched checkpoint may belong to another run. Local checkpoints are not checked by this
+    context manager.
 
     Raises:
-        ConfigError: the block's own, or a setting differs that makes it another run.
+        ConfigError: the block's own error, or a setting differs that only another run can have.
     """
     fetched, mirror = own.path.parent == checkpoints.fetching, mirror_of(config)
     try:
@@ -143,7 +154,7 @@ def _judged(
 
 
 def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Contents:
-    """What the data of the stages up to this one hold."""
+    """Return the contents of the data of the stages up to and including ``part``."""
     if not part.name:
         return contents
     used = {
@@ -161,6 +172,9 @@ def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Conten
 
 
 def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
+    """Return the hash of everything that decides the samples of the stages up to and including
+    ``part``.
+    """
     held = {
         source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"
     }
@@ -171,7 +185,9 @@ def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
 
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
-    """Raises ConfigError where stages up to the checkpoint's own, which decide what it has read, are others now."""
+    """Raise ConfigError if stages up to the checkpoint's own have changed, since they decide which
+    samples it has read.
+    """
     same = own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents)
     if same and (not part.name or part.resumed(own.progress) == own.progress):
         return
@@ -182,10 +198,14 @@ def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Conte
 
 
 def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir: Path) -> Start:
-    """The start of a run that goes on from another's checkpoint: in its order of samples, or in one of its own where the data are others.
+    """Return the start of a run that continues from another run's checkpoint.
+
+    The fork continues the parent's order of samples if data, seed and packing are the same;
+    otherwise it draws a new order.
 
     Raises:
-        ConfigError: there is no such checkpoint, the configuration does not fit it, or nothing is left to do.
+        ConfigError: the checkpoint does not exist, the configuration does not fit it, or no steps
+        are left.
     """
     found = from_rank_0(lambda: _parent(config, run_dir))
     if found.manifest.get("contents") == WEIGHTS_ALONE:
@@ -226,7 +246,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
 
 
 def _parent(config: RunConfig, run_dir: Path) -> Found:
-    """The checkpoint that a fork begins at: the one that an earlier attempt of it began at, whatever came after it."""
+    """Return the checkpoint that a fork begins at: the one that its earlier attempts began at, even
+    if the parent has newer ones.
+    """
     record, fork = read_fork(run_dir), config.checkpoint.fork
     assert fork is not None
     if record and str(Path(fork).resolve()) not in (record["parent"], record["checkpoint"]):
@@ -240,6 +262,9 @@ def _parent(config: RunConfig, run_dir: Path) -> Found:
 
 
 def _check_is_wanted(config: RunConfig, own: Found) -> None:
+    """Raise ConfigError if ``checkpoint.resume`` is none, or if the checkpoint contains only
+    weights.
+    """
     if config.checkpoint.resume == "none":
         raise ConfigError(
             f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to continue, or another run_dir to start anew"
@@ -252,7 +277,10 @@ def _check_is_wanted(config: RunConfig, own: Found) -> None:
 
 
 def _trained_on(found: Found, contents: Contents) -> bool:
-    """Whether the training data are those of the checkpoint; an older manifest has one key of training and validation data together."""
+    """Return True if the training data are those of the checkpoint.
+
+    An older manifest has one key for training and validation data together, which is then compared.
+    """
     name = "training_data" if "training_data" in found.manifest else "data"
     return bool(found.manifest[name] == contents.keys[name])
 
@@ -265,6 +293,9 @@ def _check_resumable(
     contents: Contents,
     schedule: Schedule,
 ) -> None:
+    """Raise ConfigError if the data, a setting or the length of the run prevent a resume from the
+    checkpoint.
+    """
     if not _trained_on(found, contents):
         older = (
             ""
@@ -280,7 +311,9 @@ def _check_resumable(
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raises ConfigError where the checkpoint's order of samples has no such beginning of ``samples`` samples."""
+    """Raise ConfigError if an order of ``samples`` samples would not begin with the checkpoint's
+    order.
+    """
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:

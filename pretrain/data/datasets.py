@@ -1,7 +1,9 @@
-"""Batches from Megatron .bin/.idx files: megatron-core's GPTDataset and blends, an index cache keyed by content, an exact position.
+"""Batches from Megatron .bin/.idx files, with megatron-core's GPTDataset and blends, a
+content-keyed index cache, and an exact position.
 
-The order of training samples is a function of the data, the seed and the number of samples the order was drawn for; position ``n`` in it
-is all that a checkpoint has to remember. Knows no model.
+The order of training samples is a function of the data, the seed and the number of samples the
+order was drawn for. A checkpoint only needs the position ``n`` in it. This module does not depend
+on a model.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ _AHEAD = 16  # micro-batches that are asked of a store before they are used
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What GPTDataset asks of a tokenizer. No padding: sequences are cut from one stream, so no id may be taken for padding."""
+    """The part of a tokenizer that GPTDataset reads.
+
+    Sequences are cut from one stream without padding, so ``pad`` is not a valid id.
+    """
 
     vocab_size: int
     eod: int
@@ -62,10 +67,11 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for.
+    """The blends of a run.
 
-    ``reader`` reads what of them lies in stores, ``ends`` are the documents'. ``cache`` is the folder of their index, ``built``: it was
-    built just now.
+    train_samples: number of samples that the training order was drawn for. cache: folder of the
+    index. built: True if this call built it. reader: reader of the sources in stores. ends:
+    handling of document ends, see `Ends`.
     """
 
     train: GPTDataset
@@ -91,11 +97,12 @@ def build_datasets(
 ) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
-    ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index. ``needs``: source -> tokens
-    of each stage up to this one, which reads what the others left (`stage_documents`).
+    ``contents`` identifies the files' contents: a regenerated .bin at the same path never uses a
+    stale index. ``needs``: for each stage up to this one, source -> tokens; this stage reads
+    documents that the earlier ones left (`stage_documents`).
 
     Raises:
-        ConfigError: the index cache's place is wrong, or not to be written to.
+        ConfigError: the index cache's location is invalid or not writable.
         StorageError: a file system failed.
     """
     sizes = samples_of_splits(config, train_samples)
@@ -124,8 +131,11 @@ def build_datasets(
 
 @dataclass(frozen=True)
 class Ends:
-    """What a document's end, the token ``eod_id``, is to the model: whether documents are read apart, begin at position 0, and whether
-    what follows an end counts in the loss."""
+    """Effect of a document's end, the token ``eod_id``, on the model.
+
+    apart: each document is read separately. positions: each document begins at position 0. loss:
+    the prediction after an end counts in the loss.
+    """
 
     eod_id: int
     apart: bool
@@ -134,7 +144,7 @@ class Ends:
 
     @classmethod
     def of(cls, data: DataConfig, eod_id: int) -> Ends | None:
-        """As the configuration has it; None: nothing at all."""
+        """Return the document handling from the configuration, or None if ends have no effect."""
         apart = data.documents == "separate"
         made = cls(
             eod_id,
@@ -145,7 +155,12 @@ class Ends:
         return made if made.apart or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Leaves ends out of ``loss_mask``, of a batch on the CPU; ``context``, what mixers know of documents, on the device."""
+        """Remove ends from ``loss_mask`` in place if they do not count, and return the ``context``
+        for the model's mixers.
+
+        The batch is on the CPU, the context on ``device``. Returns {} if the mixers need no
+        context.
+        """
         ends, after = (
             batch["tokens"] == self.eod_id,
             batch["loss_mask"] == 0,
@@ -165,10 +180,12 @@ class Ends:
 
 
 class PackedGPTDataset(GPTDataset):
-    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first, shuffle_index has whole epochs.
+    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first;
+    shuffle_index contains complete epochs.
 
-    What is left of a sequence is padding, of token 0. Its labels do not count, and neither does the first token of a cut document's rest
-    behind another document's end: nobody could know it. ``apart``: it reads some of the source's documents alone.
+    The rest of a sequence is padding with token 0, whose labels do not count. The first token of a
+    cut document's continuation does not count either if it follows another document's end, since it
+    cannot be predicted. ``apart``: True if only some of the source's documents are read.
     """
 
     apart = False
@@ -218,12 +235,15 @@ class PackedGPTDataset(GPTDataset):
 
 
 def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
-    """The class of a source; one of its own where any lies in a store: Megatron writes the name on its index files."""
+    """Return the dataset class of the sources, a subclass of ``base`` if any source is in a store.
+
+    Megatron includes the class name in its index files' names.
+    """
     if not reader.urls:
         return base
 
     class StoredGPTDataset(base):
-        """Opens a URL where its files are kept, and reads its tokens from there."""
+        """Dataset that opens the local files of a URL and reads its tokens through ``reader``."""
 
         @staticmethod
         def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -237,11 +257,11 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
 
 
 def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[GPTDataset]:
-    """The class of a source of which each stage reads other documents."""
+    """Return the dataset class of a source of which each stage reads other documents."""
     taken = [{identity(prefix): tokens for prefix, tokens in need.items()} for need in needs]
 
     class StageGPTDataset(base):
-        """The documents of the last stage, of training."""
+        """Dataset of the last stage's training documents."""
 
         apart = True
 
@@ -272,7 +292,7 @@ def _fill(
     sizes: Sequence[int],
     say: Callable[[str], None],
 ) -> bool:
-    """Build the index where it is not there whole; whether that was so. Collective."""
+    """Build the index unless a complete one exists, and return True if it was built. Collective."""
     fault = from_rank_0(cache.fault)
     if fault is None:
         return False
@@ -293,7 +313,9 @@ def _fill(
 def _open(
     folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]
 ) -> list[Any]:
-    """Megatron's datasets of the three splits, their indices read from the folder, or built into it; collective."""
+    """Return Megatron's datasets of the three splits; collective. Their indices are read from the
+    folder or built into it.
+    """
     return BlendedMegatronDatasetBuilder(
         kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
     ).build()
@@ -309,7 +331,10 @@ def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | 
 
 
 def _ensure_helpers() -> None:
-    """Megatron's index builder is a C++ extension; wheels carry it, a source install compiles it once a host that lacks it; collective."""
+    """Compile Megatron's C++ index builder if it is missing; collective.
+
+    Wheels contain it. After a source install it is compiled once on each host that lacks it.
+    """
     for compiles in (
         torch.distributed.get_rank() == 0,
         os.environ.get("LOCAL_RANK", "0") == "0",
@@ -321,7 +346,9 @@ def _ensure_helpers() -> None:
 
 
 def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """The tokens of this context-parallel rank, and their positions; documents stay those of whole sequences."""
+    """Return the tokens of this context-parallel rank and their positions; documents remain those
+    of full sequences.
+    """
     cut = (
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_rank(),
@@ -333,7 +360,9 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
 
 
 def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
-    """Raises ConfigError where a batch on the CPU has an id outside the vocabulary: an embedding that is split would pass over it."""
+    """Raise ConfigError if a batch on the CPU has an id outside the vocabulary, which a sharded
+    embedding would silently ignore.
+    """
     size = dataset.config.tokenizer.vocab_size
     if all(
         least >= 0 and most < size
@@ -358,11 +387,12 @@ def batches(
     reader: StoreReader | None = None,
     ends: Ends | None = None,
 ) -> Iterator[Batch]:
-    """Endless micro-batches of this data-parallel rank from position ``first_sample`` on.
+    """Yield endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
-    Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r + d, r + 2d, ... so that the samples of a
-    step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length / CP]; loss_mask is float32.
-    ``reader``: the datasets', which then hears of samples before they are used. ``ends``: see `Ends.applied`.
+    Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r +
+    d, r + 2d, ... so that the samples of a step do not depend on the layout. Tensors are int64
+    [micro_batch_size, seq_length / CP]; loss_mask is float32. ``reader``: the datasets' reader,
+    which requests samples before they are used. ``ends``: see `Ends.applied`.
     """
     rank, size = (
         parallel_state.get_data_parallel_rank(),

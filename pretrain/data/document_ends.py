@@ -1,4 +1,6 @@
-"""Refuses data whose documents do not end in EOD, where the configuration finds documents by that token. No torch, no Megatron."""
+"""Refuse data whose documents do not end in EOD if the configuration finds documents by that token.
+No torch, no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ _EVERY, _DOCUMENTS = (
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
-    """Read the last tokens of about a hundred documents, spread over each source, at the boundaries that the .idx records.
+    """Read the last tokens of about a hundred documents, spread over each source, at the boundaries
+    that the .idx records.
+
+    Nothing is read unless documents are separate, positions restart at documents, or document ends
+    leave the loss.
 
     Raises:
-        ConfigError: one is not EOD, and documents are read apart, positions begin anew, or ends leave the loss.
+        ConfigError: a document's last token is not EOD.
     """
     data = config.data
     asked = {
@@ -42,7 +48,11 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
 
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
-    """(document, its last token): in blocks of `sample_ranges`, since of a .bin in a store these alone are here, and the last document."""
+    """Yield (document, its last token) for documents that end in blocks of `sample_ranges`, and for
+    the last document.
+
+    Of a .bin in a store only these blocks are local.
+    """
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size
         width = size // source.tokens

@@ -1,8 +1,10 @@
-"""What the data on disk says before anything starts: tokens, vocabulary, end-of-document id, identity. Reads headers and manifests.
+"""Facts about the data on disk that are known before anything starts: tokens, vocabulary,
+end-of-document id, identity.
 
-Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron. ``check_data`` reads a few bytes of each
-file, in every process and for every plan; ``check_contents`` reads whole .idx files and samples of .bin files, in one process of a run.
-Long, because each of its checks ends in a message of its own.
+Reads headers and manifests: the layout of Megatron's .idx files and data_prep's manifest.json; no
+torch, no Megatron. ``check_data`` reads a few bytes of each file, in every process and for every
+plan; ``check_contents`` reads entire .idx files and samples of .bin files, in one process of a run.
+Long, because each of its checks has a separate error message.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One .bin/.idx pair. The fields with a default are what the manifest beside it records, None where there is none."""
+    """One .bin/.idx pair. The optional fields are those that the manifest in its folder records,
+    None without a manifest.
+    """
 
     split: str
     key: str  # data.<split>.<n>.prefix
@@ -61,9 +65,10 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SourceContents:
-    """What a pair holds: the .idx's sha256; for the .bin, the manifest's sha256 of it, or without a manifest its size and a sample's hash.
+    """Identity of a pair's contents.
 
-    ``prefix`` is absolute, or a URL.
+    prefix: an absolute path, or a URL. idx_sha256: the .idx's SHA-256. bin: the manifest's SHA-256
+    of the .bin, or without a manifest its size and the hash of a sample.
     """
 
     split: str
@@ -74,13 +79,15 @@ class SourceContents:
 
 @dataclass(frozen=True)
 class Contents:
-    """What training and validation data hold, wherever they lie."""
+    """Identity of the contents of training and validation data, independent of their location."""
 
     sources: tuple[SourceContents, ...]
 
     @property
     def key(self) -> str:
-        """Identity of all the data, for the index cache and studies: hexadecimal, of the contents and the order of the sources alone."""
+        """Hexadecimal identity of all the data, for the index cache and studies, from the contents
+        and the order of the sources.
+        """
         told = "".join(
             f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
         )
@@ -88,14 +95,19 @@ class Contents:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What a checkpoint's manifest records: the key of all sources and, for a resume, that of the training sources alone."""
+        """Identities that a checkpoint's manifest records: of all sources and, for a resume, of the
+        training sources alone.
+        """
         training = Contents(tuple(source for source in self.sources if source.split == "train"))
         return {"data": self.key, "training_data": training.key}
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """All of a run's data. ``vocab_size`` and ``eod_id`` are the tokenizer's, None where nothing on disk tells them."""
+    """Facts about all of a run's data.
+
+    ``vocab_size`` and ``eod_id`` are the tokenizer's, None if no file on disk contains them.
+    """
 
     vocab_size: int | None
     eod_id: int | None
@@ -104,14 +116,16 @@ class DataFacts:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Split -> tokens of all its sources."""
+        """Number of tokens of all sources of each split."""
         return {
             split: sum(source.tokens for source in self.sources if source.split == split)
             for split in SPLITS
         }
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
-        """UTF-8 bytes of text a token stands for in a split of one source; None where no manifest tells, or where several are blended."""
+        """Return the mean UTF-8 bytes of text per token of a split, or None if no manifest records
+        it or the split has several sources.
+        """
         sources = [source for source in self.sources if source.split == split]
         if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
             return None
@@ -120,7 +134,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The part of manifest.json that is read here. tokenizer: its path, vocab_size, eod_id and sha256. splits: what is recorded of each."""
+    """The part of manifest.json that this module reads.
+
+    tokenizer: its path, vocab_size, eod_id and sha256. splits: the recorded values of each split.
+    """
 
     path: Path
     tokenizer: dict[str, Any]
@@ -130,7 +147,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """A tokenizer and the configuration key that it came by."""
+    """A tokenizer and the configuration key that names it."""
 
     key: str
     vocab_size: int
@@ -140,10 +157,13 @@ class _Tokenizer:
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """Reads the headers of every source and compares them with the manifests and the configuration; see `bring` of sources in stores.
+    """Read the headers of every source and compare them with the manifests and the configuration.
+
+    Files of sources in stores are copied first, see `bring`.
 
     Raises:
-        ConfigError: a file is missing, damaged or not what its manifest says; tokenizers differ, the vocabulary does not fit, or a source
+        ConfigError: a file is missing, damaged or differs from its manifest; tokenizers differ, the
+        vocabulary does not fit, or a source
             is shorter than one sequence.
         StorageError: a store does not answer.
     """
@@ -180,7 +200,8 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_contents(facts: DataFacts) -> Contents:
-    """Reads every .idx whole and a sample of every .bin (64 blocks of 64 KiB), and compares them with the manifests.
+    """Read every .idx completely and a sample of every .bin (64 blocks of 64 KiB), and compare them
+    with the manifests.
 
     Raises:
         ConfigError: a file is not the one that its manifest records.
@@ -216,12 +237,14 @@ def check_contents(facts: DataFacts) -> Contents:
 
 
 def index_bytes(facts: DataFacts) -> int:
-    """Size of all .idx files: what ``check_contents`` reads."""
+    """Return the size of all .idx files, which ``check_contents`` reads."""
     return sum(os.path.getsize(source.local + ".idx") for source in facts.sources)
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
-    """The configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the data where they are null."""
+    """Return the configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the
+    data if they are null.
+    """
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     tokenizer = (
         str(facts.tokenizer)
@@ -236,7 +259,7 @@ def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
 
 
 def any_on_disk(config: RunConfig) -> bool:
-    """Whether any file of any source exists here."""
+    """Return True if any file of any source exists locally."""
     cache = store_cache(config)
     prefixes = [
         local_prefix(source.prefix, cache)
@@ -248,7 +271,7 @@ def any_on_disk(config: RunConfig) -> bool:
 
 @contextmanager
 def _place_told(key: str, prefix: str) -> Iterator[None]:
-    """Says of which URL the files are that a ConfigError names."""
+    """Add the key and the URL of the source to a ConfigError that names only local files."""
     try:
         yield
     except ConfigError as error:
@@ -292,7 +315,9 @@ def _source_facts(
 
 
 def _check_merged(key: str, source: Source) -> None:
-    """Raises ConfigError where data_prep has begun to write the source's folder and not finished it."""
+    """Raise ConfigError if data_prep has begun to write the source's folder and has not finished
+    it.
+    """
     folder = Path(source.prefix).parent
     begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
     if begun:
@@ -303,7 +328,7 @@ def _check_merged(key: str, source: Source) -> None:
 
 
 def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
-    """What the manifest records of the pair."""
+    """Return the manifest's entry for the pair."""
     name = Path(source.prefix).name
     if name not in manifest.splits:
         known = ", ".join(manifest.splits) or "none"
@@ -315,7 +340,9 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """[start, end) of blocks spread evenly over a file of so many bytes; all of it up to 4 MiB."""
+    """Return [start, end) of blocks spread evenly over a file of ``size`` bytes. They cover a file
+    of up to 4 MiB completely.
+    """
     block = 1 << 16
     starts = (
         number * max(block, (size - block) // (SAMPLE_BLOCKS - 1))
@@ -325,7 +352,7 @@ def sample_ranges(size: int) -> list[tuple[int, int]]:
 
 
 def sample_digest(file: Path) -> str:
-    """Size and hash of a file's sample: the same after a copy, where a time stamp is not."""
+    """Return the size and hash of a file's sample, which a copy preserves, unlike a time stamp."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as stream:
         for start, end in sample_ranges(size):
@@ -349,7 +376,9 @@ def _missing_hint(prefix: str) -> str:
 
 
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
-    """(dtype, tokens, documents) from the ends of an .idx; no array is read through."""
+    """Return (dtype, tokens, documents) from the header and the last entries of an .idx, without
+    reading its arrays.
+    """
     with index.open("rb") as file:
         header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(_MAGIC):
@@ -383,7 +412,9 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """What data_prep recorded beside the data, None where there is no such file. Raises ConfigError where it is damaged."""
+    """Return data_prep's record of the data, or None if the file does not exist. Raises ConfigError
+    if it is damaged.
+    """
     if not path.is_file():
         return None
     try:
@@ -427,7 +458,7 @@ def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
 
 
 def _given_tokenizer(folder: Path) -> _Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
+    """Return the tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
@@ -459,7 +490,9 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
 
 
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
-    """The tokenizer of all sources; the first stands for all."""
+    """Return the tokenizer of all sources, or None without tokenizers. Raises ConfigError if they
+    differ.
+    """
     if not tokenizers:
         return None
     first = tokenizers[0]

@@ -1,4 +1,8 @@
-"""When the training order of a longer run begins with that of a shorter one, by megatron-core's arithmetic. Draws nothing, no torch."""
+"""Find out if the training order of a longer run begins with that of a shorter one, by
+megatron-core's arithmetic.
+
+Draws no order. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,10 @@ _APART = 0.80  # of a pass: a last pass with fewer samples is shuffled by itself
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """For each training source: the passes over it that an order of ``samples`` samples shuffles, and whether the last one is apart.
+    """Return for each training source the passes over it that an order of ``samples`` samples
+    shuffles, and if the last one is shuffled separately.
 
-    They decide the order: between two lengths with the same passes it is the same.
+    These numbers decide the order: two lengths with the same passes have the same order.
     """
     length, sources = config.data.seq_length, config.data.train
     weights = np.array([source.weight for source in sources], dtype=np.float64)
@@ -41,7 +46,9 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
-    """The most samples, from ``drawn`` up to ``wanted``, whose order begins with the one that was drawn for ``drawn`` samples."""
+    """Return the most samples, from ``drawn`` up to ``wanted``, whose order begins with the one
+    drawn for ``drawn`` samples.
+    """
     if (
         wanted <= drawn or config.data.packing == "best_fit"
     ):  # of which each pass has an order of its own

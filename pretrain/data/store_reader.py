@@ -1,4 +1,7 @@
-"""Ranges of .bin files in stores, for one rank: asked of `pretrain.data.store_client` ahead of their use. No torch."""
+"""Read ranges of .bin files in object stores, for one rank, ahead of their use. No torch.
+
+The ranges are requested from the process `pretrain.data.store_client`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ _PATIENCE = 600.0  # seconds that a range is tried for
 
 
 class StoreReader:
-    """The client's process, which starts with the first request, and what it was asked for; for one thread."""
+    """The client process, which starts with the first request, and the outstanding requests. For
+    use by one thread.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         sources = (*config.data.train, *config.data.valid)
@@ -36,12 +41,14 @@ class StoreReader:
         self.planned: list[Range] | None = None
 
     def local(self, url: str) -> str:
-        """The prefix by which its files are opened."""
+        """Return the local path prefix by which the files of ``url`` are opened."""
         return local_prefix(url, self.cache)
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """What is read meanwhile is zeros, and at the end it is asked for."""
+        """Context in which `read` returns zeros and records the ranges, which are requested when
+        the context ends.
+        """
         planned = self.planned = list[Range]()
         try:
             yield
@@ -50,7 +57,10 @@ class StoreReader:
         self._ask(planned)
 
     def read(self, wanted: Range) -> bytes:
-        """A range, best in the order in which it was planned. Raises StorageError: the store does not answer."""
+        """Return the bytes of a range. Raises StorageError if the store does not answer.
+
+        Reading is fastest in the order in which the ranges were planned.
+        """
         if self.planned is not None:
             self.planned.append(wanted)
             return bytes(wanted[2])
@@ -65,7 +75,7 @@ class StoreReader:
         return content
 
     def close(self) -> None:
-        """End the process, whatever it still does."""
+        """Kill the client process."""
         if self.process is not None:
             with self.process as process:
                 process.kill()
@@ -107,13 +117,15 @@ class StoreReader:
 
 
 class StoredFile:
-    """What megatron-core's IndexedDataset wants of a .bin."""
+    """A .bin file in a store, with the interface that megatron-core's IndexedDataset requires."""
 
     def __init__(self, reader: StoreReader, url: str) -> None:
         self.reader, self.number = reader, reader.urls.index(url)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
-        """[count] items from a place in bytes on. Raises StorageError (see `StoreReader.read`)."""
+        """Return ``count`` items [count] from byte ``offset`` on. Raises StorageError (see
+        `StoreReader.read`).
+        """
         length = int(count) * np.dtype(dtype).itemsize
         return np.frombuffer(
             self.reader.read((self.number, int(offset), length)) if length else b"", dtype
