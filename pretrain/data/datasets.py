@@ -133,8 +133,8 @@ def build_datasets(
 class Ends:
     """Effect of a document's end, the token ``eod_id``, on the model.
 
-    apart: each document is read separately. positions: each document begins at position 0. loss:
-    the prediction after an end counts in the loss.
+    The flags are, in their order: each document is read separately; each document begins at
+    position 0; the prediction after an end counts in the loss.
     """
 
     eod_id: int
@@ -185,7 +185,8 @@ class PackedGPTDataset(GPTDataset):
 
     The rest of a sequence is padding with token 0, whose labels do not count. The first token of a
     cut document's continuation does not count either if it follows another document's end, since it
-    cannot be predicted. ``apart``: True if only some of the source's documents are read.
+    cannot be predicted. A subclass of which stages read different documents packs only those in
+    ``indices``.
     """
 
     apart = False

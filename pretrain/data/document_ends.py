@@ -24,7 +24,7 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
     """Read the last tokens of about a hundred documents, spread over each source, at the boundaries
     that the .idx records.
 
-    Nothing is read unless documents are separate, positions restart at documents, or document ends
+    Reads no files unless documents are separate, positions restart at documents, or document ends
     leave the loss.
 
     Raises:

@@ -1,7 +1,5 @@
-"""Find out if the training order of a longer run begins with that of a shorter one, by
-megatron-core's arithmetic.
-
-Draws no order. No torch.
+"""Compare the training orders of a longer and a shorter run, by megatron-core's arithmetic, without
+drawing them. No torch.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ _APART = 0.80  # of a pass: a last pass with fewer samples is shuffled by itself
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """Return for each training source the passes over it that an order of ``samples`` samples
-    shuffles, and if the last one is shuffled separately.
+    """Return for each training source the passes that an order of ``samples`` samples shuffles, and
+    True if the last is shuffled separately.
 
     These numbers decide the order: two lengths with the same passes have the same order.
     """

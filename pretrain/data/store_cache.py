@@ -1,6 +1,7 @@
-"""Local copies of a source's files that are in a store: ``CACHE/<hash of its folder>/``. No torch.
+"""Local copies of the files of sources in stores: ``CACHE/<hash of the source's folder>/``. No
+torch.
 
-The source of a local path is used directly. The manifest, the tokenizer and the .idx are copied
+A source with a local path is used directly. The manifest, the tokenizer and the .idx are copied
 completely. The .bin is a sparse file: it contains the blocks of the manifest's sample and those
 that `pretrain.data.store_client` has cached.
 """

@@ -1,4 +1,6 @@
-"""Engines: who owns gradients, optimizer and the parallel schedule. The trainer knows this interface and no engine's insides."""
+"""Engines: the owners of gradients, optimizer and parallel schedule. The trainer uses only the
+interface defined in this module.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, equal on every rank."""
+    """Results of one optimizer step, equal on every rank."""
 
     loss: float  # mean over the step's tokens, nats
     grad_norm: float  # global, before clipping
@@ -29,7 +31,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where a step's time went on one rank, in seconds."""
+    """Times of a step on one rank, in seconds."""
 
     busy: float  # forward and backward passes, up to the moment when the gradients of all ranks are needed
     waiting: float  # reducing the gradients: waiting for the other ranks, and the transfer
@@ -44,16 +46,18 @@ AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager
 
 @contextmanager
 def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
-    """An `AroundUpdate` that does nothing."""
+    """Do nothing: the default `AroundUpdate`."""
     yield
 
 
 class Engine(Protocol):
     """A model, its optimizer and its layout.
 
-    around_update: put around every update, the gradients of all ranks summed (`unobserved`: nothing is). DeepSpeed updates one group of
-    parameters after another, each an update of its own here, and nothing where the gradient is not finite.
-    scales: what maps of 8-bit floats remember of earlier steps, which checkpoints have beside ``sharded_state`` (train.fp8=delayed).
+    around_update: context manager around every update, entered when the gradients of all ranks are
+    summed (default: `unobserved`). DeepSpeed updates one group of parameters after another, so it
+    enters once per group, and not if the gradient is not finite. scales: scaling history of the
+    8-bit maps from earlier steps, stored in checkpoints next to ``sharded_state``
+    (train.fp8=delayed).
     """
 
     around_update: AroundUpdate
@@ -68,27 +72,37 @@ class Engine(Protocol):
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
+        """Take one optimizer step over ``global_batch_size`` sequences; the learning rate is the
+        schedule's at ``samples_after``.
 
-        ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked once
-        for numbers that are summed over the ranks in the loss's all-reduce: before the update, but after it under DeepSpeed without
-        ``unwanted``.
+        ``timed``: also return this rank's times, which waits for the device and changes no number.
+        ``beside``: called once for numbers that are summed over the ranks in the loss's all-reduce;
+        before the update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
+        ``unwanted``: decides by loss and gradient norm if the update is skipped.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Mean loss over ``global_batches`` global batches, nats a token; no gradients."""
+        """Return the mean loss over ``global_batches`` global batches in nats per token, without
+        gradients.
+        """
 
     @property
     def models(self) -> list[Any]:
-        """This rank's bare model chunks."""
+        """This rank's model chunks without wrappers."""
 
     def sharded_state(self) -> dict[str, Any]:
-        """Model and optimizer as megatron.core.dist_checkpointing's sharded tensors: the same names and shapes from every engine."""
+        """Return model and optimizer as megatron.core.dist_checkpointing's sharded tensors; all
+        engines use the same names and shapes.
+        """
 
     def restore(
         self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
     ) -> None:
-        """Take over a checkpoint; ``read`` gives a dictionary of sharded tensors back with their values, as often as it is called."""
+        """Load a checkpoint. ``read`` returns a dictionary of sharded tensors with their values,
+        and may be called repeatedly.
+        """
 
     def close(self) -> None:
-        """After the last use: gives up what would keep the model, and with it its process groups and their threads, alive."""
+        """Release what keeps the model, and with it its process groups and their threads, alive.
+        Call it after the last use.
+        """

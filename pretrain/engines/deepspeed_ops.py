@@ -1,10 +1,12 @@
-"""What DeepSpeed compiles for itself, where, and in which state that is: told before a run fails by it or waits for it for ever.
+"""DeepSpeed's compiled operations: their folder, their state, and checks that run before a run
+fails or waits forever because of them.
 
-Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, where the optimizer is offloaded. It is not CUDA: it asks for a C++
-compiler, no nvcc. torch.utils.cpp_extension compiles it at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this very CPU
-(-march=native). Compiled or not, every start then runs ninja there and holds the file ``lock`` meanwhile, open as long as its owner lives
-(torch.utils.file_baton). A process that is killed then leaves the file, and whoever comes later waits until it is gone. This file itself
-imports no torch and no DeepSpeed.
+Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, if the optimizer is
+offloaded. It is not CUDA: it needs a C++ compiler, no nvcc. torch.utils.cpp_extension compiles it
+at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this exact CPU (-march=native). Compiled
+or not, every start then runs ninja in that folder and meanwhile holds the file ``lock``, which is
+open as long as its owner lives (torch.utils.file_baton). A killed process leaves the file, and
+every later process waits until it is gone. This module imports no torch and no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 
 
 class OpError(RuntimeError):
-    """An op that cannot be compiled or loaded, told in one line."""
+    """An op cannot be compiled or loaded; the message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
@@ -62,9 +64,11 @@ class OpError(RuntimeError):
 
 
 def prepare_environment() -> None:
-    """Tell DeepSpeed, before it is imported, by the environment: which accelerator there is, where ops lie, where ninja is.
+    """Set the environment that DeepSpeed reads when it is imported: the accelerator, the folder of
+    ops, and ninja's folder.
 
-    What is set already stays, ninja's folder comes last on PATH. DeepSpeed's logger says warnings alone by itself.
+    Variables that are already set remain; ninja's folder is appended to PATH. DeepSpeed's logger
+    prints only warnings by default.
     """
     os.environ.setdefault(
         "DS_ACCELERATOR", _accelerator()
@@ -78,12 +82,14 @@ def prepare_environment() -> None:
 
 
 def default_directory() -> Path:
-    """Where ops go unless TORCH_EXTENSIONS_DIR says otherwise: in the user's cache, a folder for each kind of machine and each environment.
+    """Return the folder of ops if TORCH_EXTENSIONS_DIR is unset: in the user's cache, one for each
+    kind of machine and each environment.
 
-    What another CPU, libc, Python or torch compiled may crash here; ninja compiles anew whenever the paths of the sources are others.
+    An op that was compiled with another CPU, libc, Python or torch may crash. ninja recompiles
+    whenever the paths of the sources differ.
 
     Raises:
-        OpError: the user has no home.
+        OpError: the user has no home directory.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):
@@ -105,13 +111,17 @@ def default_directory() -> Path:
 
 
 def extensions_directory() -> Path:
-    """The folder of compiled ops: TORCH_EXTENSIONS_DIR, or what `prepare_environment` makes of it."""
+    """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or the value that
+    `prepare_environment` gives it.
+    """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else default_directory()
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What -march=native depends on: the architecture and the instruction sets of the first core, sorted."""
+    """Return what -march=native depends on: the architecture and the instruction sets of the first
+    core, sorted.
+    """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -131,7 +141,9 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def file_system(path: Path) -> tuple[str, bool]:
-    """(type, whether other machines may see it, too) of the file system that will hold ``path``; ("unknown", True) without /proc."""
+    """Return (type, True if other machines may see it) of the file system for ``path``; ("unknown",
+    True) without /proc.
+    """
     try:
         mounts = (
             Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -164,12 +176,16 @@ def _version(distribution: str) -> str:
 
 
 def needed_ops(offload_optimizer: bool) -> list[str]:
-    """The ops that training loads."""
+    """Return the ops that training loads."""
     return ["cpu_adam"] * offload_optimizer
 
 
 def op_state(name: str) -> State:
-    """Whether an op is compiled. ``locked``: somebody compiles or loads it, or was killed doing so (`stale_lock` tells which)."""
+    """Return the state of an op.
+
+    ``locked``: a process compiles or loads it, or was killed while doing so (`stale_lock`
+    distinguishes these).
+    """
     folder = extensions_directory() / name
     if _came_with_deepspeed(name):
         return "built"
@@ -179,10 +195,11 @@ def op_state(name: str) -> State:
 
 
 def stale_lock(name: str) -> Path | None:
-    """The op's lock file where its owner is gone, else None.
+    """Return the op's lock file if its owner is gone, else None.
 
-    Sure where the owner could be seen, were it there: a process of ours on this machine would have the file open. Where it may live on
-    another machine or in another container, a lock counts as left behind when nothing in the folder has changed for `QUIET_SECONDS`.
+    The result is certain if this process would see the owner: a process of this user on this
+    machine has the file open. If the owner may live on another machine or in another container, a
+    lock counts as stale after `QUIET_SECONDS` without a change in the folder.
     """
     lock = extensions_directory() / name / "lock"
     for _ in range(3):  # torch closes the file a moment before it removes it
@@ -197,7 +214,9 @@ def stale_lock(name: str) -> Path | None:
 
 
 def lock_holders(name: str) -> list[int]:
-    """The processes of this machine that have the op's lock file open, as far as this user may see."""
+    """Return the processes of this machine that have the op's lock file open, as far as this user
+    may see them.
+    """
     try:
         held = (extensions_directory() / name / "lock").stat()
     except FileNotFoundError:
@@ -215,7 +234,9 @@ def lock_holders(name: str) -> list[int]:
 
 
 def remove_stale_lock(name: str) -> Path | None:
-    """Remove the op's lock file where `stale_lock` finds its owner gone; the file, or None where nothing was removed."""
+    """Remove the op's lock file if `stale_lock` finds its owner gone. Return the file, or None if
+    none was removed.
+    """
     lock = stale_lock(name)
     if lock is not None:
         lock.unlink(missing_ok=True)
@@ -223,6 +244,7 @@ def remove_stale_lock(name: str) -> Path | None:
 
 
 def _owner_would_be_seen(lock: Path) -> bool:
+    """Return True if a living owner of the lock would be visible to this process."""
     if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
         return False
     kind, shared = file_system(lock)
@@ -233,7 +255,9 @@ def _owner_would_be_seen(lock: Path) -> bool:
 
 
 def _linked(folder: Path, library: str) -> bool:
-    """Whether ninja finished the library: one that was killed halfway leaves the file, too, but no entry in its log."""
+    """Return True if ninja finished the library. A killed ninja may also leave the file, but no
+    entry in its log.
+    """
     try:
         log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -244,7 +268,9 @@ def _linked(folder: Path, library: str) -> bool:
 
 
 def _came_with_deepspeed(name: str) -> bool:
-    """Whether DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1), for the accelerator that it would take here."""
+    """Return True if DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1) for the
+    accelerator that it would use.
+    """
     found = find_spec("deepspeed")
     if found is None or found.origin is None:
         return False
@@ -268,10 +294,11 @@ def _came_with_deepspeed(name: str) -> bool:
 
 
 def check_ops(offload_optimizer: bool) -> str | None:
-    """One line about what would keep training from starting, and what to do about it; None where nothing does.
+    """Return one line on what would prevent training from starting and how to fix it, or None.
 
-    An op that is merely not compiled yet is no obstacle: the first start compiles it, in one to five minutes. Nor is another version of the
-    CUDA toolkit than torch's: of the ops needed here none is compiled by nvcc.
+    An op that is not compiled yet is no obstacle: the first start compiles it, in one to five
+    minutes. Another version of the CUDA toolkit than torch's is no obstacle either: none of the ops
+    that training needs is compiled by nvcc.
     """
     if find_spec("deepspeed") is None:
         return f"DeepSpeed is not installed: {INSTALL}"
@@ -282,12 +309,12 @@ def check_ops(offload_optimizer: bool) -> str | None:
 
 
 def compiler() -> str:
-    """The C++ compiler that torch calls."""
+    """Return the C++ compiler that torch calls."""
     return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
 
 
 def lacks_compiler() -> str | None:
-    """What is missing for compiling C++ for Python, and what to do; None where all is there."""
+    """Return what is missing for compiling C++ for Python and how to install it, or None."""
     if shutil.which(compiler()) is None:
         return f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or name one with CXX=/path/to/g++"
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -297,7 +324,7 @@ def lacks_compiler() -> str | None:
 
 
 def lacks_ninja() -> str | None:
-    """What to do where there is no ninja, on PATH or beside this interpreter; None where there is."""
+    """Return how to install ninja if it is neither on PATH nor next to this interpreter, or None."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
         return None
@@ -305,7 +332,9 @@ def lacks_ninja() -> str | None:
 
 
 def cannot_write(directory: Path) -> str | None:
-    """Why the folder of ops cannot be used, and what to do; None where it can: it is made where it is not there."""
+    """Return why the folder of ops cannot be used and how to fix it, or None. Creates the folder if
+    it is missing.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -315,12 +344,13 @@ def cannot_write(directory: Path) -> str | None:
 
 
 def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
-    """Compile an op and load it once, in a process of its own; seconds, a few where it was compiled already.
+    """Compile an op and load it once, in a separate process. Return the seconds, which are few if
+    it was compiled already.
 
-    waiting: called about once a second with the seconds so far.
+    waiting: called about once per second with the seconds so far.
 
     Raises:
-        OpError: what stands in the way; the compiler's first error, and where all that it said is.
+        OpError: the obstacle, or the compiler's first error with the path of its full output.
     """
     obstacle = (
         check_ops(offload_optimizer=False) if find_spec("deepspeed") is None else _obstacle(name)
@@ -383,7 +413,7 @@ def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Interrupted: let the child remove its lock."""
+    """Stop the child after an interrupt, with time to remove its lock."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         try:

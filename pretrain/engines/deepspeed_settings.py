@@ -1,7 +1,8 @@
-"""What the run's configuration means to DeepSpeed: what it cannot do, and the configuration it is given. No torch, no deepspeed.
+"""Translate the run's configuration for DeepSpeed, and list what DeepSpeed cannot do. No torch, no
+deepspeed.
 
-DeepSpeed's file (``engine.deepspeed.file``) lies under the typed keys, and both under what the run's other sections say: those decide, and
-every difference is told.
+The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and the run's other sections
+override both. Every difference is logged.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _ZERO = (
 
 
 def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Everything that the run's engine cannot do, from the configuration alone: each thing with the nearest setting that works.
+    """Yield an error text for everything that the run's engine cannot do, from the configuration
+    alone, with the nearest setting that works.
 
     Raises:
         ConfigError, StorageError: see `read_file`.
@@ -99,11 +101,11 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def read_file(config: RunConfig) -> dict[str, Any]:
-    """``engine.deepspeed.file``'s mapping, empty without one.
+    """Return the mapping in ``engine.deepspeed.file``, empty without a file.
 
     Raises:
-        ConfigError: no such file, not JSON, or a top-level key that this engine does not pass on.
-        StorageError: a file system failed.
+        ConfigError: the file does not exist, is not JSON, or has a top-level key that this engine
+        does not pass on. StorageError: a file system failed.
     """
     name = config.engine.deepspeed.file
     if name is None:
@@ -131,9 +133,10 @@ def read_file(config: RunConfig) -> dict[str, Any]:
 def deepspeed_config(
     config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise, what is not used.
+    """Return DeepSpeed's configuration, and log lines for every key of the user's file that the run
+    overrides and every setting without effect.
 
-    parameters: elements that one rank's whole model holds, which no bucket need exceed.
+    parameters: number of elements of one rank's model, the upper limit of a useful bucket size.
     """
     ours = _ours(config, data_parallel, parameters=parameters, cuda=cuda)
     theirs = read_file(config)
@@ -151,6 +154,7 @@ def deepspeed_config(
 
 
 def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> dict[str, Any]:
+    """Return the part of DeepSpeed's configuration that the run decides."""
     engine, train, settings = config.engine, config.train, config.engine.deepspeed
     bf16 = train.precision == "bf16"
     bucket = max(2, min(BUCKET, parameters + parameters % 2))
@@ -191,7 +195,11 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, there, here) of what the run decides and the file says otherwise; "auto", which means "as the run says", is no difference."""
+    """Return (key, the file's value, the run's value) for each key that the run decides and the
+    file sets to another value.
+
+    The file's value "auto" leaves the decision to the run and is no difference.
+    """
     found = []
     for key in _OURS:
         there, here = _at(theirs, key), _at(ours, key)
@@ -209,12 +217,14 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str
 
 
 def _at(values: dict[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, or None."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None  # type: ignore[assignment]
     return values
 
 
 def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping ``under`` overridden by ``over``, recursively, without the values "auto"."""
     merged = {key: value for key, value in under.items() if value != "auto"}
     for key, value in over.items():
         merged[key] = (

@@ -1,4 +1,6 @@
-"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules. Knows no run directory and no logger."""
+"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules.
+Independent of run directory and logger.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _STATE = ("params", "step")  # what of an optimizer's group is no setting
 
 
 class MegatronEngine:
-    """The run's model under Megatron-core's DDP, optimizer and schedules. See :class:`pretrain.engines.Engine`."""
+    """The run's model under Megatron-core's DDP, optimizer and schedules. See
+    :class:`pretrain.engines.Engine`.
+    """
 
     def __init__(self, config: RunConfig, schedule: Schedule, *, draw: bool = True) -> None:
         self.config = config
@@ -84,7 +88,7 @@ class MegatronEngine:
 
     @property
     def models(self) -> list[GPTModel]:
-        """This rank's bare model chunks."""
+        """This rank's model chunks without wrappers."""
         return [chunk.module for chunk in self.chunks]
 
     def train_step(
@@ -96,7 +100,9 @@ class MegatronEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+        """Take one optimizer step. A non-finite loss or gradient on any rank skips the update on
+        every rank.
+        """
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
         for chunk in self.chunks:
@@ -122,7 +128,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Mean loss in nats a token over ``global_batches`` global batches."""
+        """Return the mean loss in nats per token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
         loss, _, _ = summed_over_ranks(
@@ -133,7 +139,7 @@ class MegatronEngine:
         return loss
 
     def sharded_state(self) -> dict[str, Any]:
-        """Sharded tensors named layer by layer, so that any layout can read them."""
+        """Return sharded tensors named layer by layer, so that any layout can read them."""
         state = self._model_state()
         if self.split is None:
             return {
@@ -145,7 +151,9 @@ class MegatronEngine:
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
-        """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
+        """Load the weights, then the optimizer. With model_only the optimizer's main parameters are
+        copied from the weights.
+        """
         asked = self._model_state()
         if not model_only and self.split is None:
             asked["optimizer"] = self.optimizer.sharded_state_dict(
@@ -175,7 +183,9 @@ class MegatronEngine:
                 fuse(each.optimizer)
 
     def close(self) -> None:
-        """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
+        """Remove this engine from the model's configuration, which DDP's hooks hold from C++, so
+        that no collector finds the reference cycle.
+        """
         self.settings.finalize_model_grads_func = None
 
     @cached_property
@@ -188,7 +198,9 @@ class MegatronEngine:
         }
 
     def _whole_parts(self) -> Iterator[Held]:
-        """Of the optimizer that is not split: every parameter of this rank, with its gradient."""
+        """Yield every parameter of this rank with its gradient, for the optimizer that is not
+        split.
+        """
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)
@@ -256,7 +268,9 @@ class MegatronEngine:
         return made
 
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: what this rank updates of each parameter."""
+        """Replace AdamW by Muon over the tensors that Megatron has created for this rank's part of
+        each parameter.
+        """
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
@@ -286,7 +300,7 @@ class MegatronEngine:
         optimizer.optimizer.connect(self.config.model, all_parts[group.rank()], all_parts=all_parts)
 
     def _connect_schedule(self) -> None:
-        """Megatron's pipeline schedules find their hooks in the model's configuration."""
+        """Set the hooks that Megatron's pipeline schedules read from the model's configuration."""
         layout = self.config.parallel
         self.settings.grad_scale_func = None
         self.settings.finalize_model_grads_func = self._reduce
@@ -306,7 +320,9 @@ class MegatronEngine:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """Megatron's reduction of the gradients, its beginning and end noted on the compute stream in a timed step."""
+        """Reduce the gradients with Megatron's function; in a timed step record its beginning and
+        end on the compute stream.
+        """
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
         finalize_model_grads(
@@ -326,7 +342,9 @@ class MegatronEngine:
     def _run(
         self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool
     ) -> list[torch.Tensor]:
-        """All micro-batches of a step through the pipeline; on its last stage their reports ``[sum of losses, tokens]``."""
+        """Run all micro-batches of a step through the pipeline; the last stage returns their
+        reports ``[sum of losses, tokens]``.
+        """
         streams: Any = batches
         if len(self.chunks) > 1:
             replay = _Replay(batches, len(self.chunks))
@@ -343,9 +361,11 @@ class MegatronEngine:
         return [report["loss"] for report in reports]
 
     def _squares(self) -> torch.Tensor | float:
-        """This rank's part of the gradient's squared norm, in float64; replicas of a gradient that is not split count once.
+        """Return this rank's part of the gradient's squared norm in float64; replicas of a gradient
+        that is not split count once.
 
-        Upstream's own norm (clip_grads.py:54, 0.16.1) has an all-reduce in fp32 of its own, and the host wait for it.
+        Upstream's own norm (clip_grads.py:54, 0.16.1) needs a separate all-reduce in fp32, for
+        which the host waits.
         """
         gradients = [
             one
@@ -370,7 +390,11 @@ class MegatronEngine:
 
 
 def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
-    """Have a layer wait for all its weights. Megatron waits for those of each module that is called; an update reads its parts'."""
+    """Make every layer wait for all its weights before its forward pass.
+
+    Megatron waits for the weights of each module that is called, but an update reads the weights of
+    its submodules without calling them.
+    """
 
     def wait(layer: torch.nn.Module, _: Any) -> None:
         for parameter in layer.parameters():
@@ -382,7 +406,9 @@ def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
 
 
 def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
-    """(rank, parameter, start, numel) of the distributed optimizer: each data-parallel rank has an equal share of each bucket."""
+    """Yield (rank, parameter, start, numel) of the distributed optimizer: each data-parallel rank
+    has an equal share of each bucket.
+    """
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // replicas
@@ -396,7 +422,9 @@ def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Param
 
 
 class _SplitState:
-    """The state of Megatron's distributed optimizer, whose own ways to a checkpoint gather it (distrib_optimizer.py:1404, 0.16.1)."""
+    """The state of Megatron's distributed optimizer. Megatron's own checkpoint functions gather it
+    (distrib_optimizer.py:1404, 0.16.1).
+    """
 
     def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
         (self.optimizer,) = optimizer.chained_optimizers
@@ -409,12 +437,14 @@ class _SplitState:
         }
 
     def held(self) -> Iterator[Held]:
-        """This rank's parts of the parameters, of a fresh optimizer too."""
+        """Return this rank's parts of the parameters, also of a new optimizer."""
         self._prepare()
         return (part for part, _ in self._parts())
 
     def parts(self) -> Iterator[Held]:
-        """As `held`, with their gradients; a fresh optimizer's have no moments."""
+        """Return the parts as `held` does, with their gradients; those of a new optimizer have no
+        moments.
+        """
         return (replace(part, gradient=main.grad) for part, main in self._parts())
 
     def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
@@ -428,13 +458,15 @@ class _SplitState:
                 yield Held(place, elements.start, len(elements), tensors), state["param"]
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters, with their step."""
+        """Return the optimizer's groups without their parameters, with their step."""
         self._prepare()
         groups: list[dict[str, Any]] = self.optimizer.state_dict()["optimizer"]["param_groups"]
         return groups
 
     def take_step(self, step: float) -> None:
-        """Adam's count of steps: each tensor's own in torch's, the groups' in TE's and apex's."""
+        """Set Adam's step count: one per tensor in torch's Adam, one per group in Transformer
+        Engine's and apex's.
+        """
         for group in self.adam.param_groups:
             if "step" in group:
                 group["step"] = int(step)
@@ -454,13 +486,14 @@ class _SplitState:
 
 
 class _Replay:
-    """One stream of micro-batches read by several model chunks of a rank, each at its own pace."""
+    """One stream of micro-batches that several model chunks of a rank read independently."""
 
     def __init__(self, batches: Iterator[Batch], readers: int) -> None:
         self.batches = batches
         self.waiting: list[list[Batch]] = [[] for _ in range(readers)]
 
     def stream(self, reader: int) -> Iterator[Batch]:
+        """Yield the micro-batches for one model chunk."""
         while True:
             if not self.waiting[reader]:
                 batch = next(self.batches)
@@ -470,14 +503,16 @@ class _Replay:
 
 
 def _whole(state: dict[str, Any]) -> Any:
-    """The model's part of a state as the plain optimizer wants it."""
+    """Return the model's part of a state in the form that the plain optimizer requires."""
     return state["model0"] if len(state) == 1 else dict(state)
 
 
 def _divide(model: list[Any], tokens: torch.Tensor) -> None:
-    """Gradients by the step's tokens, which the pipeline's last stage knows, where there are some.
+    """Divide the gradients by the step's number of tokens, at least 1, which the pipeline's last
+    stage provides.
 
-    Upstream (finalize_model_grads.py:495, 0.16.1) asks on the host whether there are, for which it waits in every step.
+    Upstream (finalize_model_grads.py:495, 0.16.1) checks on the host if tokens exist, for which it
+    waits in every step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
@@ -503,7 +538,9 @@ def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, A
 def _loss(
     batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
+    """Return (sum of losses, number of tokens, report). Megatron divides gradients by the tokens of
+    the entire step at any layout.
+    """
     total, tokens = summed_loss(losses, batch)
     return (
         poisoned(total),

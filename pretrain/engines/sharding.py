@@ -1,9 +1,12 @@
-"""What a rank holds of a model's optimizer, as Megatron's sharded tensors: nothing is gathered to write it, and it is read in place.
+"""This rank's part of a model's optimizer as Megatron's sharded tensors, written without gathering
+and read in place.
 
-Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's ZeRO) give a rank ranges of flattened
-parameters. A range of a tensor of n dimensions is at most 2n - 1 boxes of it: the rest of a row, whole rows, the beginning of another. Each
-box is contiguous in memory and is written as a part of the whole tensor, ``optimizer.state.<one of STATE>.<weight's name>`` in fp32. So the
-names and shapes are those of the model, and any engine at any layout reads any other's: of every tensor the parts that meet its own boxes.
+Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's
+ZeRO) give a rank ranges of flattened parameters. A range of a tensor of n dimensions consists of at
+most 2n - 1 boxes: the rest of a row, complete rows, the beginning of another row. Each box is
+contiguous in memory and is written as a shard of the full tensor, ``optimizer.state.<one of
+STATE>.<weight's name>`` in fp32. So the names and shapes are those of the model, and any engine at
+any layout reads any other's checkpoint: of every tensor the shards that overlap its own boxes.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ Read = Callable[
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
+    """This rank's part of a parameter: ``numel`` elements of the flattened parameter from ``start``
+    on.
 
-    place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by those of STATE's names that the optimizer
-    keeps of it, flat, fp32, at least ``numel`` long, views into the optimizer's own. gradient: likewise, while an update has it, times
-    ``clipped``.
+    place: the parameter's place in the checkpoint, with the replica id of this part. tensors: the
+    optimizer's tensors by their names in STATE, as far as it has them; flat, fp32, at least
+    ``numel`` long, views into the optimizer's own. gradient: likewise, during an update, already
+    multiplied by ``clipped``.
     """
 
     place: ShardedTensor
@@ -51,7 +56,9 @@ class Held:
 def places(
     model: GPTModel, group: torch.distributed.ProcessGroup
 ) -> dict[torch.nn.Parameter, ShardedTensor]:
-    """Every parameter's place in the checkpoint, without its values; while the model's parameters are still whole."""
+    """Return every parameter's place in the checkpoint, without its values. Call it before the
+    parameters are sharded.
+    """
     found = {}
     for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():
         if isinstance(entry, ShardedTensor):
@@ -62,7 +69,7 @@ def places(
 
 
 def only_here(place: ShardedTensor) -> ShardedTensor:
-    """The place of what no other data-parallel rank holds: its replica id is the first one's."""
+    """Return the place with the replica id 0, for data that no other data-parallel rank holds."""
     return (
         replace(place, replica_id=(*place.replica_id[:-1], 0))
         if isinstance(place.replica_id, tuple)
@@ -71,7 +78,9 @@ def only_here(place: ShardedTensor) -> ShardedTensor:
 
 
 def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint holds of an optimizer: all that is held, in parts to be written; ``groups``: its groups without parameters."""
+    """Return a checkpoint's optimizer section: this rank's parts as shards to write, and the groups
+    without their parameters.
+    """
     held = list(held)
     largest = largest_part(held)
     return {
@@ -85,7 +94,11 @@ def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[
 def read_optimizer(
     read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint into what is held, in place; returns all that was read, ``beside`` it too, and the groups (`optimizer_state`)."""
+    """Read a checkpoint's optimizer into this rank's parts, in place.
+
+    Returns everything that was read, including the groups (`optimizer_state`). ``beside``: other
+    entries to read in the same call.
+    """
     asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
     targets = {
         number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
@@ -104,11 +117,14 @@ def read_optimizer(
 
 
 def largest_part(held: Iterable[Held]) -> int:
-    """Elements of the largest part to write of what a rank holds."""
+    """Return the number of elements of the largest shard to write of a rank's parts."""
     return max(_SMALLEST_PART, sum(one.numel for one in held) // _PARTS_OF_A_RANK)
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
+    """Return the shards of each of the optimizer's tensors, none with more than ``largest``
+    elements.
+    """
     named = {
         name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}")
         for name in held.tensors
@@ -122,7 +138,9 @@ def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
 def parts(
     place: ShardedTensor, start: int, flat: torch.Tensor, largest: int
 ) -> dict[int, ShardedTensor]:
-    """The elements from ``start`` on of the tensor at ``place``, flattened, as parts of it: views into ``flat``."""
+    """Return the elements from ``start`` on of the flattened tensor at ``place`` as shards, which
+    are views into ``flat``.
+    """
     assert not place.prepend_axis_num
     found, position = {}, 0
     for number, (offset, shape) in enumerate(
@@ -145,9 +163,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its size
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterator[Box]:
-    """The elements [start, end) of a flattened tensor as boxes of it, in the order of memory; none has more than ``largest`` elements.
+    """Yield the elements [start, end) of a flattened tensor as boxes, in the order of memory, none
+    with more than ``largest`` elements.
 
-    But for that limit they are at most 2n - 1 of n dimensions; a row of a matrix is cut by the same rule.
+    Without that limit n dimensions give at most 2n - 1 boxes. A row of a matrix is cut by the same
+    rule.
     """
     if start >= end:
         return

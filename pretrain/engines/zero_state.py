@@ -1,7 +1,9 @@
-"""ZeRO's weights and optimizer state as Megatron's sharded tensors and back, in the model's own shapes.
+"""Convert ZeRO's weights and optimizer state to Megatron's sharded tensors and back, in the model's
+own shapes.
 
-What is written is what the Megatron engine writes: ``<name>`` in the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32,
-steps and rates in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size resumes any other's.
+The format is that of the Megatron engine: ``<name>`` in the training precision,
+``optimizer.state.<one of STATE>.<name>`` in fp32, steps and learning rates in the common part. So
+either engine resumes the other's checkpoint, and any stage, DP and TP size resumes any other's.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ PIECE = 2**28  # elements of whole weights that are read at a time
 class ZeroState:
     """The state of one DeepSpeed engine of any stage.
 
-    Collectives over the data-parallel group: all of its ranks call the same methods. Stage 0's optimizer is torch's own, over the model's
-    parameters themselves.
+    Methods are collective over the data-parallel group: all of its ranks call the same ones. The
+    optimizer of stage 0 is torch's own, over the model's parameters themselves.
     """
 
     def __init__(self, engine: Any, weights: dict[torch.nn.Parameter, ShardedTensor]) -> None:
@@ -46,11 +48,11 @@ class ZeroState:
 
     @property
     def adam(self) -> torch.optim.Optimizer:
-        """The optimizer that does the arithmetic."""
+        """The inner optimizer, which computes the update."""
         return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer
 
     def prepare(self) -> None:
-        """Give a fresh optimizer its zero state, which AdamW makes at its first step."""
+        """Create a new optimizer's zero state, which AdamW otherwise creates at its first step."""
         for flat in self.flat():
             state = self.adam.state[flat]
             if not state:
@@ -58,7 +60,9 @@ class ZeroState:
                 state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
 
     def connect(self, model: ModelConfig) -> None:
-        """Tell Muon, where it is the optimizer, which parts of its weights this rank updates. Collective."""
+        """If the optimizer is Muon, pass it the parts of its weights that this rank updates.
+        Collective.
+        """
         if isinstance(self.adam, Muon):
             numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))
             parts = [
@@ -72,7 +76,9 @@ class ZeroState:
         return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
-        """Weights and optimizer state, what this rank holds of them: of its fp32 weights the weights are made."""
+        """Return this rank's part of weights and optimizer state; the weights are cast from the
+        fp32 weights.
+        """
         self.prepare()
         held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
         largest = largest_part(held.values())
@@ -85,7 +91,9 @@ class ZeroState:
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters, with their step, as Megatron's optimizer stores them."""
+        """Return the optimizer's groups without their parameters, with their step, in the form that
+        Megatron's optimizer stores.
+        """
         defaults = {
             key: value
             for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items()
@@ -108,7 +116,10 @@ class ZeroState:
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
-        """Read the state in place, and the weights PIECE elements at a time; without a state the fp32 weights are the weights."""
+        """Read the optimizer state in place, and the weights about PIECE elements at a time.
+
+        model_only: read only the weights, and copy them to the fp32 weights.
+        """
         self.prepare()
         for piece in self._pieces():
             given = read(
@@ -132,9 +143,11 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """DeepSpeedCPUAdam's bias correction is a running product inside it, which a new one lacks: last bits would be others.
+        """Repeat the steps of DeepSpeedCPUAdam on one number, to restore its bias correction
+        exactly.
 
-        So it does its steps again, on one number.
+        The correction is a running product inside the optimizer. A new optimizer lacks it, and
+        would change the last bits of every update.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
@@ -153,6 +166,7 @@ class ZeroState:
                 )
 
     def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
+        """Yield lists of parameters of at most PIECE elements together, or one larger parameter."""
         piece: list[torch.nn.Parameter] = []
         room = PIECE
         for parameter, place in self.weights.items():
@@ -164,7 +178,7 @@ class ZeroState:
         yield piece
 
     def flat(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer updates on this rank."""
+        """Return the tensors that the optimizer updates on this rank."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
@@ -177,13 +191,15 @@ class ZeroState:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
-        """Adam's count of steps: a number for DeepSpeed's Adam, a tensor on the parameters' device for torch's, which is fused."""
+        """Return Adam's step count: an int for DeepSpeed's Adam, a tensor on the parameters' device
+        for torch's fused one.
+        """
         if not isinstance(self.adam, torch.optim.AdamW):
             return int(value)
         return torch.tensor(value, dtype=torch.float32, device=flat.device)
 
     def held(self, parameter: torch.nn.Parameter) -> Held | None:
-        """This rank's part of a parameter, None where it holds none."""
+        """Return this rank's part of a parameter, or None if it holds none."""
         part, place = self._part(parameter), self.weights[parameter]
         if part is None:
             return None
@@ -200,7 +216,11 @@ class ZeroState:
         return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
 
     def updating(self, clipped: float) -> Iterator[Held]:
-        """This rank's parts of what the optimizer has been given to update: DeepSpeed gives it a group at a time, its gradients clipped."""
+        """Yield this rank's parts of the parameters in the optimizer's current groups.
+
+        DeepSpeed gives the optimizer one group at a time, with gradients that it has multiplied by
+        ``clipped``.
+        """
         given = {id(flat) for group in self.adam.param_groups for flat in group["params"]}
         for parameter in self.weights:
             part = self._part(parameter)
@@ -208,7 +228,11 @@ class ZeroState:
                 yield replace(held, clipped=clipped)
 
     def _part(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int, int, int] | None:
-        """The optimizer's tensor that holds this rank's part of a parameter, where the part starts in this, its size, where in that."""
+        """Return the location of this rank's part of a parameter, or None if it has none.
+
+        Returns (the optimizer's tensor that contains it, its start in the flattened parameter, its
+        size, its offset in the optimizer's tensor).
+        """
         optimizer, place = self.engine.optimizer, self.weights[parameter]
         if not self.stage:
             flat, start, offset, numel = parameter, 0, 0, parameter.numel()
@@ -229,6 +253,9 @@ class ZeroState:
     def _take(
         self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool
     ) -> None:
+        """Copy a full weight into the model's parameter, and into this rank's fp32 weights if
+        ``with_main``.
+        """
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters
 
