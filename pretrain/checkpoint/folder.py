@@ -25,11 +25,13 @@ from fem_common.files import sha256, sync_file, sync_folder, write_whole
 from pretrain.checkpoint.manifest import NewerVersion, fault
 
 MANIFEST = "manifest.json"
-HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
-PARTS = "parts.json"  # file -> where a tensor's archive begins in it -> XXH3-64 of the tensor's bytes; older checkpoints have none
-TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
-MIRROR_STATE = "mirror.json"  # in a run directory: how far its mirror is
-WRITING = ".writing_"  # what the names of folders begin with while they are written
+HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of its bytes, computed while it is written
+# File -> offset of a tensor's archive -> XXH3-64 of the tensor's bytes; older checkpoints have
+# none.
+PARTS = "parts.json"
+TENSORS = ".distcp"  # suffix of tensor files, which contain their own checksums
+MIRROR_STATE = "mirror.json"  # in a run directory: the state of its mirror
+WRITING = ".writing_"  # prefix of the names of folders that are being written
 _STEP = re.compile(r"step_(\d{8,})$")
 _BLOCK = 8 * 2**20
 Say = Callable[[str], None]
@@ -55,14 +57,13 @@ class Progress:
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
     rewound: tuple[int, ...] = ()
-    passed_over: int = (
-        0  # samples of the order that nothing was learnt from, going back from spikes
-    )
-    begin_step: int = 0  # where the run begins: the step of a fork's parent
-    begin_samples: int = 0  # consumed until then
-    order_begin: int = 0  # consumed before the first sample of the order
-    stage: int = 0  # from 0 on
-    drawn: str = ""  # a hash of what decides the stage's samples; empty: no stages
+    # Samples of the order that were passed over, going back from spikes.
+    passed_over: int = 0
+    begin_step: int = 0  # first step of the run: the step of a fork's parent
+    begin_samples: int = 0  # samples consumed before begin_step
+    order_begin: int = 0  # samples consumed before the first sample of the order
+    stage: int = 0  # index from 0
+    drawn: str = ""  # hash of everything that decides the stage's samples; empty without stages
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     def begun(self, before: int, length: int) -> Progress:
@@ -113,9 +114,8 @@ class Found:
     def progress(self) -> Progress:
         """The trainer's state that the manifest records."""
         told = self.manifest["progress"]
-        begin = (
-            [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
-        )  # all that an older checkpoint knows
+        # An older manifest records only this one change.
+        begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
         told = told | {
             "batch_changes": tuple(
                 (step, samples) for step, samples in told.get("batch_changes", begin)
@@ -166,7 +166,7 @@ def damage(path: Path) -> str | None:
         for name, expected in manifest["sha256"].items():
             if sha256(path / name) != expected:
                 return f"{name} does not match the hash recorded when it was saved"
-    except FileNotFoundError:  # its run deletes it at this moment
+    except FileNotFoundError:  # its run is deleting it
         return f"{name} is missing"
     return None
 
@@ -274,11 +274,10 @@ def find(path: Path) -> Found:
             return found
     if damaged:
         step, wrong = next(iter(damaged.items()))
-        raise ConfigError(
-            f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})"
-        )
+        raise ConfigError(f"{path} has no good checkpoint: checkpoint {step} is damaged ({wrong})")
     raise ConfigError(
-        f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some"
+        f"{path} has no checkpoint; expected a folder step_NNNNNNNN or a run directory with "
+        "checkpoints"
     )
 
 
@@ -318,8 +317,8 @@ def refuse_newer(path: object, wrong: str | None) -> str | None:
     """
     if isinstance(wrong, NewerVersion):
         raise ConfigError(
-            f"checkpoint {path} was written by a newer version of this code ({wrong}): use that version, or move the checkpoint to another "
-            "folder to continue from an older one"
+            f"checkpoint {path} was written by a newer version of this code ({wrong}): use that "
+            "version, or move the checkpoint to another folder to continue from an older one"
         )
     return wrong
 
@@ -383,9 +382,8 @@ def publish_step(
         (temporary / PARTS).write_text(json.dumps(parts, indent=1))
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
     small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
-    known = {
-        name: value for name, value in manifest.get(HASHES, {}).items() if name in names
-    }  # of what they are linked from
+    # Hashes that the manifest has already, of linked files.
+    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}
     manifest[HASHES] = {**known, **taken, **small}
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
     manifest["sha256"] = {
@@ -418,7 +416,7 @@ def _remove(step: Path) -> None:
     """
     with suppress(OSError):
         leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
-        for _ in range(2):  # the second goes over what the first met a fault at
+        for _ in range(2):  # the second pass deletes what the first failed on
             shutil.rmtree(leaving, ignore_errors=True)
 
 

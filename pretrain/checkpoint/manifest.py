@@ -16,9 +16,8 @@ from typing import Any
 from pretrain.config import RunConfig
 
 FORMAT = 1
-RNG_DEVICE = (
-    "rng_device"  # the kind of device that a checkpoint's random states belong to: cpu, cuda
-)
+# Manifest key: the kind of device that a checkpoint's random states belong to, cpu or cuda.
+RNG_DEVICE = "rng_device"
 PICKLES = (".metadata", "common.pt")
 _KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
 _OPTIONAL = {
@@ -45,11 +44,11 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     if the folder has another name.
     """
     if not isinstance(manifest, dict):
-        return "is no mapping"
+        return "is not a mapping"
     form, records = manifest.get("format", FORMAT), {"progress": progress, "inherited": inherited}
     if type(form) is int and form > FORMAT:
         return NewerVersion(f"has format {form}, this version reads {FORMAT}")
-    whole = "format" in manifest  # a run writes it, with the layout and all sections
+    whole = "format" in manifest  # written by a run, with the layout and all sections
     for key, kind in (_KEYS | _OPTIONAL).items():
         if key not in manifest and (key in _KEYS or (whole and key == "layout")):
             return f"has no {key}"
@@ -69,7 +68,7 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     ):
         return wrong
     if step is not None and manifest["progress"]["step"] != step:
-        return f"is of step {manifest['progress']['step']}, its folder of step {step}"
+        return f"is for step {manifest['progress']['step']}, its folder for step {step}"
     return _files_fault(manifest)
 
 

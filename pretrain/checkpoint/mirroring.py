@@ -24,13 +24,13 @@ from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_asid
 from pretrain.config import CheckpointConfig
 from pretrain.run_directory import RUN_ID
 
-FETCHED = (
-    ".fetched"  # in a run directory: what comes from a mirror, until it is known to be of this run
-)
+# In a run directory: files from a mirror that is not yet known to belong to this run.
+FETCHED = ".fetched"
 
-_FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
-_LOOK = 0.1  # seconds between two looks at whether it has ended
-_GRACE = 30.0  # seconds that a run which a signal stopped waits for its last checkpoint to be sent
+_FETCH_PATIENCE = 60.0  # seconds within which a store must answer at the start
+_LOOK = 0.1  # seconds between two checks if the process has ended
+# Seconds that a run waits for its last checkpoint to be sent after a signal has stopped it.
+_GRACE = 30.0
 
 
 class Mirroring:
@@ -76,7 +76,7 @@ class Mirroring:
             str(interval),
             *([] if keep is None else ["--keep-last", str(keep)]),
         ]
-        # A session of its own: Ctrl-C at the training's terminal is not for it.
+        # A separate process session: Ctrl-C at the training's terminal does not reach it.
         self.process = subprocess.Popen(
             self._command("mirror", *options),
             stdin=subprocess.PIPE,
@@ -97,8 +97,8 @@ class Mirroring:
         if limit is not None and step - newest > limit:
             why = said.get("fault") or "it is too slow"
             raise StorageError(
-                f"checkpoint.mirror = {self.url} is {step - newest} steps behind (checkpoint.max_unsaved_steps = {limit}): {why}; "
-                "the same command continues"
+                f"checkpoint.mirror = {self.url} is {step - newest} steps behind "
+                f"(checkpoint.max_unsaved_steps = {limit}): {why}; the same command continues"
             )
 
     def close(self, stopped: Callable[[], bool]) -> None:
@@ -131,7 +131,8 @@ class Mirroring:
         """
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
             raise ConfigError(
-                f"checkpoint.mirror = {self.url} cannot be used by this run, as its sender says above; name another place"
+                f"checkpoint.mirror = {self.url} cannot be used by this run (see its message "
+                "above); set another location"
             )
 
     def _command(self, verb: str, *options: str) -> list[str]:
@@ -152,7 +153,7 @@ def take_in(run_dir: Path) -> None:
     fetched, folder = run_dir / FETCHED, run_dir / "checkpoints"
     for step in newest_first(fetched):
         folder.mkdir(exist_ok=True)
-        if (folder / step.name).exists():  # damaged: else it would be newest there
+        if (folder / step.name).exists():  # damaged, since otherwise it would be the newest
             set_aside(folder / step.name)
         step.rename(folder / step.name)
         sync_folder(folder)

@@ -25,7 +25,7 @@ _PREFIX, _TRACKER = "rng.", "tracker."
 
 
 def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
-    """Return this rank's random states as uint8 tensors, one slot for each (pipeline, tensor) rank."""
+    """Return this rank's random states as uint8 tensors, one slot per (pipeline, tensor) rank."""
     state = platform.rng_state()
     flat: dict[str, torch.Tensor] = {key: state[key] for key in ("torch", "cuda") if key in state}
     flat |= {f"{_TRACKER}{name}": value for name, value in state["tracker"].items()}
@@ -69,7 +69,8 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
     if written != here:
         platform.seed_rng(config.train.seed)
         say(
-            f"random states are seeded from train.seed: {found.path} was written on {written}, this run is on {here}"
+            f"random states are seeded from train.seed: {found.path} was written on {written}, "
+            f"this run is on {here}"
         )
         return
     flat: dict[str, torch.Tensor] = read({"rng": wanted})["rng"]

@@ -52,7 +52,7 @@ _METADATA_NAMES = {
     ("pathlib", "PosixPath"),
     ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
 }
-# What archives and pickles raise that are not as they were written.
+# Exceptions that damaged archives and pickles raise.
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -109,7 +109,7 @@ class Weights:
     def _whole(self, name: str) -> Tensor:
         stored = self._stored[name]
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-            raise self._damaged(name, "its parts are not the whole")
+            raise self._damaged(name, "its shards do not cover it")
         if len(stored.chunks) == 1:
             return self._part(name, stored.chunks[0])
         whole = torch.empty(stored.size, dtype=self.dtypes[name])
@@ -124,7 +124,7 @@ class Weights:
     def _part(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places.get(MetadataIndex(name, chunk.offsets))
         if place is None or Path(place.relative_path).name != place.relative_path:
-            raise self._damaged(name, "no file of the folder holds it")
+            raise self._damaged(name, "no file of the folder contains it")
         try:
             with (self.step / place.relative_path).open("rb", buffering=0) as file:
                 part = read_part(file, place)
@@ -133,7 +133,9 @@ class Weights:
         except DamagedCheckpoint as error:
             raise self._damaged(name, str(error)) from None
         if part.shape != chunk.sizes or part.dtype != self.dtypes[name]:
-            raise self._damaged(name, f"{place.relative_path} holds another tensor in its place")
+            raise self._damaged(
+                name, f"{place.relative_path} contains another tensor at its offset"
+            )
         return part
 
     def _damaged(self, name: str, why: str) -> DamagedCheckpoint:
@@ -169,7 +171,7 @@ def compare(part: Tensor, checksum: int | str, place: Any) -> None:
 
 
 def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
-    """Return a tensor as `read_part` does, and the CRC-32 of its bytes, which is not compared yet."""
+    """Return a tensor as `read_part` does, and the CRC-32 of its bytes, without comparing it."""
     whole = _Stretch(file, place.offset, place.length)
     stretch = cast(IO[bytes], whole)
     try:
@@ -180,7 +182,7 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
                 if member.filename.split("/")[1:] == ["data", "0"]
             ]
             for member in archive.infolist():
-                if member is not tensor:  # the others are a few bytes; reading compares
+                if member is not tensor:  # other members are a few bytes; reading compares them
                     archive.read(member)
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
@@ -269,8 +271,10 @@ class CheckedReader(FileSystemReader):
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
                 for _, wanted in groupby(
-                    entries, key=lambda entry: entry[0].offset
-                ):  # often several stretches of one part
+                    entries,
+                    key=lambda entry: entry[0].offset,
+                    # Often several stretches of one shard.
+                ):
                     places = list(wanted)
                     place = places[0][0]
                     part, checksum = _unchecked_part(file, place)
@@ -336,7 +340,8 @@ class _Stretch(io.RawIOBase):
         view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
         try:
             self.file.seek(self.start + self.position)
-            while got < len(view) and (count := self.file.readinto(view[got:])):  # type: ignore[attr-defined]  # one call reads 2 GiB at most
+            # One call reads at most 2 GiB.
+            while got < len(view) and (count := self.file.readinto(view[got:])):
                 got += count
         except BaseException as error:
             self.failure = error
@@ -363,7 +368,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             or (module == "torch" and isinstance(found, torch.dtype))
         ):
             raise ConfigError(
-                f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it"
+                f".metadata names {module}.{name}, which no checkpoint of this code contains: not "
+                "reading it"
             )
         return found
 
@@ -396,7 +402,8 @@ def read_metadata(path: Path) -> Metadata:
         ) from None
     if not isinstance(metadata, Metadata):
         raise ConfigError(
-            f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})"
+            f"checkpoint {path.parent}: {path.name} is damaged (it contains a "
+            f"{type(metadata).__name__})"
         )
     return metadata
 
@@ -425,6 +432,6 @@ def read_common(step: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(common, dict):
         raise ConfigError(
-            f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})"
+            f"checkpoint {step}: common.pt is damaged (it contains a {type(common).__name__})"
         )
     return common

@@ -20,24 +20,36 @@ from pretrain.config import RunConfig
 FREE = "free"  # changes no number of the training: recorded, not printed
 TOLD = "told"  # may change: printed and recorded
 
-_ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
-_ORDER = "drew the order of its samples from it: " + _ANEW
+_ANEW = (
+    "{keys}; restore it, or start a new run (another run_dir) from the weights alone with "
+    "checkpoint.load={checkpoint}"
+)
+_ORDER = "has an order of samples that depends on it: " + _ANEW
 _WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
-_OPTIMIZER = "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
+_OPTIMIZER = (
+    "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine "
+    "{engine}{plain} --out ANOTHER_RUN_DIR"
+)
 
-# Key or section -> FREE, TOLD, or, where a change is refused, what the checkpoint does with the key and the way out. The longest entry that
-# fits a key is its rule; positions in a list are left out (data.train.weight).
+# Key or section -> a constant above, or, if a change is refused, how the checkpoint uses the key
+# and the way out. The rule of a key is that of the longest matching entry; positions in a list are
+# omitted (data.train.weight).
 RULES: dict[str, str] = {
     "name": FREE,
     "run_dir": FREE,
-    "model": "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load",
+    "model": (
+        "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load"
+    ),
     "model.attention_backend": TOLD,
-    "model.rope_scaling": "was trained with another RoPE: {keys}; restore it, or go on in another folder with --fork",
-    "data.train.prefix": TOLD,  # where the data lies; what it holds is compared apart
+    "model.rope_scaling": (
+        "was trained with another RoPE: {keys}; restore it, or continue in another folder with "
+        "--fork"
+    ),
+    "data.train.prefix": TOLD,  # the location of the data; its contents are compared separately
     "data.train.weight": _ORDER,
     "data.valid": TOLD,
     "data.test": FREE,
-    "data.seq_length": "counts its position in the data in sequences of it: " + _ANEW,
+    "data.seq_length": "counts its position in the data in sequences of its length: " + _ANEW,
     "data.packing": _ORDER,
     "data.documents": TOLD,
     "data.reset_positions": TOLD,
@@ -48,16 +60,17 @@ RULES: dict[str, str] = {
     "data.store_cache_gb": FREE,
     "parallel": TOLD,
     "parallel.world_size": FREE,
-    "parallel.use_distributed_optimizer": "names the optimizer's state by it: " + _OPTIMIZER,
+    "parallel.use_distributed_optimizer": "has names of the optimizer's state that depend on it: "
+    + _OPTIMIZER,
     "parallel.collective_timeout_minutes": FREE,
     "engine": TOLD,
     "train": TOLD,
-    "train.precision": "stores its weights in it: " + _ANEW,
+    "train.precision": "stores its weights in its precision: " + _ANEW,
     "train.seed": _ORDER,
     "optimizer": TOLD,
-    "optimizer.name": "keeps that optimizer's moments: " + _ANEW,
+    "optimizer.name": "contains the moments of its optimizer: " + _ANEW,
     "checkpoint": FREE,
-    "stages": TOLD,  # what those up to a checkpoint's own have read is compared apart
+    "stages": TOLD,  # the data read by the stages so far is compared separately
     "log": FREE,
     "evaluate": FREE,
 }
@@ -125,7 +138,7 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
     for change in found:
         if change.rule not in (FREE, TOLD):
             ways.setdefault(change.rule, []).append(
-                f"{change.key} is {shown(change.old)} there, {shown(change.new)} here"
+                f"{change.key} is {shown(change.old)} in the checkpoint, {shown(change.new)} now"
             )
     if not ways:
         return

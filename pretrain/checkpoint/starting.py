@@ -28,15 +28,12 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import carried_over
 from pretrain.stages import Part, drawn_by, facts_of
 
-_FORKS_OWN = re.compile(
-    r"data\.|train\.seed$|model\.rope_scaling\."
-)  # what a fork may change although a resume may not
-_ORDER = re.compile(
-    r"data\.(train\..*weight|seq_length|packing)$|train\.seed$"
-)  # what decides an order of samples beside its data
-_SAME_RUN = re.compile(
-    r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$"
-)  # what may change while a run directory is lost
+# Settings that a fork may change although a resume may not.
+_FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")
+# Settings that decide an order of samples, besides its data.
+_ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")
+# Settings that may change while a lost run directory is restored from its mirror.
+_SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,11 @@ class Start:
 
     progress: Progress
     found: Found | None = None
-    own: bool = False  # of this run: its optimizer and random states are read too
-    forked: bool = False  # of another run, and they are read as well
-    changed: list[Change] = field(default_factory=list)  # in the configuration since
+    own: bool = False  # True: of this run; its optimizer and random states are read too
+    forked: bool = False  # True: of another run; those are read as well
+    changed: list[Change] = field(
+        default_factory=list
+    )  # configuration changes since the checkpoint
 
 
 def find_start(
@@ -122,9 +121,8 @@ def _judged(
         yield
         if not fetched:
             return
-        recorded = from_rank_0(
-            lambda: (checkpoints.fetching / RUN_ID).is_file()
-        )  # with the same run directory as here
+        # The mirror recorded the id of a run with this run directory.
+        recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())
         others = [
             str(it)
             for it in changed
@@ -145,11 +143,14 @@ def _judged(
         way = (
             ""
             if hard
-            else f", or, if it is this run, take it over: python -m tools.checkpoint fetch {own.path.parent.parent} {mirror}"
+            else (
+                ", or, if it is this run, accept it with: python -m tools.checkpoint fetch "
+                f"{own.path.parent.parent} {mirror}"
+            )
         )
         from_rank_0(lambda: shutil.rmtree(checkpoints.fetching))
         raise ConfigError(
-            f"checkpoint.mirror = {mirror}: {what}; restore them, or name another place{way}"
+            f"checkpoint.mirror = {mirror}: {what}; restore them, or set another location{way}"
         ) from None
 
 
@@ -192,8 +193,9 @@ def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Conte
     if same and (not part.name or part.resumed(own.progress) == own.progress):
         return
     raise ConfigError(
-        f"checkpoint {own.path} is in stage {own.progress.stage} of a run whose stages up to it had other lengths, batches or data; "
-        "restore them (later ones may change), or start a new run (another run_dir) with --fork and stages=[]"
+        f"checkpoint {own.path} is in stage {own.progress.stage} of a run in which the stages up "
+        "to it had other lengths, batches or data; restore them (later stages may change), or "
+        "start a new run (another run_dir) with --fork and stages=[]"
     )
 
 
@@ -210,7 +212,8 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     found = from_rank_0(lambda: _parent(config, run_dir))
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         raise ConfigError(
-            f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}"
+            f"checkpoint.fork = {found.path} contains only weights: start from them with "
+            f"checkpoint.load={found.path}"
         )
     changed = changes(found.manifest["config"], config)
     check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
@@ -223,8 +226,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     consumed, schedule = progress.consumed_samples, Schedule.of(config, progress.batch_changes)
     if schedule.steps <= parent.step:
         raise ConfigError(
-            f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
-            f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
+            f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step "
+            f"{schedule.steps}, and checkpoint.fork = {found.path} is at step {parent.step}: steps "
+            "and tokens include the parent's; increase them"
         )
     if (
         _trained_on(found, contents)
@@ -252,11 +256,12 @@ def _parent(config: RunConfig, run_dir: Path) -> Found:
     record, fork = read_fork(run_dir), config.checkpoint.fork
     assert fork is not None
     if record and str(Path(fork).resolve()) not in (record["parent"], record["checkpoint"]):
-        record = None  # of another parent, before anything came of it
+        record = None  # written for another parent, before the run had checkpoints
     found = find(Path(record["checkpoint"] if record else fork))
     if record and sha256(found.path / MANIFEST) != record["manifest_sha256"]:
         raise ConfigError(
-            f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another hash): choose another run_dir"
+            f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another "
+            "hash): choose another run_dir"
         )
     return found
 
@@ -267,12 +272,13 @@ def _check_is_wanted(config: RunConfig, own: Found) -> None:
     """
     if config.checkpoint.resume == "none":
         raise ConfigError(
-            f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to continue, or another run_dir to start anew"
+            f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to "
+            "continue, or another run_dir to start a new run"
         )
     if own.manifest.get("contents") == WEIGHTS_ALONE:
         raise ConfigError(
-            f"{own.path} holds weights alone, no optimizer's state to resume from: start from them with checkpoint.load={own.path} in "
-            "another run_dir"
+            f"{own.path} contains only weights, no optimizer state to resume from: start from them "
+            f"with checkpoint.load={own.path} in another run_dir"
         )
 
 
@@ -300,11 +306,12 @@ def _check_resumable(
         older = (
             ""
             if "training_data" in found.manifest
-            else " (or data.valid, which its older manifest does not tell apart)"
+            else " (or data.valid, which its older manifest does not distinguish)"
         )
         raise ConfigError(
-            f"checkpoint {found.path} was trained on other data than data.train names now{older}; restore the data, or start a new "
-            f"run (another run_dir) from its weights with checkpoint.load={found.path}"
+            f"checkpoint {found.path} was trained on other data than data.train names now{older}; "
+            "restore the data, or start a new run (another run_dir) from its weights with "
+            f"checkpoint.load={found.path}"
         )
     check(found.path, changed, config)
     _check_order(found, schedule.total_samples - found.progress.order_begin, config, facts)
@@ -327,7 +334,8 @@ def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts
             config.data.train[0].prefix,
         )
         raise ConfigError(
-            f"the run is now {samples} samples long, but its data order was drawn for {drawn}: beyond {longest} samples {prefix} would be "
-            f"shuffled anew, and samples already seen would come again; keep the run within {longest} samples, or start a new run from "
+            f"the run is now {samples} samples long, but its data order was drawn for {drawn}: "
+            f"beyond {longest} samples {prefix} would be reshuffled, and samples already seen "
+            f"would repeat; keep the run within {longest} samples, or start a new run from "
             f"checkpoint.load={found.path}"
         )

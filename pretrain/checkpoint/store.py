@@ -68,10 +68,11 @@ from pretrain.ranks import from_rank_0
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
-_NUMBER = re.compile(
-    r"^(Worker failure: )?(\[Errno \d+\] )?"
-)  # what Megatron and Python put before the file system's words
-WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
+# Prefix that Megatron and Python put before the file system's message.
+_NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")
+# manifest["contents"] of a checkpoint without optimizer and random state; checkpoints of a run have
+# no such key.
+WEIGHTS_ALONE = "weights"
 
 
 class Checkpoints:
@@ -79,21 +80,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
-        self.alert: Say = lambda text: (
-            None
-        )  # called with the message of a failed save after which training goes on
+        # Called with the message of a failed save if training continues.
+        self.alert: Say = lambda text: None
         self.inherited = Inherited(config.data.seq_length)
-        self.last: Path | None = None  # the newest that is known to be complete
-        self.in_use: set[Path] = (
-            set()
-        )  # what something else reads stays, however many newer ones there are
-        self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
-        self.fetched: set[Path] = (
-            set()
-        )  # those that were damaged here, and came from the mirror instead
-        self.saved = self.begun = (
-            0  # steps: of the newest that is complete, of the newest that was to be
-        )
+        self.last: Path | None = None  # the newest complete checkpoint
+        # Checkpoints that another reader uses, which are never deleted.
+        self.in_use: set[Path] = set()
+        self.damaged: dict[Path, str] = {}  # checkpoints passed over, and what is wrong with them
+        # Checkpoints that were damaged and have been fetched from the mirror.
+        self.fetched: set[Path] = set()
+        # Steps of the newest complete checkpoint, and of the newest one begun.
+        self.saved = self.begun = 0
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
         self.run_id = ""  # see `pretrain.run_directory.identify`
@@ -151,9 +148,11 @@ class Checkpoints:
         if found is None and self.damaged:
             path, wrong = next(iter(self.damaged.items()))
             raise StorageError(
-                f"no checkpoint in {self.folder} is good ({path.name}: {wrong}), and the run is not started anew over them; if the file "
-                "system had a fault, the same command continues after it; else start a new run in another run_dir, from weights elsewhere "
-                f"with checkpoint.load, or move {self.folder} away to start anew here"
+                f"no checkpoint in {self.folder} is good ({path.name}: {wrong}), and the run does "
+                "not start again over them; if the file system had a fault, the same command "
+                "continues after it; otherwise start a new run in another run_dir, from other "
+                f"weights with checkpoint.load, or move {self.folder} away to start again in this "
+                "one"
             )
         return found
 
@@ -271,7 +270,8 @@ class Checkpoints:
             raise error from None
         for report in (self.say, self.alert):
             report(
-                f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})"
+                f"{error}; training continues, {unsaved} steps are not saved "
+                f"(checkpoint.max_unsaved_steps = {limit})"
             )
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
@@ -302,7 +302,7 @@ class Checkpoints:
         longest = max(found.inherited.context_length, self.config.data.seq_length)
         self.inherited = replace(found.inherited, context_length=longest, foreign=False)
         platform.read_checkpoints_with(CheckedReader)
-        # What several data-parallel ranks need is read by one of them, which sends it to the others.
+        # One data-parallel rank reads the data that several need and sends it to the others.
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(found.path)), _data_parallel()
         )
@@ -433,10 +433,12 @@ def _told_to_all(finish: Callable[[], None]) -> None:
     why = ""
     try:
         finish()
-    except CheckpointException as error:  # on all ranks, with the failures on rank 0
+    except CheckpointException as error:  # on all ranks; rank 0 has the failures
         for rank, (failure, _) in sorted(error.failures.items())[:1]:
             why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
-    except OSError as error:  # rank 0's at .metadata, before it tells the others, who wait (state_dict_saver.py:253, 0.16.1)
+    except OSError as error:
+        # rank 0's failure at .metadata, before it notifies the other ranks, which wait
+        # (state_dict_saver.py:253, 0.16.1)
         torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
         why = reason(error)
 

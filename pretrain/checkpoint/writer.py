@@ -38,7 +38,7 @@ from pretrain.checkpoint.folder import (
 from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
 
-_FILE = f"__0_0{TENSORS}"  # rank 0's first
+_FILE = f"__0_0{TENSORS}"  # name of rank 0's first file
 
 
 def save_weights(
@@ -99,9 +99,8 @@ def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     with HashedFile(folder / _FILE) as file:
         for name, weight in weights:
             start, begin = torch.Size([0] * weight.dim()), file.tell()
-            whole = weight.detach().clone(
-                memory_format=torch.contiguous_format
-            )  # a view would bring its whole storage along
+            # A copy, since torch would save the complete storage of a view.
+            whole = weight.detach().clone(memory_format=torch.contiguous_format)
             torch.save(whole, file)
             file.mark(begin, stored(whole))
             tensors[name] = TensorStorageMetadata(

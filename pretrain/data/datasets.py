@@ -43,13 +43,14 @@ from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
 
 Batch = dict[str, Any]
+# Fields of a sample; the samples of a blend also name their source.
 FIELDS = (
     "tokens",
     "labels",
     "loss_mask",
     "position_ids",
-)  # of a sample; a blend's samples name their source too
-_AHEAD = 16  # micro-batches that are asked of a store before they are used
+)
+_AHEAD = 16  # micro-batches requested from a store before they are used
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,11 @@ class Ends:
         The batch is on the CPU, the context on ``device``. Returns {} if the mixers need no
         context.
         """
+        # Positions after which no document continues.
         ends, after = (
             batch["tokens"] == self.eod_id,
             batch["loss_mask"] == 0,
-        )  # behind which no document goes on
+        )
         ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
@@ -192,9 +194,12 @@ class PackedGPTDataset(GPTDataset):
     apart = False
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
-        base = f"{self.config.path_to_cache}/{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        base = (
+            f"{self.config.path_to_cache}/{self.unique_description_hash}-"
+            f"{type(self).__name__}-{self.index_split.name}"
+        )
         paths = [Path(f"{base}-{name}_index.npy") for name in ("document", "sample", "shuffle")]
-        if not all(path.is_file() for path in paths):  # rank 0 is the first to look
+        if not all(path.is_file() for path in paths):  # on rank 0, which runs first
             seed = self.config.random_seed
             lengths = self.dataset.sequence_lengths
             packing = pack(
@@ -305,7 +310,8 @@ def _fill(
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
         _open(folder, kind, settings, sizes)
-        torch.distributed.barrier()  # other ranks may still be opening files in a folder that is about to be renamed
+        # Other ranks may still be opening files in the folder, which is renamed next.
+        torch.distributed.barrier()
         from_rank_0(lambda: cache.publish(folder))
     say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True
@@ -325,9 +331,8 @@ def _open(
 def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | None:
     if not sources:
         return None
-    prefixes = [
-        identity(source.prefix) for source in sources
-    ]  # Megatron names the cache's files by them
+    # Megatron includes the prefixes in the names of index files.
+    prefixes = [identity(source.prefix) for source in sources]
     return prefixes, [source.weight for source in sources] if len(sources) > 1 else None
 
 
@@ -336,10 +341,11 @@ def _ensure_helpers() -> None:
 
     Wheels contain it. After a source install it is compiled once on each host that lacks it.
     """
+    # Rank 0 first, then one rank per host, since hosts may share the installation.
     for compiles in (
         torch.distributed.get_rank() == 0,
         os.environ.get("LOCAL_RANK", "0") == "0",
-    ):  # one after another: hosts may share it
+    ):
         if compiles and find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
         torch.distributed.barrier()
@@ -375,8 +381,9 @@ def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> N
         for wrong in ids[(ids < 0) | (ids >= size)][:1].tolist():
             source = dataset.datasets[sample["dataset_id"]] if "dataset_id" in sample else dataset
             raise ConfigError(
-                f"{source.dataset_path} holds token id {wrong}, but model.vocab_size = {size} has ids 0 to {size - 1}; set "
-                "model.vocab_size to that of the tokenizer that wrote the data, or write them again with this model's tokenizer"
+                f"{source.dataset_path} contains token id {wrong}, but model.vocab_size = {size} "
+                f"has ids 0 to {size - 1}; set model.vocab_size to that of the tokenizer that "
+                "wrote the data, or write the data again with this model's tokenizer"
             )
 
 

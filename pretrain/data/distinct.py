@@ -35,6 +35,7 @@ def check_distinct(sources: Iterable[SourceFacts]) -> None:
             )
             if first is not source:
                 raise ConfigError(
-                    f"{source.key} = {source.prefix} holds the same tokens as {first.key} = {first.prefix}, which would be read twice; "
-                    "name one of them alone, in a blend with the sum of the weights"
+                    f"{source.key} = {source.prefix} contains the same tokens as {first.key} = "
+                    f"{first.prefix}, which would be read twice; name only one of them, in a blend "
+                    "with the sum of the weights"
                 )

@@ -14,10 +14,11 @@ from fem_common.stores import is_url
 from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
+# Of a .bin's sample every eighth block is read, and of the documents that end in it 8 to 15.
 _EVERY, _DOCUMENTS = (
     8,
     8,
-)  # every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it
+)
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
@@ -41,9 +42,11 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
         for document, token in _last_tokens(source):
             if token != facts.eod_id:
                 raise ConfigError(
-                    f"{source.key} = {source.prefix}: document {document} ends in token {token}, but {', '.join(wanted.values())} finds "
-                    f"the ends of documents by EOD ({facts.eod_id}); make the data with EOD after each document, as python -m data_prep "
-                    f"run does, name the tokenizer that it was made with in data.tokenizer, or set {' '.join(wanted)}"
+                    f"{source.key} = {source.prefix}: document {document} ends in token {token}, "
+                    f"but {', '.join(wanted.values())} finds the ends of documents by EOD "
+                    f"({facts.eod_id}); make the data with EOD after each document, as python -m "
+                    "data_prep run does, name the tokenizer that it was made with in "
+                    f"data.tokenizer, or set {' '.join(wanted)}"
                 )
 
 

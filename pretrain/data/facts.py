@@ -27,9 +27,8 @@ from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, dtype code, sequences, entries of the document index
+# Magic, version, dtype code, sequences, entries of the document index.
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {
     1: ("uint8", 1),
     2: ("int8", 1),
@@ -60,7 +59,7 @@ class SourceFacts:
     idx_sha256: str | None = None
     bin_sha256: str | None = None
     bin_sample: str | None = None
-    local: str = ""  # the prefix that is opened
+    local: str = ""  # path prefix of the local files
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,9 @@ def check_data(config: RunConfig) -> DataFacts:
                 facts = _source_facts(split, key, source, local, manifest)
             if facts.tokens < config.data.seq_length + 1:
                 raise ConfigError(
-                    f"data.seq_length = {config.data.seq_length} is longer than {key} = {source.prefix}, which has {facts.tokens} tokens "
-                    f"(a sequence takes seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
+                    f"data.seq_length = {config.data.seq_length} is longer than {key} = "
+                    f"{source.prefix}, which has {facts.tokens} tokens (a sequence takes "
+                    f"seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
                 )
             sources.append(facts)
             if manifest is not None:
@@ -220,12 +220,14 @@ def check_contents(facts: DataFacts) -> Contents:
                 continue
             if is_url(source.prefix):
                 raise ConfigError(
-                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the manifest.json beside it records (the size "
-                    "is right, the contents differ): damaged or replaced; upload both again"
+                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the "
+                    "manifest.json next to it records (the size is right, the contents differ): "
+                    "damaged or replaced; upload both again"
                 )
             raise ConfigError(
-                f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
-                f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                f"{path} is not the file that {path.with_name('manifest.json')} records (the size "
+                "is right, the contents differ): damaged or replaced; check the other files with: "
+                f"python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
             )
         if source.split != "test":
             found.append(
@@ -296,16 +298,19 @@ def _source_facts(
         size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
         if manifest and size != said:
             raise ConfigError(
-                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}"
+                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or "
+                f"replaced; {MAKE_DATA}"
             )
     dtype, tokens, documents = _read_index(files["idx"], files["bin"])
     if manifest and dtype != manifest.dtype:
         raise ConfigError(
-            f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}"
+            f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; "
+            f"{MAKE_DATA}"
         )
     if manifest and tokens != recorded["tokens"]:
         raise ConfigError(
-            f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}"
+            f"{files['idx']} describes {tokens} tokens, but {manifest.path} records "
+            f"{recorded['tokens']}; {MAKE_DATA}"
         )
     told = {
         field: recorded.get(field)
@@ -322,8 +327,8 @@ def _check_merged(key: str, source: Source) -> None:
     begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
     if begun:
         raise ConfigError(
-            f"{key} = {source.prefix}: {folder} is not finished: {begun[0]} is there, manifest.json is not; do what is left and merge it "
-            f"with: python -m data_prep run --out {folder}"
+            f"{key} = {source.prefix}: {folder} is not finished: it has {begun[0]} and no "
+            f"manifest.json; finish and merge it with: python -m data_prep run --out {folder}"
         )
 
 
@@ -333,8 +338,8 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
     if name not in manifest.splits:
         known = ", ".join(manifest.splits) or "none"
         raise ConfigError(
-            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: {known}); name one of these, or keep the "
-            "pair in a folder of its own"
+            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: "
+            f"{known}); name one of these, or keep the pair in a separate folder"
         )
     return manifest.splits[name]
 
@@ -388,13 +393,15 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
         _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise ConfigError(
-                f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}"
+                f"{index} has version {version} and dtype code {code}; readable: version 1, "
+                f"integer dtypes; {MAKE_DATA}"
             )
         dtype, width = _DTYPES[code]
         size, plain = index.stat().st_size, HEADER.size + 12 * sequences + 8 * entries
         if size not in (plain, plain + sequences):
             raise ConfigError(
-                f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}"
+                f"{index} has {size} bytes but its header requires {plain}: it is damaged; "
+                f"{MAKE_DATA}"
             )
         end = 0
         if sequences:
@@ -406,7 +413,8 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
     held = tokens_file.stat().st_size
     if held != end:
         raise ConfigError(
-            f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not of one pair; {MAKE_DATA}"
+            f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not a "
+            f"pair; {MAKE_DATA}"
         )
     return dtype, end // width, max(entries - 1, 0)
 
@@ -462,13 +470,13 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"data.tokenizer = {folder}: {file} not found; give the folder that holds tokenizer.json"
+            f"data.tokenizer = {folder}: {file} not found; give the folder that holds "
+            "tokenizer.json"
         )
     try:
         raw = json.loads(file.read_bytes())
-        vocabulary = raw["model"][
-            "vocab"
-        ]  # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score]
+        # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score].
+        vocabulary = raw["model"]["vocab"]
         ids = (
             dict(vocabulary)
             if isinstance(vocabulary, dict)
@@ -485,7 +493,8 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer ({type(error).__name__}: {error})"
+            f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer "
+            f"({type(error).__name__}: {error})"
         ) from None
 
 
@@ -499,11 +508,14 @@ def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
     for other in tokenizers[1:]:
         if other.sha256 != first.sha256:
             raise ConfigError(
-                f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} ({first.sha256[:12]}); "
-                "all sources of a run need the same one"
+                f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} "
+                f"({first.sha256[:12]}); all sources of a run need the same one"
             )
         if None not in (other.eod_id, first.eod_id) and other.eod_id != first.eod_id:
-            ends = f"{other.key} ends its documents in id {other.eod_id}, {first.key} in {first.eod_id}"
+            ends = (
+                f"{other.key} ends its documents in id {other.eod_id}, {first.key} in "
+                f"{first.eod_id}"
+            )
             raise ConfigError(f"{ends}; all sources of a run need the same EOD")
     return first
 
@@ -514,8 +526,9 @@ def _check_ends(config: RunConfig, tokenizer: _Tokenizer | None) -> None:
         data.documents == "separate" or data.reset_positions or not data.eod_loss
     ):
         raise ConfigError(
-            "data.documents, data.reset_positions and data.eod_loss need the id that ends a document, which nothing beside "
-            f"{data.train[0].prefix} tells; set data.tokenizer to a folder whose tokenizer has an eos_token"
+            "data.documents, data.reset_positions and data.eod_loss need the id that ends a "
+            f"document, which no file next to {data.train[0].prefix} contains; set data.tokenizer "
+            "to a folder whose tokenizer has an eos_token"
         )
 
 
@@ -526,18 +539,18 @@ def _check_vocabulary(
     if tokenizer is None:
         if given is None:
             raise ConfigError(
-                f"model.vocab_size is null and no manifest.json beside {sources[0].key} = {sources[0].prefix} tells it; "
-                "set model.vocab_size, or data.tokenizer"
+                f"model.vocab_size is null and no manifest.json next to {sources[0].key} = "
+                f"{sources[0].prefix} records it; set model.vocab_size, or data.tokenizer"
             )
         return
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {given} is less than the {tokenizer.vocab_size} entries of the tokenizer of {tokenizer.key}; "
-            f"set model.vocab_size={tokenizer.vocab_size}, or null"
+            f"model.vocab_size = {given} is less than the {tokenizer.vocab_size} entries of the "
+            f"tokenizer of {tokenizer.key}; set model.vocab_size={tokenizer.vocab_size}, or null"
         )
     for source in sources:
         if tokenizer.vocab_size > _LARGEST.get(source.dtype, 2**31):
             raise ConfigError(
-                f"{source.key} = {source.prefix} holds {source.dtype} tokens, too narrow for the {tokenizer.vocab_size} entries of the "
-                f"tokenizer of {tokenizer.key}; {MAKE_DATA}"
+                f"{source.key} = {source.prefix} holds {source.dtype} tokens, too narrow for the "
+                f"{tokenizer.vocab_size} entries of the tokenizer of {tokenizer.key}; {MAKE_DATA}"
             )

@@ -74,14 +74,14 @@ class IndexCache:
             return f"{COMPLETE} cannot be read ({type(error).__name__})"
         for name, size in sizes.items():
             try:
-                found = (
-                    (self.folder / name).stat().st_size
-                )  # asked once: another process may be replacing the folder
+                # Read once, because another process may be replacing the folder.
+                found = (self.folder / name).stat().st_size
             except (
                 FileNotFoundError,
                 NotADirectoryError,
                 ValueError,
-            ):  # ValueError: a name that no file can have
+            ):
+                # ValueError: the name is invalid as a file name
                 return f"{name} is missing"
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -120,7 +120,8 @@ class IndexCache:
         """
         with _writing():
             self._seal(built)
-            # Without the lock two processes that both found damage could remove each other's whole folder.
+            # Without the lock two processes that both found damage could delete each other's
+            # complete folder.
             lock = _open_lock(self.root / ".lock")
             try:
                 _try_lock(lock, wait=True)
@@ -131,7 +132,8 @@ class IndexCache:
     def _rename(self, built: Path) -> None:
         if self.fault() is None:
             return
-        aside = self.root / f"{built.name}{_DAMAGED}"  # removed in place, it would be seen half
+        # Renamed first: other processes would see a folder that is deleted in place as incomplete.
+        aside = self.root / f"{built.name}{_DAMAGED}"
         if self.folder.exists():
             self.folder.rename(aside)
         (built / _LOCK).unlink(missing_ok=True)
@@ -181,9 +183,8 @@ def index_cache(
     weights = [
         [source.weight for source in split] for split in (config.data.train, config.data.valid)
     ]
-    packing = (
-        [] if config.data.packing == "stream" else [config.data.packing]
-    )  # older caches know of none
+    # The default is omitted, since the keys of older caches lack it.
+    packing = [] if config.data.packing == "stream" else [config.data.packing]
     staged = (
         [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]]
         if needs
@@ -213,7 +214,7 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except StorageError:
-        raise  # told already
+        raise  # already one line
     except Exception as error:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
@@ -221,7 +222,7 @@ def _writing() -> Iterator[None]:
         raise told(
             refusal,
             "the index cache cannot be written: ",
-            "; data.index_cache=FOLDER names another place",
+            "; data.index_cache=FOLDER sets another location",
         ) from None
 
 
@@ -248,7 +249,7 @@ def _open_lock(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        return os.open(path, os.O_RDONLY)  # another user's
+        return os.open(path, os.O_RDONLY)  # belongs to another user
 
 
 def _try_lock(descriptor: int, *, wait: bool = False) -> bool:

@@ -12,8 +12,10 @@ import numpy as np
 from pretrain.config import RunConfig
 from pretrain.data.facts import DataFacts
 
-_SURPLUS = 0.005  # of a blended source's samples: GPTDatasetConfig.mid_level_dataset_surplus
-_APART = 0.80  # of a pass: a last pass with fewer samples is shuffled by itself (GPTDataset)
+# Additional share of a blended source's samples: GPTDatasetConfig.mid_level_dataset_surplus.
+_SURPLUS = 0.005
+# Share of a pass: a last pass with fewer samples is shuffled separately (GPTDataset).
+_APART = 0.80
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
@@ -33,9 +35,8 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
         share = (
             math.ceil(math.ceil(samples * weight) * (1 + _SURPLUS)) if len(sources) > 1 else samples
         )
-        passes = max(
-            1, -(-(share * length + 1) // source.tokens)
-        )  # the last label takes one more token
+        # The last label takes one more token.
+        passes = max(1, -(-(share * length + 1) // source.tokens))
         before = ((passes - 1) * source.tokens - 1) // length
         found.append(
             (passes, passes > 1 and share - before < int(_APART * ((source.tokens - 1) // length)))
@@ -47,11 +48,10 @@ def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) 
     """Return the most samples, from ``drawn`` up to ``wanted``, whose order begins with the one
     drawn for ``drawn`` samples.
     """
-    if (
-        wanted <= drawn or config.data.packing == "best_fit"
-    ):  # of which each pass has an order of its own
+    # Each pass of best-fit packing has a separate order.
+    if wanted <= drawn or config.data.packing == "best_fit":
         return max(drawn, wanted)
-    if config.stages:  # whose documents end with the stage
+    if config.stages:  # the documents of an order end with its stage
         return drawn
     before = passes_drawn(config, facts, drawn)
     return drawn + bisect_left(

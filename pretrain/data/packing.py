@@ -123,22 +123,21 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
     tokens are omitted. Uses about 40 bytes per document.
     """
     room = length + 1
-    order = (
-        np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
-    )  # numpy's frozen generator
+    # RandomState is numpy's frozen generator.
+    order = np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
     sizes = lengths[order]
     order, sizes = order[sizes > 0], sizes[sizes > 0]
     before = cuts(sizes, length).astype(np.int32)
     last = sizes - before * length
     placed, used, _ = best_fit(np.bincount(last, minlength=room + 1).tolist(), room)
-    where = np.empty(len(order), np.int32)  # the sequence of each last piece
-    small = np.uint16 if room < 2**16 else np.int32  # which numpy sorts by radix
+    where = np.empty(len(order), np.int32)  # sequence of each last piece
+    small = np.uint16 if room < 2**16 else np.int32  # numpy sorts 16-bit integers by radix
     where[np.argsort((room - last).astype(small), kind="stable")] = np.concatenate(
         [np.repeat(np.arange(first, end, dtype=np.int32), each) for _, first, end, each in placed]
     )
     first = np.concatenate(([0], np.cumsum(np.bincount(where, minlength=used))))
     place = np.argsort(where, kind="stable")
-    whole = np.flatnonzero(before)  # and the sequences that one piece fills
+    whole = np.flatnonzero(before)  # documents with pieces that fill a sequence
     alone = np.repeat(whole, before[whole])
     number = np.arange(len(alone)) - np.repeat(
         np.cumsum(before[whole]) - before[whole], before[whole]
@@ -170,9 +169,8 @@ def share(lengths: npt.NDArray[Any], length: int) -> Share:
     _, used, spaces = best_fit(
         np.bincount(lengths - before * length, minlength=length + 2).tolist(), length + 1
     )
-    padding = sum(
-        (space - 1) * count for space, count in spaces.items()
-    )  # of the room for length + 1, the first is a label's
+    # One of the length + 1 places of a sequence only holds a label.
+    padding = sum((space - 1) * count for space, count in spaces.items())
     return Share(used + int(before.sum()), padding, len(lengths), int(np.count_nonzero(before)))
 
 

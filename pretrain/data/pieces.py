@@ -20,11 +20,13 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import DataFacts
 from pretrain.data.packing import best_fit, cuts, document_lengths
 
+# Of more documents than this only so many lengths are read, in runs of neighbours.
 _DOCUMENTS, _RUN = (
     1 << 23,
     1 << 12,
-)  # of more documents than these so many are read, in as many runs of neighbours as it takes
-_LENGTHS = 1 << 13  # of more lengths than these so many are asked what a token costs
+)
+# Of more lengths than this the cost is evaluated only for so many.
+_LENGTHS = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +78,8 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
     ]
     weights = [source.weight for source in config.data.train]
     shares = np.average([counted(lengths, length) for lengths, _ in read], axis=0, weights=weights)
-    mean = 1 / np.average(
-        [1 / lengths.mean() for lengths, _ in read], weights=weights
-    )  # documents a token are what blends
+    # Blending averages documents per token.
+    mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)
     return Pieces(
         shares,
         float(mean),

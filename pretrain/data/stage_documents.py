@@ -25,9 +25,8 @@ def stage_documents(
     at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
 
     def shuffled() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        order = np.random.RandomState([seed, epoch]).permutation(
-            len(lengths)
-        )  # numpy's frozen generator
+        # RandomState is numpy's frozen generator.
+        order = np.random.RandomState([seed, epoch]).permutation(len(lengths))
         return order, lengths[order].cumsum(dtype=np.int64)
 
     order, ends = shuffled()

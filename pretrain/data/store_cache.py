@@ -20,7 +20,7 @@ from pretrain.config import RunConfig
 from pretrain.run_directory import run_directory
 
 CLIENT = "pretrain.data.store_client"
-_PATIENCE = 60.0  # seconds that a store has to answer at the start
+_PATIENCE = 60.0  # seconds within which a store must answer at the start
 
 
 def store_cache(config: RunConfig) -> Path:
@@ -41,7 +41,7 @@ def local_prefix(prefix: str, cache: Path) -> str:
 
 
 def identity(prefix: str) -> str:
-    """Return what identifies a source wherever its files are cached: its URL, or its absolute path."""
+    """Return what identifies a source independently of its cache: its URL or absolute path."""
     return prefix if is_url(prefix) else os.path.abspath(prefix)
 
 

@@ -40,20 +40,21 @@ from pretrain.data.store_cache import CLIENT, local_prefix
 
 BLOCK = 1 << 16
 REQUEST = struct.Struct("<IQQ")  # number of the URL, offset, length
-ANSWER = struct.Struct("<?Q")  # whether it is the bytes (else what is wrong), length
+ANSWER = struct.Struct("<?Q")  # True: bytes follow, False: an error text; its length
 _HASH = 8
-_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64
+_GOLDEN = 0x9E3779B97F4A7C15  # golden ratio, as a fraction of 2**64
 _AT_ONCE = 16
-_PIECE = 8 * 2**20  # bytes of an .idx at a time
+_PIECE = 8 * 2**20  # bytes of an .idx per request
 _KNOWN = "brought.json"
 _MANIFEST = "manifest.json"
+# Signals that only the rank handles.
 _IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # the rank's business
+)
 
 Answer = TypeVar("Answer")
 
@@ -111,9 +112,7 @@ class Store:
         def work() -> bytes:
             content: bytes = self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
             if len(content) != end - start:
-                raise OSError(
-                    f"{len(content)} bytes of {name} came, where {end - start} were asked for"
-                )
+                raise OSError(f"received {len(content)} bytes of {name} instead of {end - start}")
             return content
 
         return self.insist(work)
@@ -164,7 +163,7 @@ class Blocks:
         return content if xxhash.xxh3_64_digest(content) == mark else None
 
     def _keep(self, number: int, content: bytes) -> None:
-        with suppress(OSError):  # a full disk, or one that is read only: it is asked for again
+        with suppress(OSError):  # full or read-only disk: the block is requested again
             os.pwrite(self.held, content, number * BLOCK)
             os.pwrite(self.table, xxhash.xxh3_64_digest(content), number * _HASH)
 
@@ -204,7 +203,7 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
         ThreadPoolExecutor(_AT_ONCE),
         os.fdopen(os.dup(1), "wb"),
     )
-    os.dup2(2, 1)  # whatever else may be printed
+    os.dup2(2, 1)  # other output must not mix with the answers
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
     kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
@@ -215,7 +214,7 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     while request := sys.stdin.buffer.read(REQUEST.size):
         number, offset, length = REQUEST.unpack(request)
         answers.put(pool.submit(files[number].read, offset, length))
-    os._exit(0)  # nothing is lost with what is still under way
+    os._exit(0)  # unfinished requests are not needed
 
 
 def _end_with(parent: int) -> None:
@@ -265,7 +264,10 @@ class Source:
         StorageError.
         """
         names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
-        there = {name: self.store.insist(lambda name=name: self._look(name)) for name in names}  # type: ignore[misc]
+        there = {
+            name: self.store.insist(lambda name=name: self._look(name))  # type: ignore[misc]
+            for name in names
+        }
         make_folder(self.folder)
         if all(self._is_here(name, info) for name, info in there.items()):
             return
@@ -293,7 +295,7 @@ class Source:
         return info
 
     def _known(self) -> dict[str, str]:
-        """Return file -> its mark when it was copied, and for a .bin also the digest of its sample."""
+        """Return file -> its mark when it was copied; for a .bin also the digest of its sample."""
         with suppress(OSError, ValueError):
             known = json.loads((self.folder / _KNOWN).read_text())
             return known if isinstance(known, dict) else {}
@@ -331,7 +333,8 @@ class Source:
             recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None
             if recorded not in (None, sha256(target)):
                 raise ConfigError(
-                    f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again"
+                    f"{self.title}: its .idx is not the one that the {_MANIFEST} next to it "
+                    "records; upload both again"
                 )
         if not kept:
             Path(f"{file}.blocks").unlink(missing_ok=True)
@@ -343,7 +346,7 @@ class Source:
         manifest = read_manifest(self.folder / _MANIFEST)
         path = PurePosixPath(manifest.tokenizer["path"] if manifest else "/")
         if path.is_absolute() or ".." in path.parts:
-            return  # another place's
+            return  # not below the source folder
 
         def listed() -> list[dict[str, Any]]:
             with suppress(FileNotFoundError):

@@ -21,7 +21,7 @@ from pretrain.data.store_cache import CLIENT, local_prefix, store_cache
 from pretrain.data.store_client import ANSWER, REQUEST
 
 Range = tuple[int, int, int]  # number of the URL, offset, length
-_PATIENCE = 600.0  # seconds that a range is tried for
+_PATIENCE = 600.0  # seconds for which a range is retried
 
 
 class StoreReader:
@@ -36,8 +36,8 @@ class StoreReader:
         )
         self.cache, self.room = store_cache(config), int(config.data.store_cache_gb * 1e9)
         self.process: subprocess.Popen[bytes] | None = None
-        self.asked = dict[Range, bytes | None]()  # None: it has not come yet
-        self.line = deque[Range]()  # in which they come
+        self.asked = dict[Range, bytes | None]()  # None: requested, not received yet
+        self.line = deque[Range]()  # order of the answers
         self.planned: list[Range] | None = None
 
     def local(self, url: str) -> str:
@@ -86,7 +86,7 @@ class StoreReader:
             return
         if self.process is None:
             command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
-            # A session of its own: Ctrl-C at the training's terminal is not for it.
+            # A separate process session: Ctrl-C at the training's terminal does not reach it.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
+if TYPE_CHECKING:
+    # The configuration's checks import this package and need no torch.
     from fem_megatron.megatron.fp8 import Delayed
     from pretrain.data.datasets import Batch
     from pretrain.engines.sharding import Held
@@ -22,31 +23,32 @@ class StepResult:
     loss: float  # mean over the step's tokens, nats
     grad_norm: float  # global, before clipping
     lr: float
-    skipped: bool  # loss or gradient was not finite, or unwanted: nothing was updated
-    times: StepTimes | None = None  # this rank's, where they were asked for
-    beside: list[float] = field(
-        default_factory=list
-    )  # sums over the ranks of what was to be summed beside the loss
+    skipped: bool  # not updated: loss or gradient was not finite, or the step was unwanted
+    times: StepTimes | None = None  # this rank's times, if requested
+    # Sums over the ranks of the additional numbers.
+    beside: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Times of a step on one rank, in seconds."""
 
-    busy: float  # forward and backward passes, up to the moment when the gradients of all ranks are needed
-    waiting: float  # reducing the gradients: waiting for the other ranks, and the transfer
+    # Forward and backward passes, until the gradients of all ranks are needed.
+    busy: float
+    # Reduction of the gradients: waiting for the other ranks, and the transfer.
+    waiting: float
 
 
 Beside = Callable[[], Iterable[float]]
 Unwanted = Callable[[float, float], bool]
-"""A step's loss and gradient norm, both finite -> whether it is to update nothing; the same on every rank."""
+"""True if a step's loss and gradient norm, both finite, forbid its update; equal on every rank."""
 AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
-"""What an engine puts around an update of what it can be asked for: this rank's parts of the parameters, in the same order every time."""
+"""Context around an update. Its argument returns this rank's parts of the parameters in fixed order."""
 
 
 @contextmanager
 def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
-    """Do nothing: the default `AroundUpdate`."""
+    """Run the block without observing the update: the default `AroundUpdate`."""
     yield
 
 
@@ -76,9 +78,10 @@ class Engine(Protocol):
         schedule's at ``samples_after``.
 
         ``timed``: also return this rank's times, which waits for the device and changes no number.
-        ``beside``: called once for numbers that are summed over the ranks in the loss's all-reduce;
-        before the update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
-        ``unwanted``: decides by loss and gradient norm if the update is skipped.
+        ``unwanted``: decides by loss and gradient norm if the update is skipped. The remaining
+        callable returns additional numbers, which are summed over the ranks in the loss's
+        all-reduce. It is called once, before the update, except under DeepSpeed without
+        ``unwanted``, which calls it afterwards.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

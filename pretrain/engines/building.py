@@ -30,7 +30,7 @@ Overrides = dict[ParamKey, ParamGroupOverride]
 
 
 def initialize_distributed(config: RunConfig) -> None:
-    """Create the default process group for the run's layout; see `platform.initialize_distributed`."""
+    """Create the run's default process group; see `platform.initialize_distributed`."""
     layout = config.parallel
     split = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
     platform.initialize_distributed(layout.collective_timeout_minutes, in_order=split)
@@ -63,7 +63,7 @@ def destroy_model_parallel() -> None:
     ]
     parallel_state.destroy_model_parallel()
     for group in groups:
-        with suppress(ValueError):  # Megatron has destroyed three of them
+        with suppress(ValueError):  # Megatron has already destroyed three of them
             torch.distributed.destroy_process_group(group)
 
 
@@ -74,7 +74,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
-        # Documents that are read apart are read by whole heads.
+        # Separate documents need all tokens of a head on one rank.
         context_parallel_kind="all_to_all"
         if config.data.documents == "separate"
         else config.parallel.context_parallel_kind,
@@ -141,7 +141,7 @@ def fuse(optimizer: Any) -> None:
     FusedAdam of those packages remains unchanged. The fused form reads each parameter's step on the
     parameter's device, so a step that was loaded to another device is moved.
     """
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings["fused"] = True
@@ -150,7 +150,8 @@ def fuse(optimizer: Any) -> None:
             state["step"] = state["step"].to(parameter.device)
 
 
-# A checkpoint of the plain optimizer's knows a group by four keys, of which this one means nothing else here.
+# A checkpoint of the plain optimizer identifies a group by four keys. ``is_decoupled_lr`` is one of
+# them, and this code has no other use for it.
 MUON: Any = {"muon": True, "is_decoupled_lr": True}
 
 
@@ -271,13 +272,14 @@ def summed_over_ranks(
     beside: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
-    """Reduce a step's results in one all-reduce with one wait of the host: (mean loss, gradient
-    norm, sums of ``beside``), equal on each rank.
+    """Reduce a step's results in one all-reduce with one wait of the host. Returns the same on each
+    rank.
 
-    The mean is over the tokens of all ranks, from this rank's reports ``[sum, tokens]``, which the
-    pipeline's last stage has. Its tensor-parallel ranks have the same loss, so only the first
-    contributes it. squares: this rank's part of the gradient's squared norm. If no token counts,
-    loss and norm are NaN, so that the step is skipped.
+    Returns (mean loss, gradient norm, sums of the additional numbers). The mean is over the tokens
+    of all ranks, from this rank's reports ``[sum, tokens]``, which the pipeline's last stage has.
+    Its tensor-parallel ranks have the same loss, so only the first contributes it. squares: this
+    rank's part of the gradient's squared norm. If no token counts, loss and norm are NaN, so that
+    the step is skipped.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -112,11 +112,14 @@ class DeepSpeedEngine:
         for line in told:
             say(line)
         if not deepspeed.comm.is_initialized():
-            # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
+            # DeepSpeed's shared-memory collectives for CPUs serve inference. They would be compiled
+            # at this point, and their ranks wait by spinning.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
         self.alone = "LOCAL_RANK" not in os.environ
-        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed insists on, here and in steps
+        os.environ.setdefault(
+            "LOCAL_RANK", "0"
+        )  # DeepSpeed reads it at initialization and in steps
         try:
             self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         except ConfigError:
@@ -127,8 +130,8 @@ class DeepSpeedEngine:
         self.state = ZeroState(self.engine, weights)
         self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
-        self.norm, self.unwanted = math.nan, False  # what `_skips` found of the last step
-        self.judge: Callable[[float], bool] | None = None  # of this step's norm
+        self.norm, self.unwanted = math.nan, False  # results of `_skips` for the last step
+        self.judge: Callable[[float], bool] | None = None  # decision by this step's norm
         if config.engine.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
         elif config.train.on_spike != "none":
@@ -202,7 +205,7 @@ class DeepSpeedEngine:
         return summed_over_ranks(reports)[0]
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return the tensors that the Megatron engine would write for the same weights and moments."""
+        """Return the tensors that the Megatron engine would write for the same state."""
         return self.state.saved()
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
@@ -358,7 +361,8 @@ def _initialized(
         for parameter in model.parameters()
         if getattr(parameter, "tensor_model_parallel", False)
     ]
-    # Its gradient norm counts what is not marked once, on the first tensor-parallel rank.
+    # DeepSpeed's gradient norm counts parameters without the mark once, on the first tensor-
+    # parallel rank.
     assert split or MegatronGroups.get_tensor_model_parallel_world_size() == 1
     try:
         engine, _, _, _ = deepspeed.initialize(
@@ -371,7 +375,8 @@ def _initialized(
     except (
         ValueError,
         AssertionError,
-    ) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
+    ) as error:
+        # includes pydantic errors for a key or value that DeepSpeed refuses
         raise ConfigError(
             f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}"
         ) from None
@@ -404,7 +409,8 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
             return [torch.full_like(whole, math.inf)] if skips(float(whole)) else found
 
         optimizer._get_norm_groups = judged_groups
-    else:  # stage 1 in bf16, which tells nobody its norm before it clips: it is computed twice
+    else:
+        # Stage 1 in bf16 does not return its norm before it clips, so the norm is computed twice.
         gradients = optimizer.get_grads_for_norm
 
         def judged_gradients(for_clipping: bool = False) -> Any:

@@ -33,18 +33,22 @@ from typing import Literal
 
 from fem_common.signals import signal_name
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
-QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
+BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> class of DeepSpeed's that builds it
+# An op compiles in minutes even on two busy cores, and each finished file changes the folder.
+QUIET_SECONDS = 1800.0
 FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
 INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]
 
 _NETWORK = tuple(
-    "nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split()
+    (
+        "nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs"
+    ).split()
 )
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
-# SIGTERM as an exception, so that torch's `finally` removes the lock.
+# PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own namespace, outside all containers.
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+# SIGTERM raises an exception, so that torch's `finally` removes the lock.
 _LOAD = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -60,7 +64,7 @@ class OpError(RuntimeError):
         super().__init__(" ".join(message.split()))
 
 
-# --- the environment -------------------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------
 
 
 def prepare_environment() -> None:
@@ -70,13 +74,11 @@ def prepare_environment() -> None:
     Variables that are already set remain; ninja's folder is appended to PATH. DeepSpeed's logger
     prints only warnings by default.
     """
-    os.environ.setdefault(
-        "DS_ACCELERATOR", _accelerator()
-    )  # by itself it tries seven kinds, and warns where it ends at the CPU
+    # Without it DeepSpeed tries seven kinds, and warns if only the CPU is left.
+    os.environ.setdefault("DS_ACCELERATOR", _accelerator())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
-    beside = Path(
-        sys.executable
-    ).parent  # a virtual environment that was not activated is not on PATH
+    # The folder of a virtual environment that is not activated is not on PATH.
+    beside = Path(sys.executable).parent
     if shutil.which("ninja") is None and os.access(beside / "ninja", os.X_OK):
         os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), str(beside)])
 
@@ -96,7 +98,8 @@ def default_directory() -> Path:
         cache = os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):
         raise OpError(
-            "this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's compiled operations"
+            "this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's "
+            "compiled operations"
         )
     facts = [cpu_identity(), *platform.libc_ver(), str(sys.implementation.cache_tag)]
     for package in ("torch", "deepspeed"):
@@ -132,7 +135,7 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE)
         for word in line.split()
     }
-    model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # Arm's
+    model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # on Arm
     return " ".join(
         [platform.machine(), *(word.strip() for word in model), *sorted(words)]
         if text
@@ -172,7 +175,7 @@ def _version(distribution: str) -> str:
         return ""
 
 
-# --- the ops and their state -----------------------------------------------------------------------------------------------------
+# --- the ops and their state ------------------------------------------------------------
 
 
 def needed_ops(offload_optimizer: bool) -> list[str]:
@@ -202,14 +205,14 @@ def stale_lock(name: str) -> Path | None:
     lock counts as stale after `QUIET_SECONDS` without a change in the folder.
     """
     lock = extensions_directory() / name / "lock"
-    for _ in range(3):  # torch closes the file a moment before it removes it
+    for _ in range(3):  # torch closes the file shortly before it removes it
         if not lock.exists() or lock_holders(name):
             return None
         time.sleep(0.05)
     try:
         newest = max(path.stat().st_mtime for path in (lock, lock.parent, *lock.parent.iterdir()))
         return lock if _owner_would_be_seen(lock) or time.time() - newest > QUIET_SECONDS else None
-    except FileNotFoundError:  # it went meanwhile
+    except FileNotFoundError:  # it was removed in the meantime
         return None
 
 
@@ -223,9 +226,9 @@ def lock_holders(name: str) -> list[int]:
         return []
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended, or is another's
+        with contextlib.suppress(OSError):  # the process ended or belongs to another user
             for descriptor in Path("/proc", process, "fd").iterdir():
-                with contextlib.suppress(OSError):  # it was closed
+                with contextlib.suppress(OSError):  # the descriptor was closed
                     if os.readlink(descriptor).endswith("/lock") and os.path.samestat(
                         descriptor.stat(), held
                     ):
@@ -248,7 +251,7 @@ def _owner_would_be_seen(lock: Path) -> bool:
     if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
         return False
     kind, shared = file_system(lock)
-    # An overlay is one container's own; any other file system may be seen from several.
+    # An overlay belongs to one container; several containers may see any other file system.
     return not shared and (
         kind == "overlay" or os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
     )
@@ -290,7 +293,7 @@ def _came_with_deepspeed(name: str) -> bool:
     )
 
 
-# --- what stands in the way, and compiling -----------------------------------------------------------------------------------------
+# --- obstacles, and compiling ------------------------------------------------------------
 
 
 def check_ops(offload_optimizer: bool) -> str | None:
@@ -316,7 +319,10 @@ def compiler() -> str:
 def lacks_compiler() -> str | None:
     """Return what is missing for compiling C++ for Python and how to install it, or None."""
     if shutil.which(compiler()) is None:
-        return f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or name one with CXX=/path/to/g++"
+        return (
+            f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or "
+            "name one with CXX=/path/to/g++"
+        )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
         return f"there is no {header}: install Python's headers (Debian and Ubuntu: python3-dev)"
@@ -324,11 +330,11 @@ def lacks_compiler() -> str | None:
 
 
 def lacks_ninja() -> str | None:
-    """Return how to install ninja if it is neither on PATH nor next to this interpreter, or None."""
+    """Return how to install ninja if it is neither on PATH nor next to the interpreter, or None."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
         return None
-    return f"there is no ninja on PATH nor in {beside}: python -m pip install ninja"
+    return f"ninja is neither on PATH nor in {beside}: python -m pip install ninja"
 
 
 def cannot_write(directory: Path) -> str | None:
@@ -340,7 +346,10 @@ def cannot_write(directory: Path) -> str | None:
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return f"{directory}: {error.strerror}: set TORCH_EXTENSIONS_DIR to a folder that can be written"
+        return (
+            f"{directory}: {error.strerror}: set TORCH_EXTENSIONS_DIR to a folder that can be "
+            "written"
+        )
 
 
 def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
@@ -377,7 +386,8 @@ def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None)
     log = extensions_directory() / f"{name}.log"
     log.write_text(said, encoding="utf-8")
     raise OpError(
-        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (all of it: {log})"
+        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (full "
+        f"output: {log})"
     )
 
 
@@ -393,7 +403,8 @@ def _obstacle(name: str) -> str | None:
         return f"DeepSpeed's {name}: {fault}"
     lock = stale_lock(name)
     return (
-        f"{lock} was left by a process that was killed, and DeepSpeed would wait for it for ever: {FIX}"
+        f"{lock} was left by a process that was killed, and DeepSpeed would wait for it forever: "
+        f"{FIX}"
         if lock
         else None
     )
@@ -406,7 +417,7 @@ def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]
             return
         except subprocess.TimeoutExpired:
             waiting()
-        if second % 10 == 0 and stale_lock(name):  # another build was first, and was killed
+        if second % 10 == 0 and stale_lock(name):  # another build had the lock and was killed
             raise OpError(
                 f"another process that compiled DeepSpeed's {name} was killed: {FIX}, then {BUILD}"
             )
@@ -432,6 +443,6 @@ def _reason(said: str, code: int) -> str:
     ]
     if code < 0:
         return f"{signal_name(-code)}" + (
-            ", as of code compiled for another CPU" if -code == signal.SIGILL else ""
+            ", as from code compiled for another CPU" if -code == signal.SIGILL else ""
         )
-    return (errors or lines[-1:] or ["it says nothing"])[0]
+    return (errors or lines[-1:] or ["no output"])[0]

@@ -53,7 +53,7 @@ from pretrain.engines.sharding import (
 )
 from pretrain.schedule import Schedule
 
-_STATE = ("params", "step")  # what of an optimizer's group is no setting
+_STATE = ("params", "step")  # keys of an optimizer's group that are not settings
 
 
 class MegatronEngine:
@@ -81,9 +81,8 @@ class MegatronEngine:
             else None
         )
         self.rates = LearningRates(config, schedule, self.optimizer)
-        self.reduction: list[platform.Moment] | None = (
-            None  # its beginning and end, noted where it is a list
-        )
+        # Beginning and end of the reduction in a timed step, else None.
+        self.reduction: list[platform.Moment] | None = None
         self._connect_schedule()
 
     @property
@@ -115,7 +114,7 @@ class MegatronEngine:
         times = self._times(started)
         self.optimizer.prepare_grads()
         loss, grad_norm, sums = summed_over_ranks(reports, beside(), self._squares())
-        update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
+        update = math.isfinite(grad_norm)  # the loss too (`poisoned`)
         if update and unwanted:
             update = not unwanted(loss, grad_norm)
         with self.around_update(self.split.parts if self.split else self._whole_parts):
@@ -176,7 +175,8 @@ class MegatronEngine:
                 for group in self.optimizer.param_groups
             ]
             self.optimizer.load_state_dict(state["optimizer"])
-            # The checkpoint's groups come with the rates, betas, epsilon and decay of the attempt that wrote it.
+            # The checkpoint's groups contain the rates, betas, epsilon and decay of the attempt
+            # that wrote it.
             for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
                 group.update(settings)
             for each in self.optimizer.chained_optimizers:
@@ -245,7 +245,7 @@ class MegatronEngine:
             overlap_param_gather=layout.overlap_param_gather,
             use_distributed_optimizer=layout.use_distributed_optimizer,
         )
-        # Megatron overlaps within the first chunk alone: later ones finish while it still computes.
+        # Megatron overlaps only within the first chunk: later ones finish while it still computes.
         wrapped = DistributedDataParallel(
             chunk.config, settings, chunk, disable_bucketing=not first
         )
@@ -449,9 +449,8 @@ class _SplitState:
 
     def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
         for parameter, place in self.places.items():
-            if (
-                parameter in self.optimizer.model_param_gbuf_map
-            ):  # which knows those of which a part is here
+            # The map contains only parameters of which this rank has a part.
+            if parameter in self.optimizer.model_param_gbuf_map:
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
                 tensors = {name: state[name].detach().view(-1) for name in STATE if name in state}
@@ -476,9 +475,8 @@ class _SplitState:
 
     def _prepare(self) -> None:
         self.optimizer.init_state_fn(self.adam, self.optimizer.config)
-        if isinstance(
-            self.adam, torch.optim.Adam
-        ):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
+        # AdamW is a subclass. Upstream does not create its step (optimizer/__init__.py:391).
+        if isinstance(self.adam, torch.optim.Adam):
             for parameter, state in self.adam.state.items():
                 state.setdefault(
                     "step", torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -32,7 +32,7 @@ from fem_megatron.shape import Weight
 from pretrain.config import OptimizerConfig
 from pretrain.plan.muon import ROUND, STEPS, newton_schulz_flops
 
-COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # values of torch.optim.Muon
 Group = torch.distributed.ProcessGroup
 
 
@@ -143,7 +143,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(
             [{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=True
         )
-        # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
+        # Set directly, since torch's constructor refuses views, which Megatron's ranges of fp32
+        # weights are.
         self.param_groups = [
             {**self.defaults, "muon": False, **group, "fused": True} for group in groups
         ]
@@ -186,9 +187,8 @@ class Muon(torch.optim.AdamW):
         )
         sizes = range(group.size())
         if all_parts is None or len(all_parts) > 1:
-            group = parallel_state.get_tensor_and_data_parallel_group(
-                with_context_parallel=True
-            )  # tensor-parallel ranks side by side
+            # Tensor-parallel ranks are adjacent in this group.
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         self.prepare()
         self.mine = {}
         for part in parts:
@@ -239,7 +239,7 @@ class Muon(torch.optim.AdamW):
 
     def _direction(self, place: Place) -> Tensor:
         assert place.flat.grad is not None
-        momentum = self.state[place.flat]["exp_avg"]  # which loading a checkpoint may replace
+        momentum = self.state[place.flat]["exp_avg"]  # loading a checkpoint may replace it
         return place.of(place.flat.grad).lerp(place.of(momentum), self.momentum).to(self.dtype)
 
 
@@ -261,7 +261,8 @@ class _Exchange:
                 holders.setdefault(one.map, set()).add(number)
         work = {key: newton_schulz_flops(*shape) for key, shape in shapes.items()}
         load, self.owner = [0.0] * self.size, dict[Key, int]()
-        # What lies on one rank alone first; then the largest, each to the one of its ranks that has least to do.
+        # First the maps on only one rank, then the largest; each is assigned to that of its ranks
+        # with the least work.
         for key in sorted(shapes, key=lambda key: (len(holders[key]) > 1, -work[key], key)):
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]
@@ -315,7 +316,7 @@ class _Exchange:
         return dict(zip(order, back.split([one.numel for one in order]), strict=True))
 
 
-_Ways = dict[int, list[Stretch]]  # rank -> what goes there, or comes from there
+_Ways = dict[int, list[Stretch]]  # rank -> stretches to send to it or to receive from it
 
 
 def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]:

@@ -22,16 +22,17 @@ from megatron.core.models.gpt import GPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = ("param", *MOMENTS)  # Megatron's names of the fp32 weight and of Adam's moments
-# Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
+# Names layer by layer in the checkpoint for any pipeline split; optimizer state in the model's own
+# shapes.
 SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
-# A part is read whole, to compare its checksum, by every rank that needs some of it: it is small beside what a rank holds. It is not small
-# beside what is written with it: a thousand bytes of archive, and a thousand instructions of Python at every step of a save.
+# Every rank that needs some of a shard reads all of it, to compare its checksum, so a shard is
+# small compared to a rank's part. It is not small compared to its overhead in a save: a thousand
+# bytes of archive and a thousand Python instructions.
 _PARTS_OF_A_RANK = 64
 _SMALLEST_PART = 2**20  # elements
-Read = Callable[
-    [dict[str, Any]], dict[str, Any]
-]  # a dictionary of sharded tensors comes back with their values
+# Returns a dictionary of sharded tensors with their values.
+Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def read_optimizer(
 ) -> dict[str, Any]:
     """Read a checkpoint's optimizer into this rank's parts, in place.
 
-    Returns everything that was read, including the groups (`optimizer_state`). ``beside``: other
-    entries to read in the same call.
+    Returns everything that was read, including the groups (`optimizer_state`). Other entries can be
+    read in the same call.
     """
     asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
     targets = {
@@ -109,9 +110,8 @@ def read_optimizer(
         for name, parts_of_one in one.items():
             for n, target in parts_of_one.items():
                 value = given["optimizer"]["param_state"][number][name][n]
-                if (
-                    value.data_ptr() != target.data_ptr()
-                ):  # what several ranks hold, one of them has read
+                # If several ranks hold a shard, one of them has read it.
+                if value.data_ptr() != target.data_ptr():
                     target.copy_(value)
     return given
 
@@ -159,7 +159,7 @@ def parts(
     return found
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterator[Box]:
@@ -175,7 +175,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterato
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows
+    first, last = -(-start // row), end // row  # the complete rows
     if first > last:  # within one row
         yield from _in_row(shape, last, start, end, largest)
         return

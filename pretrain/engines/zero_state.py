@@ -30,7 +30,7 @@ from pretrain.engines.sharding import (
     read_optimizer,
 )
 
-PIECE = 2**28  # elements of whole weights that are read at a time
+PIECE = 2**28  # elements of full weights that are read at a time
 
 
 class ZeroState:
@@ -136,7 +136,7 @@ class ZeroState:
             return
         given = read_optimizer(read, filter(None, map(self.held, self.weights)))
         steps = float(given["optimizer"]["optimizer"]["param_groups"][0]["step"])
-        # A step of its own for every tensor: Adam adds to each.
+        # Every tensor needs a separate step tensor: Adam increments each.
         for flat in self.flat():
             self.adam.state[flat]["step"] = self._step(steps, flat)
         if not isinstance(self.adam, torch.optim.AdamW):
@@ -183,7 +183,7 @@ class ZeroState:
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
         if self.stage:
-            # Stage 1 in bf16 is another optimizer of DeepSpeed's.
+            # DeepSpeed has a different optimizer for stage 1 in bf16.
             names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
             return list(
                 next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
