@@ -144,7 +144,7 @@ def _judged(
             ""
             if hard
             else (
-                ", or, if it is this run, accept it with: python -m tools.checkpoint fetch "
+                ", or, if it is this run, take it over: python -m tools.checkpoint fetch "
                 f"{own.path.parent.parent} {mirror}"
             )
         )

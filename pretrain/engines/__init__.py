@@ -43,7 +43,7 @@ Beside = Callable[[], Iterable[float]]
 Unwanted = Callable[[float, float], bool]
 """True if a step's loss and gradient norm, both finite, forbid its update; equal on every rank."""
 AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
-"""Context around an update. Its argument returns this rank's parts of the parameters in fixed order."""
+"""Context around an update. Its argument returns this rank's parts of the parameters, ordered."""
 
 
 @contextmanager
