@@ -172,8 +172,10 @@ def damage(path: Path) -> str | None:
 
 
 class HashedFile(io.BufferedWriter):
-    """A file that is written sequentially. Closing it writes its XXH3-128 and those of its tensors
-    to a second file.
+    """A file that is written sequentially and hashed meanwhile.
+
+    Leaving its ``with`` block without an error writes its XXH3-128 and those of its tensors to a
+    second file.
     """
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
@@ -291,7 +293,8 @@ def newest_good(
 
     Raises:
         ConfigError: a newer version of this code wrote the newest one. Training from an older one
-        would overwrite it. OSError: a file system failed.
+            would overwrite it.
+        OSError: a file system failed.
     """
     for path in newest_first(folder):
         if path in damaged:

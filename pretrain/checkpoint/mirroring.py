@@ -53,7 +53,7 @@ class Mirroring:
         Raises:
             ConfigError: the mirror is not a valid location, or belongs to another run.
             StorageError: the mirror cannot be read, or contains only damaged checkpoints while no
-            local one is good.
+                local one is good.
         """
         named = [word for name in damaged for word in ("--damaged", name)]
         command = self._command("fetch", "--aside", "--patience", str(_FETCH_PATIENCE), *named)

@@ -79,7 +79,7 @@ class Weights:
 
     Raises:
         ConfigError: ``.metadata`` is missing or damaged, or names a class that no checkpoint of
-        this code contains.
+            this code contains.
     """
 
     def __init__(self, step: Path) -> None:
@@ -102,7 +102,8 @@ class Weights:
 
         Raises:
             DamagedCheckpoint: a weight's bytes differ from what was written, or shards of it are
-            missing. StorageError: a file system failed.
+                missing.
+            StorageError: a file system failed.
         """
         return {name: self._whole(name) for name in names}
 
@@ -379,7 +380,7 @@ def read_metadata(path: Path) -> Metadata:
 
     Raises:
         ConfigError: the file is missing or damaged, or names a class that no checkpoint of this
-        code contains.
+            code contains.
     """
     try:
         with path.open("rb") as file:

@@ -24,7 +24,7 @@ _ANEW = (
     "{keys}; restore it, or start a new run (another run_dir) from the weights alone with "
     "checkpoint.load={checkpoint}"
 )
-_ORDER = "has an order of samples that depends on it: " + _ANEW
+_ORDER = "was written with another order of samples: " + _ANEW
 _WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
 _OPTIMIZER = (
     "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine "
@@ -49,7 +49,7 @@ RULES: dict[str, str] = {
     "data.train.weight": _ORDER,
     "data.valid": TOLD,
     "data.test": FREE,
-    "data.seq_length": "counts its position in the data in sequences of its length: " + _ANEW,
+    "data.seq_length": "counts its position in the data in sequences of another length: " + _ANEW,
     "data.packing": _ORDER,
     "data.documents": TOLD,
     "data.reset_positions": TOLD,
@@ -60,15 +60,15 @@ RULES: dict[str, str] = {
     "data.store_cache_gb": FREE,
     "parallel": TOLD,
     "parallel.world_size": FREE,
-    "parallel.use_distributed_optimizer": "has names of the optimizer's state that depend on it: "
+    "parallel.use_distributed_optimizer": "stores the optimizer's state under other names: "
     + _OPTIMIZER,
     "parallel.collective_timeout_minutes": FREE,
     "engine": TOLD,
     "train": TOLD,
-    "train.precision": "stores its weights in its precision: " + _ANEW,
+    "train.precision": "stores its weights in another precision: " + _ANEW,
     "train.seed": _ORDER,
     "optimizer": TOLD,
-    "optimizer.name": "contains the moments of its optimizer: " + _ANEW,
+    "optimizer.name": "contains the moments of another optimizer: " + _ANEW,
     "checkpoint": FREE,
     "stages": TOLD,  # the data read by the stages so far is compared separately
     "log": FREE,
@@ -132,7 +132,7 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
     Raises:
         ConfigError: a key has changed that must not. The message names every such key and the way
-        out.
+            out.
     """
     ways: dict[str, list[str]] = {}
     for change in found:

@@ -44,9 +44,8 @@ class Start:
     found: Found | None = None
     own: bool = False  # True: of this run; its optimizer and random states are read too
     forked: bool = False  # True: of another run; those are read as well
-    changed: list[Change] = field(
-        default_factory=list
-    )  # configuration changes since the checkpoint
+    # Configuration changes since the checkpoint was written.
+    changed: list[Change] = field(default_factory=list)
 
 
 def find_start(
@@ -207,7 +206,7 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
 
     Raises:
         ConfigError: the checkpoint does not exist, the configuration does not fit it, or no steps
-        are left.
+            are left.
     """
     found = from_rank_0(lambda: _parent(config, run_dir))
     if found.manifest.get("contents") == WEIGHTS_ALONE:

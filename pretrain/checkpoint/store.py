@@ -137,7 +137,7 @@ class Checkpoints:
 
         Raises:
             StorageError: checkpoints exist, and none is good. A run never starts from scratch over
-            them.
+                them.
         """
         found = from_rank_0(self._newest)
         self.last, self.saved = (found.path, found.progress.step) if found else (None, 0)
@@ -175,9 +175,8 @@ class Checkpoints:
 
         Raises:
             StorageError: on all ranks, with rank 0's reason: the file system refuses the files,
-            unless the save is not ``needed`` and
-                ``checkpoint.max_unsaved_steps`` is not reached. Also if the mirror is too far
-                behind.
+                unless the save is not ``needed`` and ``checkpoint.max_unsaved_steps`` is not
+                reached. Also if the mirror is too far behind.
             ConfigError: the mirror belongs to another run (see `Mirroring.check`).
         """
         self.complete(blocking=True)
@@ -297,7 +296,8 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: on all ranks. Part of the engine may have been overwritten; reading
-            another checkpoint completely repairs that. StorageError: a file system failed.
+                another checkpoint completely repairs that.
+            StorageError: a file system failed.
         """
         longest = max(found.inherited.context_length, self.config.data.seq_length)
         self.inherited = replace(found.inherited, context_length=longest, foreign=False)
@@ -399,7 +399,7 @@ def write_tensors(
 
     Raises:
         ConfigError, StorageError: on all ranks, in this function and at the request's end, if the
-        file system refuses a rank's files.
+            file system refuses a rank's files.
     """
     platform.write_checkpoints_with(HashedFile, asynchronous=asynchronous)
     tensors, common = save_preprocess(state)

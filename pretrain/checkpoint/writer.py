@@ -57,7 +57,8 @@ def save_weights(
 
     Args:
         config: the configuration of the run that the weights belong to; its model section fits the
-        tensors. content_key: the key of the data that they were trained on, "" if unknown.
+            tensors.
+        content_key: the key of the data that they were trained on, "" if unknown.
 
     Raises:
         ConfigError: the folder cannot be written to.

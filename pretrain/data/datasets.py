@@ -44,12 +44,7 @@ from pretrain.ranks import from_rank_0
 
 Batch = dict[str, Any]
 # Fields of a sample; the samples of a blend also name their source.
-FIELDS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "position_ids",
-)
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _AHEAD = 16  # micro-batches requested from a store before they are used
 
 
@@ -163,10 +158,7 @@ class Ends:
         context.
         """
         # Positions after which no document continues.
-        ends, after = (
-            batch["tokens"] == self.eod_id,
-            batch["loss_mask"] == 0,
-        )
+        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
         ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
@@ -342,10 +334,7 @@ def _ensure_helpers() -> None:
     Wheels contain it. After a source install it is compiled once on each host that lacks it.
     """
     # Rank 0 first, then one rank per host, since hosts may share the installation.
-    for compiles in (
-        torch.distributed.get_rank() == 0,
-        os.environ.get("LOCAL_RANK", "0") == "0",
-    ):
+    for compiles in (torch.distributed.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"):
         if compiles and find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
         torch.distributed.barrier()

@@ -15,10 +15,7 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
 # Of a .bin's sample every eighth block is read, and of the documents that end in it 8 to 15.
-_EVERY, _DOCUMENTS = (
-    8,
-    8,
-)
+_EVERY, _DOCUMENTS = 8, 8
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:

@@ -162,8 +162,7 @@ def check_data(config: RunConfig) -> DataFacts:
 
     Raises:
         ConfigError: a file is missing, damaged or differs from its manifest; tokenizers differ, the
-        vocabulary does not fit, or a source
-            is shorter than one sequence.
+            vocabulary does not fit, or a source is shorter than one sequence.
         StorageError: a store does not answer.
     """
     if not config.data.train:
@@ -400,7 +399,7 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
         size, plain = index.stat().st_size, HEADER.size + 12 * sequences + 8 * entries
         if size not in (plain, plain + sequences):
             raise ConfigError(
-                f"{index} has {size} bytes but its header requires {plain}: it is damaged; "
+                f"{index} has {size} bytes, but its header requires {plain}: it is damaged; "
                 f"{MAKE_DATA}"
             )
         end = 0

@@ -76,12 +76,8 @@ class IndexCache:
             try:
                 # Read once, because another process may be replacing the folder.
                 found = (self.folder / name).stat().st_size
-            except (
-                FileNotFoundError,
-                NotADirectoryError,
-                ValueError,
-            ):
-                # ValueError: the name is invalid as a file name
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                # ValueError: the name is invalid as a file name.
                 return f"{name} is missing"
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -94,7 +90,8 @@ class IndexCache:
 
         Raises:
             ConfigError: the location is invalid or not writable, for this code or for the code of
-            the block. StorageError: the file system failed.
+                the block.
+            StorageError: the file system failed.
         """
         folder = self.root / f".building-{self.folder.name}-{secrets.token_hex(4)}"
         try:

@@ -21,10 +21,7 @@ from pretrain.data.facts import DataFacts
 from pretrain.data.packing import best_fit, cuts, document_lengths
 
 # Of more documents than this only so many lengths are read, in runs of neighbours.
-_DOCUMENTS, _RUN = (
-    1 << 23,
-    1 << 12,
-)
+_DOCUMENTS, _RUN = 1 << 23, 1 << 12
 # Of more lengths than this the cost is evaluated only for so many.
 _LENGTHS = 1 << 13
 

@@ -137,7 +137,8 @@ def read_file(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file does not exist, is not JSON, or has a top-level key that this engine
-        does not pass on. StorageError: a file system failed.
+            does not pass on.
+        StorageError: a file system failed.
     """
     name = config.engine.deepspeed.file
     if name is None:
