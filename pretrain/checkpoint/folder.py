@@ -1,7 +1,6 @@
 """Checkpoints as folders: manifests, hashes, the search for a good one to resume from, publishing.
-No torch.
 
-`pretrain.checkpoint.reader` reads the tensors.
+No torch. `pretrain.checkpoint.reader` reads the tensors.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """The trainer's state besides tensors. Positions are in samples, so a layout or batch size may
-    change.
+    """The trainer's state besides tensors.
+
+    Positions are in samples, so a layout or batch size may change.
 
     recent: results of the previous steps, for ``pretrain.spikes``. rewound: () or the step of the
     last spike that the training rewound from, and the number of rewinds near that step.
@@ -137,10 +137,10 @@ class Found:
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint folder, or None. See `manifest.fault` for the
-    manifest's own faults.
+    """Return what is wrong with the checkpoint folder, or None.
 
-    Checks the sizes of all files and the hashes of the pickles.
+    See `manifest.fault` for the manifest's own faults. Checks the sizes of all files and the hashes
+    of the pickles.
 
     Raises:
         OSError: a file system failed, so the checkpoint's state is unknown.
@@ -198,8 +198,9 @@ class HashedFile(io.BufferedWriter):
 
 
 def hash_beside(path: Path) -> Path:
-    """Return the path of the hash that a `HashedFile` writes; for checkpoints `publish_step` moves
-    it into the manifest.
+    """Return the path of the hash that a `HashedFile` writes.
+
+    For checkpoints `publish_step` moves it into the manifest.
     """
     return path.with_name(f"{path.name}.{HASHES}")
 
@@ -241,8 +242,9 @@ def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[s
 
 
 def hashes_of(path: Path) -> dict[str, str]:
-    """Return the hashes in a good checkpoint's manifest; older manifests have them for some files
-    or for none.
+    """Return the hashes in a good checkpoint's manifest.
+
+    Older manifests have them for some files or for none.
     """
     hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
     return hashes
@@ -308,15 +310,17 @@ def newest_good(
 
 
 def flaw(path: Path) -> str | None:
-    """Return what `damage` finds. Raises ConfigError if a newer version of this code wrote the
-    checkpoint.
+    """Return what `damage` finds.
+
+    Raises ConfigError if a newer version of this code wrote the checkpoint.
     """
     return refuse_newer(path, damage(path))
 
 
 def refuse_newer(path: object, wrong: str | None) -> str | None:
-    """Return ``wrong``, the result of `damage` for ``path``. Raises ConfigError if it is a
-    `NewerVersion`.
+    """Return ``wrong``, the result of `damage` for ``path``.
+
+    Raises ConfigError if it is a `NewerVersion`.
     """
     if isinstance(wrong, NewerVersion):
         raise ConfigError(
@@ -424,8 +428,9 @@ def _remove(step: Path) -> None:
 
 
 def set_aside(step: Path) -> Path:
-    """Rename a damaged checkpoint so that no search finds it, and return the new path. A person
-    decides what can be recovered from it.
+    """Rename a damaged checkpoint so that no search finds it, and return the new path.
+
+    A person decides what can be recovered from it.
     """
     names = (
         f"damaged_{step.name}{again}"

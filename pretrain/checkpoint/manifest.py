@@ -32,8 +32,9 @@ _OPTIONAL = {
 
 
 class NewerVersion(str):
-    """Reason why a checkpoint belongs to a newer version of this code. It may be good, so this
-    version never uses, renames or deletes it.
+    """Reason why a checkpoint belongs to a newer version of this code.
+
+    It may be good, so this version never uses, renames or deletes it.
     """
 
 
@@ -75,8 +76,9 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
 def record_fault(
     cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False
 ) -> str | None:
-    """Return what is wrong with the plain values of a dataclass, or None. Integers must be 0 or
-    more.
+    """Return what is wrong with the plain values of a dataclass, or None.
+
+    Integers must be 0 or more.
 
     partial: no key is required.
     """
@@ -137,8 +139,9 @@ def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
 
 
 def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | None:
-    """Return an error text if a known section is not a mapping, or a single value is one; unknown
-    keys may have any value.
+    """Return an error text if a known section is not a mapping, or a single value is one.
+
+    Unknown keys may have any value.
     """
     hints = _hints(cls)
     for key, value in values.items():

@@ -34,8 +34,9 @@ _GRACE = 30.0
 
 
 class Mirroring:
-    """Copies between the run directory and its mirror, made by separate processes. Only rank 0 has
-    one.
+    """Copies between the run directory and its mirror, made by separate processes.
+
+    Only rank 0 has one.
     """
 
     def __init__(self, settings: CheckpointConfig, url: str, run_dir: Path, say: Say) -> None:
@@ -65,8 +66,9 @@ class Mirroring:
         beside.check(done, "tools.checkpoint", "checkpoint.mirror: ")
 
     def start(self, step: int) -> None:
-        """Start the process that sends new checkpoints to the mirror; ``step`` is the first step of
-        this attempt.
+        """Start the process that sends new checkpoints to the mirror.
+
+        ``step`` is the first step of this attempt.
         """
         self.began = step
         keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval

@@ -97,8 +97,9 @@ class Weights:
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the weights with these names. A sharded weight needs extra memory for one shard
-        while it is read.
+        """Return the weights with these names.
+
+        A sharded weight needs extra memory for one shard while it is read.
 
         Raises:
             DamagedCheckpoint: a weight's bytes differ from what was written, or shards of it are
@@ -231,14 +232,16 @@ class CheckedReader(FileSystemReader):
         return read_metadata(Path(self.path) / ".metadata")
 
     def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
-        """Return the metadata, which is read once. Raises ConfigError (see the function
-        `read_metadata`).
+        """Return the metadata, which is read once.
+
+        Raises ConfigError (see the function `read_metadata`).
         """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read what this rank needs, each file from its beginning to its end; a thread compares one
-        tensor while the next one is read.
+        """Read what this rank needs, each file from its beginning to its end.
+
+        A thread compares one tensor while the next one is read.
 
         Raises:
             DamagedCheckpoint: bytes differ from what was written.

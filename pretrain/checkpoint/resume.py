@@ -1,4 +1,5 @@
 """Rules for what may change when a run resumes: one table with a rule for every configuration key.
+
 No torch.
 """
 
@@ -86,8 +87,9 @@ class Change:
 
     @property
     def rule(self) -> str:
-        """The table's rule for the key. A key of a removed section, which has no entry, may change
-        and is printed.
+        """The table's rule for the key.
+
+        A key of a removed section, which has no entry, may change and is printed.
         """
         try:
             return rule(self.key)
@@ -172,8 +174,9 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of everything that is not a section; lists of sections are numbered
-    by position.
+    """Yield (dotted key, value) of everything that is not a section.
+
+    Lists of sections are numbered by position.
     """
     if isinstance(values, dict) and values:
         items = list(values.items())

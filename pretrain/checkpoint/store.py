@@ -115,15 +115,17 @@ class Checkpoints:
             remove_leftovers(self.folder)
 
     def fetch(self) -> None:
-        """Fetch a newer checkpoint from the mirror, if it has one. Raises ConfigError, StorageError
-        (see `Mirroring`).
+        """Fetch a newer checkpoint from the mirror, if it has one.
+
+        Raises ConfigError, StorageError (see `Mirroring`).
         """
         if self.config.checkpoint.mirror:
             from_rank_0(lambda: self.mirror.fetch() if self.mirror else None)
 
     def accept(self, own: Found) -> Found:
-        """Return the checkpoint as one of this run; a fetched one is first moved into the run
-        directory.
+        """Return the checkpoint as one of this run.
+
+        A fetched one is first moved into the run directory.
         """
         if own.path.parent != self.fetching:
             return own
@@ -157,8 +159,9 @@ class Checkpoints:
         return found
 
     def newest_before_bad_steps(self) -> Path | None:
-        """Return the newest good checkpoint that was not written amid non-finite steps; no later
-        one deletes it.
+        """Return the newest good checkpoint that was not written amid non-finite steps.
+
+        No later one deletes it.
         """
         return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
@@ -248,7 +251,8 @@ class Checkpoints:
 
     def rewind(self, engine: Engine, step: int) -> Found | None:
         """Go back to the checkpoint of a step: delete later checkpoints and restore the engine.
-        Return None if no good one exists.
+
+        Returns None if no good one exists.
 
         Raises:
             DamagedCheckpoint, StorageError: see `load`.
@@ -261,8 +265,9 @@ class Checkpoints:
         return found
 
     def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
-        """Report a failed save if training may continue; raise ``error`` otherwise. The incomplete
-        files are already deleted.
+        """Report a failed save if training may continue.
+
+        Raises ``error`` otherwise. The incomplete files are already deleted.
         """
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
@@ -274,8 +279,9 @@ class Checkpoints:
             )
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
-        """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises
-        as :meth:`save` does.
+        """Publish asynchronous saves that have finished.
+
+        ``blocking``: wait for all of them. Raises as :meth:`save` does.
         """
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)
@@ -359,8 +365,9 @@ class Checkpoints:
 
 
 def _read_failure(step: Path, error: CheckpointException) -> BaseException:
-    """Return the exception to raise for the ranks' read failures. All ranks know all failures and
-    raise the same one.
+    """Return the exception to raise for the ranks' read failures.
+
+    All ranks know all failures and raise the same one.
     """
     for _, (failure, _) in sorted(error.failures.items()):
         if isinstance(failure, DamagedCheckpoint):

@@ -1,9 +1,8 @@
 """Write a checkpoint that contains only weights, in one process, from full tensors.
-``checkpoint.load`` starts from it at any layout.
 
-The files have the trainer's own format and are published by the same function (``publish_step``).
-No optimizer state, random state or model is built. If ``weights`` is a generator, only one weight
-is in memory at a time.
+``checkpoint.load`` starts from it at any layout. The files have the trainer's own format and are
+published by the same function (``publish_step``). No optimizer state, random state or model is
+built. If ``weights`` is a generator, only one weight is in memory at a time.
 """
 
 from __future__ import annotations

@@ -174,13 +174,12 @@ class Ends:
 
 
 class PackedGPTDataset(GPTDataset):
-    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first;
-    shuffle_index contains complete epochs.
+    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first.
 
-    The rest of a sequence is padding with token 0, whose labels do not count. The first token of a
-    cut document's continuation does not count either if it follows another document's end, since it
-    cannot be predicted. A subclass of which stages read different documents packs only those in
-    ``indices``.
+    ``shuffle_index`` contains complete epochs. The rest of a sequence is padding with token 0,
+    whose labels do not count. The first token of a cut document's continuation does not count
+    either if it follows another document's end, since it cannot be predicted. A subclass of which
+    stages read different documents packs only those in ``indices``.
     """
 
     apart = False
@@ -312,8 +311,9 @@ def _fill(
 def _open(
     folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]
 ) -> list[Any]:
-    """Return Megatron's datasets of the three splits; collective. Their indices are read from the
-    folder or built into it.
+    """Return Megatron's datasets of the three splits.
+
+    Collective. The indices are read from the folder or built into it.
     """
     return BlendedMegatronDatasetBuilder(
         kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
@@ -342,8 +342,9 @@ def _ensure_helpers() -> None:
 
 
 def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """Return the tokens of this context-parallel rank and their positions; documents remain those
-    of full sequences.
+    """Return the tokens of this context-parallel rank and their positions.
+
+    Documents remain those of full sequences.
     """
     cut = (
         parallel_state.get_context_parallel_world_size(),

@@ -1,4 +1,5 @@
 """Refuse data whose documents do not end in EOD if the configuration finds documents by that token.
+
 No torch, no Megatron.
 """
 

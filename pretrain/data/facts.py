@@ -344,8 +344,9 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """Return [start, end) of blocks spread evenly over a file of ``size`` bytes. They cover a file
-    of up to 4 MiB completely.
+    """Return [start, end) of blocks spread evenly over a file of ``size`` bytes.
+
+    They cover a file of up to 4 MiB completely.
     """
     block = 1 << 16
     starts = (
@@ -419,8 +420,9 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Return data_prep's record of the data, or None if the file does not exist. Raises ConfigError
-    if it is damaged.
+    """Return data_prep's record of the data, or None if the file does not exist.
+
+    Raises ConfigError if it is damaged.
     """
     if not path.is_file():
         return None
@@ -498,8 +500,9 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
 
 
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
-    """Return the tokenizer of all sources, or None without tokenizers. Raises ConfigError if they
-    differ.
+    """Return the tokenizer of all sources, or None without tokenizers.
+
+    Raises ConfigError if they differ.
     """
     if not tokenizers:
         return None

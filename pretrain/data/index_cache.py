@@ -1,9 +1,9 @@
-"""The index cache on disk: one folder for each order of samples, complete or absent. Handles only
-files; Megatron writes the contents.
+"""The index cache on disk: one folder for each order of samples, complete or absent.
 
-``ROOT/<key>/`` contains Megatron's index files and ``complete.json``: the sources they were made
-from, their sizes and hashes. A folder is built under a temporary name and renamed when it is
-complete, so that two jobs may build the same one at once. No torch.
+Handles only files; Megatron writes the contents. ``ROOT/<key>/`` contains Megatron's index files
+and ``complete.json``: the sources they were made from, their sizes and hashes. A folder is built
+under a temporary name and renamed when it is complete, so that two jobs may build the same one at
+once. No torch.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class IndexCache:
 
     def fault(self) -> str | None:
         """Return why the folder cannot be used (it is missing, or what is wrong with it), or None.
+
         Compares sizes, not hashes.
         """
         complete = self.folder / COMPLETE
@@ -85,8 +86,9 @@ class IndexCache:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """Yield a private folder to build in. At the end its remains are deleted, and at the start
-        those of killed processes.
+        """Yield a private folder to build in.
+
+        Its remains are deleted at the end, and those of killed processes at the start.
 
         Raises:
             ConfigError: the location is invalid or not writable, for this code or for the code of
@@ -250,8 +252,9 @@ def _open_lock(path: Path) -> int:
 
 
 def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Try to lock, and return True if this process now has the lock; always False on a file system
-    without locks.
+    """Try to lock, and return True if this process now has the lock.
+
+    Always False on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

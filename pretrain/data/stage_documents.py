@@ -16,11 +16,13 @@ import numpy.typing as npt
 def stage_documents(
     lengths: npt.NDArray[Any], needs: Sequence[int], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the documents of the last stage. Each stage takes the next documents until they have
-    as many tokens as it ``needs``.
+    """Return the documents of the last stage.
 
-    lengths: tokens of each document of the source. Documents are taken in random order, with a new
-    order for every pass, so that no document repeats before all others have been read.
+    Each stage takes the next documents until they have as many tokens as it ``needs``. Documents
+    are taken in random order, with a new order for every pass, so that no document repeats before
+    all others have been read.
+
+    lengths: tokens of each document of the source.
     """
     at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
 

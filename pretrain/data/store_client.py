@@ -129,8 +129,9 @@ class Blocks:
         self.count, self.allowed = blocks_of(self.size), allowed
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return a range, from cached blocks as far as possible. Raises StorageError if the store
-        does not answer.
+        """Return a range, from cached blocks as far as possible.
+
+        Raises StorageError if the store does not answer.
         """
         first, end = offset // BLOCK, offset + length
         span, missing, wanted = bytearray(), list[int](), list[list[int]]()
@@ -260,8 +261,9 @@ class Source:
         self.folder = Path(local_prefix(url, cache)).parent
 
     def bring(self) -> None:
-        """Copy every file whose local copy is missing or outdated. Raises ConfigError,
-        StorageError.
+        """Copy every file whose local copy is missing or outdated.
+
+        Raises ConfigError, StorageError.
         """
         names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
         there = {

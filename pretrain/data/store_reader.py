@@ -25,8 +25,9 @@ _PATIENCE = 600.0  # seconds for which a range is retried
 
 
 class StoreReader:
-    """The client process, which starts with the first request, and the outstanding requests. For
-    use by one thread.
+    """The client process, which starts with the first request, and the outstanding requests.
+
+    For use by one thread.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -123,8 +124,9 @@ class StoredFile:
         self.reader, self.number = reader, reader.urls.index(url)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
-        """Return ``count`` items [count] from byte ``offset`` on. Raises StorageError (see
-        `StoreReader.read`).
+        """Return ``count`` items [count] from byte ``offset`` on.
+
+        Raises StorageError (see `StoreReader.read`).
         """
         length = int(count) * np.dtype(dtype).itemsize
         return np.frombuffer(

@@ -1,5 +1,6 @@
-"""Engines: the owners of gradients, optimizer and parallel schedule. The trainer uses only the
-interface defined in this module.
+"""Engines: the owners of gradients, optimizer and parallel schedule.
+
+The trainer uses only the interface defined in this module.
 """
 
 from __future__ import annotations
@@ -74,14 +75,13 @@ class Engine(Protocol):
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """Take one optimizer step over ``global_batch_size`` sequences; the learning rate is the
-        schedule's at ``samples_after``.
+        """Take one optimizer step over ``global_batch_size`` sequences.
 
-        ``timed``: also return this rank's times, which waits for the device and changes no number.
-        ``unwanted``: decides by loss and gradient norm if the update is skipped. The remaining
-        callable returns additional numbers, which are summed over the ranks in the loss's
-        all-reduce. It is called once, before the update, except under DeepSpeed without
-        ``unwanted``, which calls it afterwards.
+        The learning rate is the schedule's at ``samples_after``. ``timed``: also return this rank's
+        times, which waits for the device and changes no number. ``unwanted``: decides by loss and
+        gradient norm if the update is skipped. The remaining callable returns additional numbers,
+        which are summed over the ranks in the loss's all-reduce. It is called once, before the
+        update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -94,8 +94,9 @@ class Engine(Protocol):
         """This rank's model chunks without wrappers."""
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return model and optimizer as megatron.core.dist_checkpointing's sharded tensors; all
-        engines use the same names and shapes.
+        """Return model and optimizer as megatron.core.dist_checkpointing's sharded tensors.
+
+        All engines use the same names and shapes.
         """
 
     def restore(
@@ -107,5 +108,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release what keeps the model, and with it its process groups and their threads, alive.
+
         Call it after the last use.
         """

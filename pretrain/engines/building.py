@@ -37,8 +37,9 @@ def initialize_distributed(config: RunConfig) -> None:
 
 
 def initialize_model_parallel(config: RunConfig) -> None:
-    """Create Megatron's process groups and random states for the run's layout. Requires the default
-    process group.
+    """Create Megatron's process groups and random states for the run's layout.
+
+    Requires the default process group.
     """
     layout = config.parallel
     parallel_state.initialize_model_parallel(
@@ -272,8 +273,9 @@ def summed_over_ranks(
     beside: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
-    """Reduce a step's results in one all-reduce with one wait of the host. Returns the same on each
-    rank.
+    """Reduce a step's results in one all-reduce with one wait of the host.
+
+    The results are equal on each rank.
 
     Returns (mean loss, gradient norm, sums of the additional numbers). The mean is over the tokens
     of all ranks, from this rank's reports ``[sum, tokens]``, which the pipeline's last stage has.

@@ -47,8 +47,9 @@ from pretrain.schedule import Schedule
 
 
 class MegatronGroups:
-    """Megatron's process groups with the interface of DeepSpeed's "model parallel unit". Its ZeRO
-    group is the data-parallel one.
+    """Megatron's process groups with the interface of DeepSpeed's "model parallel unit".
+
+    Its ZeRO group is the data-parallel one.
     """
 
     get_tensor_model_parallel_group = get_model_parallel_group = staticmethod(
@@ -329,8 +330,9 @@ class DeepSpeedEngine:
             self.engine.zero_grad()
 
     def _skips(self, norm: float) -> bool:
-        """Record this step's norm and return True if the step must not update. DeepSpeed reports a
-        non-finite norm as -1.
+        """Record this step's norm and return True if the step must not update.
+
+        DeepSpeed reports a non-finite norm as -1.
         """
         self.norm = norm if norm >= 0 else math.nan
         finite = math.isfinite(self.norm)
@@ -384,11 +386,11 @@ def _initialized(
 
 
 def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
-    """Call ``skips`` with the gradient's norm before every step of a ZeRO optimizer; True replaces
-    the norm by infinity, which skips the step.
+    """Call ``skips`` with the gradient's norm before every step of a ZeRO optimizer.
 
-    Each of the three kinds of ZeRO optimizer computes the norm in another function. All ranks of
-    all its groups have the norm by then.
+    True replaces the norm by infinity, which skips the step. Each of the three kinds of ZeRO
+    optimizer computes the norm in another function. All ranks of all its groups have the norm by
+    then.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 
@@ -460,12 +462,11 @@ def _gather_updates_whole(model: GPTModel) -> None:
 
 
 def _sum_over_sequence_slices(model: GPTModel) -> None:
-    """Sum the gradients of weights that work on sequence slices over the tensor-parallel ranks;
-    these are mostly norms.
+    """Sum the gradients of weights that work on sequence slices over the tensor-parallel ranks.
 
-    Under sequence parallelism each rank has the gradient of its slice alone. Megatron sums these
-    after the backward pass. DeepSpeed has sharded and reduced them by then, so each gradient is
-    summed when it is computed.
+    These weights are mostly norms. Under sequence parallelism each rank has the gradient of its
+    slice alone. Megatron sums these after the backward pass. DeepSpeed has sharded and reduced them
+    by then, so each gradient is summed when it is computed.
     """
     group = parallel_state.get_tensor_model_parallel_group()
 

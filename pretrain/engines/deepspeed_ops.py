@@ -144,8 +144,9 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def file_system(path: Path) -> tuple[str, bool]:
-    """Return (type, True if other machines may see it) of the file system for ``path``; ("unknown",
-    True) without /proc.
+    """Return (type, True if other machines may see it) of the file system for ``path``.
+
+    The result is ("unknown", True) without /proc.
     """
     try:
         mounts = (
@@ -237,8 +238,9 @@ def lock_holders(name: str) -> list[int]:
 
 
 def remove_stale_lock(name: str) -> Path | None:
-    """Remove the op's lock file if `stale_lock` finds its owner gone. Return the file, or None if
-    none was removed.
+    """Remove the op's lock file if `stale_lock` finds its owner gone.
+
+    Returns the file, or None if none was removed.
     """
     lock = stale_lock(name)
     if lock is not None:
@@ -258,8 +260,9 @@ def _owner_would_be_seen(lock: Path) -> bool:
 
 
 def _linked(folder: Path, library: str) -> bool:
-    """Return True if ninja finished the library. A killed ninja may also leave the file, but no
-    entry in its log.
+    """Return True if ninja finished the library.
+
+    A killed ninja may also leave the file, but no entry in its log.
     """
     try:
         log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
@@ -338,8 +341,9 @@ def lacks_ninja() -> str | None:
 
 
 def cannot_write(directory: Path) -> str | None:
-    """Return why the folder of ops cannot be used and how to fix it, or None. Creates the folder if
-    it is missing.
+    """Return why the folder of ops cannot be used and how to fix it, or None.
+
+    Creates the folder if it is missing.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -353,8 +357,9 @@ def cannot_write(directory: Path) -> str | None:
 
 
 def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
-    """Compile an op and load it once, in a separate process. Return the seconds, which are few if
-    it was compiled already.
+    """Compile an op and load it once, in a separate process.
+
+    Returns the seconds, which are few if it was compiled already.
 
     waiting: called about once per second with the seconds so far.
 

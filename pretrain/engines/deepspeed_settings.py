@@ -1,8 +1,7 @@
-"""Translate the run's configuration for DeepSpeed, and list what DeepSpeed cannot do. No torch, no
-deepspeed.
+"""Translate the run's configuration for DeepSpeed, and list what DeepSpeed cannot do.
 
-The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and the run's other sections
-override both. Every difference is logged.
+No torch, no deepspeed. The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and
+the run's other sections override both. Every difference is logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules.
+
 Independent of run directory and logger.
 """
 
@@ -57,8 +58,9 @@ _STATE = ("params", "step")  # keys of an optimizer's group that are not setting
 
 
 class MegatronEngine:
-    """The run's model under Megatron-core's DDP, optimizer and schedules. See
-    :class:`pretrain.engines.Engine`.
+    """The run's model under Megatron-core's DDP, optimizer and schedules.
+
+    See :class:`pretrain.engines.Engine`.
     """
 
     def __init__(self, config: RunConfig, schedule: Schedule, *, draw: bool = True) -> None:
@@ -150,8 +152,9 @@ class MegatronEngine:
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
-        """Load the weights, then the optimizer. With model_only the optimizer's main parameters are
-        copied from the weights.
+        """Load the weights, then the optimizer.
+
+        With model_only the optimizer's main parameters are copied from the weights.
         """
         asked = self._model_state()
         if not model_only and self.split is None:
@@ -320,8 +323,9 @@ class MegatronEngine:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """Reduce the gradients with Megatron's function; in a timed step record its beginning and
-        end on the compute stream.
+        """Reduce the gradients with Megatron's function.
+
+        In a timed step, record its beginning and end on the compute stream.
         """
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
@@ -342,8 +346,9 @@ class MegatronEngine:
     def _run(
         self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool
     ) -> list[torch.Tensor]:
-        """Run all micro-batches of a step through the pipeline; the last stage returns their
-        reports ``[sum of losses, tokens]``.
+        """Run all micro-batches of a step through the pipeline.
+
+        The last stage returns their reports ``[sum of losses, tokens]``.
         """
         streams: Any = batches
         if len(self.chunks) > 1:
@@ -361,11 +366,10 @@ class MegatronEngine:
         return [report["loss"] for report in reports]
 
     def _squares(self) -> torch.Tensor | float:
-        """Return this rank's part of the gradient's squared norm in float64; replicas of a gradient
-        that is not split count once.
+        """Return this rank's part of the gradient's squared norm in float64.
 
-        Upstream's own norm (clip_grads.py:54, 0.16.1) needs a separate all-reduce in fp32, for
-        which the host waits.
+        Replicas of a gradient that is not split count once. Upstream's own norm (clip_grads.py:54,
+        0.16.1) needs a separate all-reduce in fp32, for which the host waits.
         """
         gradients = [
             one
@@ -422,8 +426,9 @@ def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Param
 
 
 class _SplitState:
-    """The state of Megatron's distributed optimizer. Megatron's own checkpoint functions gather it
-    (distrib_optimizer.py:1404, 0.16.1).
+    """The state of Megatron's distributed optimizer.
+
+    Megatron's own checkpoint functions gather it (distrib_optimizer.py:1404, 0.16.1).
     """
 
     def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
@@ -442,8 +447,9 @@ class _SplitState:
         return (part for part, _ in self._parts())
 
     def parts(self) -> Iterator[Held]:
-        """Return the parts as `held` does, with their gradients; those of a new optimizer have no
-        moments.
+        """Return the parts as `held` does, with their gradients.
+
+        Those of a new optimizer have no moments.
         """
         return (replace(part, gradient=main.grad) for part, main in self._parts())
 
@@ -536,8 +542,9 @@ def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, A
 def _loss(
     batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (sum of losses, number of tokens, report). Megatron divides gradients by the tokens of
-    the entire step at any layout.
+    """Return (sum of losses, number of tokens, report).
+
+    Megatron divides gradients by the tokens of the entire step at any layout.
     """
     total, tokens = summed_loss(losses, batch)
     return (

@@ -128,12 +128,12 @@ class Place:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the groups marked ``muon``, AdamW for the other groups. Call ``connect`` before its
-    first step.
+    """Muon for the groups marked ``muon``, AdamW for the other groups.
 
-    Muon's state is AdamW's first moment, ``exp_avg``: B = momentum B + (1 - momentum) G; the update
-    is orthogonal((1 - momentum) G + momentum B), which is Nesterov's. dtype: of the iteration. All
-    ranks of the group given to ``connect`` take each step together.
+    Call ``connect`` before its first step. Muon's state is AdamW's first moment, ``exp_avg``: B =
+    momentum B + (1 - momentum) G; the update is orthogonal((1 - momentum) G + momentum B), which is
+    Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step
+    together.
     """
 
     def __init__(
@@ -209,8 +209,9 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every group by the method that it is marked with. DeepSpeed's ZeRO passes one
-        group at a time.
+        """Update every group by the method that it is marked with.
+
+        DeepSpeed's ZeRO passes one group at a time.
         """
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
@@ -275,8 +276,9 @@ class _Exchange:
     def made(
         self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor
     ) -> dict[Stretch, Tensor]:
-        """Orthogonalize the maps of a round: map this rank's stretches to their updates. Tensors
-        have the dtype and device of ``empty``.
+        """Orthogonalize the maps of a round: map this rank's stretches to their updates.
+
+        Tensors have the dtype and device of ``empty``.
         """
         others = [number for number in range(self.size) if number != self.rank]
         theirs = {

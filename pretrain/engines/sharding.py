@@ -57,8 +57,9 @@ class Held:
 def places(
     model: GPTModel, group: torch.distributed.ProcessGroup
 ) -> dict[torch.nn.Parameter, ShardedTensor]:
-    """Return every parameter's place in the checkpoint, without its values. Call it before the
-    parameters are sharded.
+    """Return every parameter's place in the checkpoint, without its values.
+
+    Call it before the parameters are sharded.
     """
     found = {}
     for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():

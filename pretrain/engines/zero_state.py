@@ -61,6 +61,7 @@ class ZeroState:
 
     def connect(self, model: ModelConfig) -> None:
         """If the optimizer is Muon, pass it the parts of its weights that this rank updates.
+
         Collective.
         """
         if isinstance(self.adam, Muon):
@@ -76,8 +77,9 @@ class ZeroState:
         return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
-        """Return this rank's part of weights and optimizer state; the weights are cast from the
-        fp32 weights.
+        """Return this rank's part of weights and optimizer state.
+
+        The weights are cast from the fp32 weights.
         """
         self.prepare()
         held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
