@@ -67,8 +67,9 @@ class Progress:
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     def begun(self, before: int, length: int) -> Progress:
-        """Return the start of a fork or stage at this position, converted from samples of
-        ``before`` tokens to samples of ``length`` tokens.
+        """Return the start of a fork or stage at this position.
+
+        Samples of ``before`` tokens are converted to samples of ``length`` tokens.
         """
         consumed, *earlier = (
             -(-n * before // length)
@@ -89,8 +90,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Inherited:
-    """Facts about the weights that training does not compute with and passes on, also through
-    ``checkpoint.load``.
+    """Facts about the weights that training passes on without computing with them.
+
+    They are also passed on through ``checkpoint.load``.
 
     context_length: the longest sequences that the weights were trained on, in tokens. special_ids:
     bos_token_id, eos_token_id (one or several) and pad_token_id, as far as the Hugging Face folder
@@ -125,8 +127,9 @@ class Found:
 
     @property
     def inherited(self) -> Inherited:
-        """The inherited facts that the manifest records, or for an older manifest the sequence
-        length of its configuration.
+        """The inherited facts that the manifest records.
+
+        For an older manifest they are the sequence length of its configuration.
         """
         return Inherited(
             **{
@@ -217,10 +220,10 @@ def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -
 
 
 def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[str, str]]:
-    """Yield (file, what is wrong with it) for each file that does not match its hash in a good
-    checkpoint's manifest.
+    """Yield (file, what is wrong with it) for each file that does not match its recorded hash.
 
-    ``advance`` is called with the number of bytes read.
+    The hashes are those in a good checkpoint's manifest. ``advance`` is called with the number of
+    bytes read.
     """
     for name, expected in hashes_of(path).items():
         if hash_of(path / name, advance) != expected:
@@ -228,10 +231,9 @@ def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tupl
 
 
 def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield what is wrong with the files of a folder that have a hash file next to them, as an
-    export's weights have.
+    """Yield what is wrong with the files of a folder that have a hash file next to them.
 
-    ``advance`` is called with the number of bytes read.
+    An export's weights have hash files. ``advance`` is called with the number of bytes read.
 
     Raises:
         OSError: a file system failed, or a hashed file is missing.
@@ -259,8 +261,9 @@ def parts_of(path: Path) -> dict[str, dict[str, str]]:
 
 
 def find(path: Path) -> Found:
-    """Return the checkpoint at ``path``: a step's folder, or a run directory, of which the newest
-    good one is taken.
+    """Return the checkpoint at ``path``.
+
+    ``path`` is a step's folder, or a run directory, of which the newest good checkpoint is taken.
 
     Raises:
         ConfigError: no checkpoint exists, or the folder that is named is damaged.
@@ -336,10 +339,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def rewind(step: Path) -> Found | None:
-    """Return the checkpoint of a step after deleting the run's later ones, which training will
-    write again.
+    """Return the checkpoint of a step after deleting the run's later ones.
 
-    Returns None, without deleting any, if the checkpoint is missing or damaged.
+    Training will write the later ones again. Returns None, without deleting any, if the checkpoint
+    is missing or damaged.
     """
     if damage(step) is not None:
         return None
@@ -370,11 +373,11 @@ def publish_step(
     keep_last: int | None,
     in_use: Collection[Path] = (),
 ) -> None:
-    """Publish a written folder as a checkpoint, and delete older checkpoints beyond ``keep_last``
-    (None: delete none).
+    """Publish a written folder as a checkpoint, and delete the oldest checkpoints.
 
-    The manifest is written last, everything is synced, one rename publishes the folder, and
-    ``latest`` names it. Checkpoints ``in_use`` stay; damaged ones are never deleted, but renamed.
+    Only the newest ``keep_last`` remain (None: all). The manifest is written last, everything is
+    synced, one rename publishes the folder, and ``latest`` names it. Checkpoints ``in_use`` stay;
+    damaged ones are never deleted, but renamed.
 
     While steps are not finite, the newest checkpoint from before them stays, however many are
     written later: it may be the last usable one.
@@ -416,10 +419,10 @@ def publish_step(
 
 
 def _remove(step: Path) -> None:
-    """Delete a checkpoint under another name, so that an interrupted deletion is never taken for a
-    damaged checkpoint.
+    """Delete a checkpoint under another name.
 
-    A later sweep deletes what a kill or a fault leaves of it.
+    So an interrupted deletion is never taken for a damaged checkpoint. A later sweep deletes what a
+    kill or a fault leaves of it.
     """
     with suppress(OSError):
         leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))

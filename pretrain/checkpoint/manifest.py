@@ -120,10 +120,10 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
-    """Return what is wrong with a configuration's sections or with the values that are read from it
-    directly, or None.
+    """Return what is wrong with a configuration's sections, or None.
 
-    The last argument is True for the manifest of a run, which has all sections.
+    Also checks the values that are read from the configuration directly. The last argument is True
+    for the manifest of a run, which has all sections.
     """
     if missing := [
         key

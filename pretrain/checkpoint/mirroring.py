@@ -45,11 +45,11 @@ class Mirroring:
         self.began = 0
 
     def fetch(self, damaged: Collection[str] = ()) -> None:
-        """Copy the mirror's newest good checkpoint to the run directory if it is newer than all
-        good local checkpoints.
+        """Copy the mirror's newest good checkpoint to the run directory if it is newer.
 
-        The local checkpoints named in ``damaged`` do not count as good. If the mirror is not known
-        to belong to this run, the copy stays in the folder FETCHED.
+        It must be newer than all good local checkpoints. The local checkpoints named in ``damaged``
+        do not count as good. If the mirror is not known to belong to this run, the copy stays in
+        the folder FETCHED.
 
         Raises:
             ConfigError: the mirror is not a valid location, or belongs to another run.
@@ -128,9 +128,7 @@ class Mirroring:
             self.process.wait()
 
     def _check_sender(self) -> None:
-        """Raise ConfigError if the sending process has ended early because the location belongs to
-        another run.
-        """
+        """Raise ConfigError if the sending process has ended because the location is another run's."""
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
             raise ConfigError(
                 f"checkpoint.mirror = {self.url} cannot be used by this run (see its message "

@@ -46,9 +46,7 @@ def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
 
 
 def kind_of(tensors: Mapping[str, object]) -> str:
-    """Return the kind of device, ``cuda`` or ``cpu``, that random states with these names belong
-    to.
-    """
+    """Return the kind of device, ``cuda`` or ``cpu``, of random states with these names."""
     return "cuda" if "cuda" in tensors else "cpu"
 
 
@@ -82,8 +80,9 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
 
 
 def _written_on(found: Found) -> str:
-    """Return the kind of device that wrote a checkpoint, from the names of its tensors if the
-    manifest is too old to record it.
+    """Return the kind of device that wrote a checkpoint.
+
+    If the manifest is too old to record it, the names of the tensors decide.
     """
     if RNG_DEVICE in found.manifest:
         return str(found.manifest[RNG_DEVICE])

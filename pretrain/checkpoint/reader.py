@@ -1,9 +1,9 @@
-"""Read a checkpoint's tensors from disk without Megatron: one at a time, in one process, from any
-layout.
+"""Read a checkpoint's tensors from disk without Megatron.
 
-Reading executes no code: ``.metadata``, which the format stores as a pickle, may name only a few
-classes, and tensors are read with torch's ``weights_only``. Every tensor's checksum is compared.
-`pretrain.checkpoint.store` writes checkpoints and reads them into an engine.
+Tensors of any layout are read one at a time, in one process. Reading executes no code:
+``.metadata``, which the format stores as a pickle, may name only a few classes, and tensors are
+read with torch's ``weights_only``. Every tensor's checksum is compared. `pretrain.checkpoint.store`
+writes checkpoints and reads them into an engine.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class DamagedCheckpoint(ConfigError):
 
 
 class Weights:
-    """The full (unsharded) weights of the checkpoint in a step's folder, by their names in the
-    model, from any layout.
+    """The full (unsharded) weights of a checkpoint of any layout, by their names in the model.
+
+    The checkpoint is a step's folder.
 
     shapes, dtypes: those of every weight, in the order in which they were written. Tensors are on
     the CPU, in their stored dtype.
@@ -223,8 +224,9 @@ def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a step's folder, for Megatron, which runs no code and compares every tensor
-    with its XXH3-64 or CRC-32.
+    """torch's reader of a step's folder, for Megatron, which runs no code and checks all tensors.
+
+    Every tensor is compared with its XXH3-64 or CRC-32.
     """
 
     @cached_property
@@ -264,8 +266,9 @@ class CheckedReader(FileSystemReader):
     def _read(
         self, plan: LoadPlan, planner: LoadPlanner
     ) -> Iterator[tuple[Tensor, int | str, Any]]:
-        """Yield every stored tensor that the plan needs with its checksum and place, then copy it
-        to its targets.
+        """Yield every stored tensor that the plan needs with its checksum and place.
+
+        After each yield the tensor is copied to its targets.
         """
         known = parts_of(Path(self.path))
         items = sorted(
@@ -295,11 +298,10 @@ class CheckedReader(FileSystemReader):
 def load_full_model_state(
     path: str | Path,
 ) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
-    """Return the full (unsharded) weights of a checkpoint of any layout, on the CPU, in one
-    process.
+    """Return the full (unsharded) weights of a checkpoint of any layout on the CPU.
 
-    Returns the weights by their names in the model in their stored dtype, the model's
-    configuration, and the checkpoint's manifest.
+    Runs in one process. Returns the weights by their names in the model in their stored dtype, the
+    model's configuration, and the checkpoint's manifest.
 
     Raises:
         ConfigError: ``path`` has no good checkpoint.

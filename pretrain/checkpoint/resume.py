@@ -111,11 +111,10 @@ def rule(key: str) -> str:
 
 
 def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
-    """Return the differences between the configuration in a checkpoint's manifest and this one, in
-    the order of the keys.
+    """Return the differences between the configuration in a checkpoint's manifest and this one.
 
-    A key that an older manifest lacks counts as set to today's default, which is the behaviour of
-    the field when unset.
+    They have the order of the keys. A key that an older manifest lacks counts as set to today's
+    default, which is the behaviour of the field when unset.
     """
     known = (
         {**written, "model": moved(written["model"], ModelConfig.moved)}
@@ -153,8 +152,9 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """Check the model section alone, without its RoPE scaling, as loading weights from another run
-    requires.
+    """Check the model section alone, without its RoPE scaling.
+
+    This is what loading weights from another run requires.
     """
     check(
         checkpoint,

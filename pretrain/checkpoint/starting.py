@@ -106,8 +106,7 @@ def find_start(
 def _judged(
     own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints
 ) -> Iterator[None]:
-    """Check a checkpoint that was fetched from a mirror more strictly than a local one, and delete
-    a refused one.
+    """Check a fetched checkpoint more strictly than a local one, and delete a refused one.
 
     A fetched checkpoint may belong to another run. Local checkpoints are not checked by this
     context manager.
@@ -172,9 +171,7 @@ def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Conten
 
 
 def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
-    """Return the hash of everything that decides the samples of the stages up to and including
-    ``part``.
-    """
+    """Return the hash of what decides the samples of the stages up to and including ``part``."""
     held = {
         source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"
     }
@@ -185,8 +182,9 @@ def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
 
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
-    """Raise ConfigError if stages up to the checkpoint's own have changed, since they decide which
-    samples it has read.
+    """Raise ConfigError if stages up to the checkpoint's own have changed.
+
+    These stages decide which samples it has read.
     """
     same = own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents)
     if same and (not part.name or part.resumed(own.progress) == own.progress):
@@ -249,8 +247,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
 
 
 def _parent(config: RunConfig, run_dir: Path) -> Found:
-    """Return the checkpoint that a fork begins at: the one that its earlier attempts began at, even
-    if the parent has newer ones.
+    """Return the checkpoint that a fork begins at.
+
+    It is the one that the fork's earlier attempts began at, even if the parent has newer ones.
     """
     record, fork = read_fork(run_dir), config.checkpoint.fork
     assert fork is not None
@@ -266,9 +265,7 @@ def _parent(config: RunConfig, run_dir: Path) -> Found:
 
 
 def _check_is_wanted(config: RunConfig, own: Found) -> None:
-    """Raise ConfigError if ``checkpoint.resume`` is none, or if the checkpoint contains only
-    weights.
-    """
+    """Raise ConfigError if ``checkpoint.resume`` is none, or the checkpoint has only weights."""
     if config.checkpoint.resume == "none":
         raise ConfigError(
             f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to "
@@ -298,9 +295,7 @@ def _check_resumable(
     contents: Contents,
     schedule: Schedule,
 ) -> None:
-    """Raise ConfigError if the data, a setting or the length of the run prevent a resume from the
-    checkpoint.
-    """
+    """Raise ConfigError if data, a setting or the length of the run prevent a resume."""
     if not _trained_on(found, contents):
         older = (
             ""
@@ -317,9 +312,7 @@ def _check_resumable(
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raise ConfigError if an order of ``samples`` samples would not begin with the checkpoint's
-    order.
-    """
+    """Raise ConfigError unless an order of ``samples`` samples begins with the checkpoint's."""
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:

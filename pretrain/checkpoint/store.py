@@ -1,5 +1,6 @@
-"""Checkpoints of a run: written under a temporary name, synced, renamed, and last named in
-``latest``.
+"""Checkpoints of a run.
+
+They are written under a temporary name, synced, renamed, and last named in ``latest``.
 
 They are verified before they are read, and readable at any layout. The tensors are in
 megatron.core.dist_checkpointing's ``torch_dist`` format. The trainer's own state is in
@@ -173,8 +174,9 @@ class Checkpoints:
         *,
         needed: bool = True,
     ) -> None:
-        """Write ``step_NNNNNNNN``. With async_save a later call completes the files and gives them
-        their final name.
+        """Write ``step_NNNNNNNN``.
+
+        With async_save a later call completes the files and gives them their final name.
 
         Raises:
             StorageError: on all ranks, with rank 0's reason: the file system refuses the files,
@@ -294,11 +296,11 @@ class Checkpoints:
         self.queue.close()
 
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
-        """Read ``found`` into the engine, resharded to this run's layout, and the random states
-        (see `restore_rng`).
+        """Read ``found`` into the engine, resharded to this run's layout.
 
-        If ``found`` is the run's own, its later checkpoints, which are damaged, are renamed.
-        `pretrain.checkpoint.resume` checks that it fits this run's configuration.
+        Also restores the random states (see `restore_rng`). If ``found`` is the run's own, its
+        later checkpoints, which are damaged, are renamed. `pretrain.checkpoint.resume` checks that
+        it fits this run's configuration.
 
         Raises:
             DamagedCheckpoint: on all ranks. Part of the engine may have been overwritten; reading
@@ -343,8 +345,9 @@ class Checkpoints:
             )
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
-        """Exclude ``found`` from what :meth:`newest` returns, unless the mirror has a good copy,
-        which is then fetched.
+        """Exclude ``found`` from what :meth:`newest` returns.
+
+        If the mirror has a good copy, that is fetched instead.
 
         Raises:
             ConfigError, StorageError: see `Mirroring.fetch`.
@@ -381,11 +384,11 @@ def _read_failure(step: Path, error: CheckpointException) -> BaseException:
 
 @contextmanager
 def _written(final: Path, temporary: Path) -> Iterator[None]:
-    """Turn every error of the block, which all ranks receive, into a StorageError, since the run
-    has already written to this folder.
+    """Turn every error of the block into a StorageError on all ranks.
 
-    Rank 0 deletes the incomplete folder at once: on a full file system the run needs the space to
-    report the error.
+    The run has written to this folder before, so an error is not a mistake in the input. Rank 0
+    deletes the incomplete folder at once: on a full file system the run needs the space to report
+    the error.
     """
     try:
         yield
@@ -398,11 +401,10 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
 def write_tensors(
     state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
 ) -> AsyncRequest:
-    """Do the steps of Megatron's ``dist_checkpointing.save`` separately, so that one rank's failure
-    reaches all ranks; collective.
+    """Run Megatron's ``dist_checkpointing.save`` in separate steps; collective.
 
-    The small files are written at once, the tensors when the returned request is executed or
-    scheduled.
+    So one rank's failure reaches all ranks. The small files are written at once, the tensors when
+    the returned request is executed or scheduled.
 
     Raises:
         ConfigError, StorageError: on all ranks, in this function and at the request's end, if the
@@ -481,9 +483,7 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
-    """Return the parallel section that a manifest records as its layout, with the actual world
-    size.
-    """
+    """Return the layout for a manifest: the parallel section with the actual world size."""
     layout = {
         key: value
         for key, value in plain(config.parallel).items()
@@ -498,9 +498,7 @@ def _layout(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_objects(state: Any) -> Any:
-    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles among the
-    tensors.
-    """
+    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles."""
     if isinstance(state, dict):
         return {
             key: _without_objects(value)

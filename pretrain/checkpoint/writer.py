@@ -49,10 +49,9 @@ def save_weights(
     heldout_loss: float | None = None,
     inherited: Inherited | None = None,
 ) -> Path:
-    """Write ``folder/step_NNNNNNNN`` with full weights by their names in the model, and return its
-    path.
+    """Write ``folder/step_NNNNNNNN`` with full weights, and return its path.
 
-    Existing checkpoints are never deleted.
+    The weights have their names in the model. Existing checkpoints are never deleted.
 
     Args:
         config: the configuration of the run that the weights belong to; its model section fits the
@@ -91,8 +90,10 @@ def write_weights(
 
 
 def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write the files of torch's format: the tensors one after another, each a separate archive,
-    and ``.metadata``, which locates them.
+    """Write the files of torch's format.
+
+    These are the tensors, each a separate archive in one file, and ``.metadata``, which locates
+    them.
     """
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}

@@ -1,9 +1,8 @@
-"""Batches from Megatron .bin/.idx files, with megatron-core's GPTDataset and blends, a
-content-keyed index cache, and an exact position.
+"""Batches from Megatron .bin/.idx files at an exact position.
 
-The order of training samples is a function of the data, the seed and the number of samples the
-order was drawn for. A checkpoint only needs the position ``n`` in it. This module does not depend
-on a model.
+They use megatron-core's GPTDataset and blends, and an index cache keyed by content. The order of
+training samples is a function of the data, the seed and the number of samples the order was drawn
+for. A checkpoint only needs the position ``n`` in it. This module does not depend on a model.
 """
 
 from __future__ import annotations
@@ -151,11 +150,10 @@ class Ends:
         return made if made.apart or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Remove ends from ``loss_mask`` in place if they do not count, and return the ``context``
-        for the model's mixers.
+        """Return the ``context`` for the model's mixers, and remove ends that do not count.
 
-        The batch is on the CPU, the context on ``device``. Returns {} if the mixers need no
-        context.
+        They are removed from ``loss_mask`` in place. The batch is on the CPU, the context on
+        ``device``. Returns {} if the mixers need no context.
         """
         # Positions after which no document continues.
         ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
@@ -357,8 +355,9 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
 
 
 def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
-    """Raise ConfigError if a batch on the CPU has an id outside the vocabulary, which a sharded
-    embedding would silently ignore.
+    """Raise ConfigError if a batch on the CPU has an id outside the vocabulary.
+
+    A sharded embedding would silently ignore the id.
     """
     size = dataset.config.tokenizer.vocab_size
     if all(

@@ -20,11 +20,10 @@ _EVERY, _DOCUMENTS = 8, 8
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
-    """Read the last tokens of about a hundred documents, spread over each source, at the boundaries
-    that the .idx records.
+    """Check the last tokens of about a hundred documents, spread over each source.
 
-    Reads no files unless documents are separate, positions restart at documents, or document ends
-    leave the loss.
+    The documents' boundaries are those that the .idx records. Reads no files unless documents are
+    separate, positions restart at documents, or document ends leave the loss.
 
     Raises:
         ConfigError: a document's last token is not EOD.
@@ -49,10 +48,10 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
 
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
-    """Yield (document, its last token) for documents that end in blocks of `sample_ranges`, and for
-    the last document.
+    """Yield (document, its last token) for documents in the source's sample and the last one.
 
-    Of a .bin in a store only these blocks are local.
+    The documents of the sample end in blocks of `sample_ranges`. Of a .bin in a store only these
+    blocks are local.
     """
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size

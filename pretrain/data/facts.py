@@ -1,10 +1,10 @@
-"""Facts about the data on disk that are known before anything starts: tokens, vocabulary,
-end-of-document id, identity.
+"""Facts about the data on disk that are known before anything starts.
 
-Reads headers and manifests: the layout of Megatron's .idx files and data_prep's manifest.json; no
-torch, no Megatron. ``check_data`` reads a few bytes of each file, in every process and for every
-plan; ``check_contents`` reads entire .idx files and samples of .bin files, in one process of a run.
-Long, because each of its checks has a separate error message.
+They are tokens, vocabulary, end-of-document id and identity. Reads headers and manifests: the
+layout of Megatron's .idx files and data_prep's manifest.json; no torch, no Megatron. ``check_data``
+reads a few bytes of each file, in every process and for every plan; ``check_contents`` reads entire
+.idx files and samples of .bin files, in one process of a run. Long, because each of its checks has
+a separate error message.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One .bin/.idx pair. The optional fields are those that the manifest in its folder records,
-    None without a manifest.
+    """One .bin/.idx pair.
+
+    The optional fields are those that the manifest in its folder records, None without a manifest.
     """
 
     split: str
@@ -84,8 +85,9 @@ class Contents:
 
     @property
     def key(self) -> str:
-        """Hexadecimal identity of all the data, for the index cache and studies, from the contents
-        and the order of the sources.
+        """Hexadecimal identity of all the data, for the index cache and studies.
+
+        It depends on the contents and the order of the sources.
         """
         told = "".join(
             f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
@@ -94,8 +96,9 @@ class Contents:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Identities that a checkpoint's manifest records: of all sources and, for a resume, of the
-        training sources alone.
+        """Identities that a checkpoint's manifest records.
+
+        One is that of all sources, the other, for a resume, that of the training sources alone.
         """
         training = Contents(tuple(source for source in self.sources if source.split == "train"))
         return {"data": self.key, "training_data": training.key}
@@ -122,8 +125,9 @@ class DataFacts:
         }
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
-        """Return the mean UTF-8 bytes of text per token of a split, or None if no manifest records
-        it or the split has several sources.
+        """Return the mean UTF-8 bytes of text per token of a split.
+
+        Returns None if no manifest records it or the split has several sources.
         """
         sources = [source for source in self.sources if source.split == split]
         if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
@@ -199,8 +203,9 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_contents(facts: DataFacts) -> Contents:
-    """Read every .idx completely and a sample of every .bin (64 blocks of 64 KiB), and compare them
-    with the manifests.
+    """Read all .idx files and samples of all .bin files, and compare them with the manifests.
+
+    A sample consists of 64 blocks of 64 KiB.
 
     Raises:
         ConfigError: a file is not the one that its manifest records.
@@ -243,8 +248,9 @@ def index_bytes(facts: DataFacts) -> int:
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
-    """Return the configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the
-    data if they are null.
+    """Return the configuration with null values filled in from the data.
+
+    These are ``model.vocab_size`` and ``data.tokenizer``.
     """
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     tokenizer = (
@@ -319,9 +325,7 @@ def _source_facts(
 
 
 def _check_merged(key: str, source: Source) -> None:
-    """Raise ConfigError if data_prep has begun to write the source's folder and has not finished
-    it.
-    """
+    """Raise ConfigError if data_prep has not finished to write the source's folder."""
     folder = Path(source.prefix).parent
     begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
     if begun:
@@ -381,8 +385,9 @@ def _missing_hint(prefix: str) -> str:
 
 
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
-    """Return (dtype, tokens, documents) from the header and the last entries of an .idx, without
-    reading its arrays.
+    """Return (dtype, tokens, documents) of an .idx without reading its arrays.
+
+    They follow from its header and its last entries.
     """
     with index.open("rb") as file:
         header = file.read(HEADER.size)

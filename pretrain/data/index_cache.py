@@ -110,8 +110,9 @@ class IndexCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, built: Path) -> None:
-        """Write ``complete.json`` into a folder with all index files and give it its final name,
-        unless a complete one already exists.
+        """Give a folder with all index files its final name, unless a complete one exists.
+
+        Its ``complete.json`` is written first.
 
         Raises:
             ConfigError: the location is invalid or not writable.
@@ -207,8 +208,9 @@ def index_cache(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turn file system errors into one-line errors, also those that Megatron wraps in its own
-    exceptions.
+    """Turn file system errors into one-line errors.
+
+    This includes those that Megatron wraps in its own exceptions.
     """
     try:
         yield
@@ -242,8 +244,9 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file, for writing if possible, since NFS grants no exclusive lock on a file
-    opened only for reading.
+    """Open the lock file, for writing if possible.
+
+    NFS grants no exclusive lock on a file that is opened only for reading.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,5 +1,6 @@
-"""Compare the training orders of a longer and a shorter run, by megatron-core's arithmetic, without
-drawing them. No torch.
+"""Compare the training orders of a longer and a shorter run without drawing them.
+
+Uses megatron-core's arithmetic. No torch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _APART = 0.80
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """Return for each training source the passes that an order of ``samples`` samples shuffles, and
-    True if the last is shuffled separately.
+    """Return (passes, True if the last is shuffled separately) for each training source.
 
-    These numbers decide the order: two lengths with the same passes have the same order.
+    The passes are those that an order of ``samples`` samples shuffles. These numbers decide the
+    order: two lengths with the same passes have the same order.
     """
     length, sources = config.data.seq_length, config.data.train
     weights = np.array([source.weight for source in sources], dtype=np.float64)
@@ -45,8 +46,9 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
-    """Return the most samples, from ``drawn`` up to ``wanted``, whose order begins with the one
-    drawn for ``drawn`` samples.
+    """Return the most samples whose order begins with the one drawn for ``drawn`` samples.
+
+    The result is from ``drawn`` to ``wanted``.
     """
     # Each pass of best-fit packing has a separate order.
     if wanted <= drawn or config.data.packing == "best_fit":

@@ -1,11 +1,10 @@
-"""Best-fit packing: choose the pieces of documents that share a sequence, so that a document that
-fits into one is never cut.
+"""Best-fit packing: choose the pieces of documents that share a sequence.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). A sequence of
-``length`` tokens and their labels has space for length + 1 tokens. A longer document fills
-sequences alone until its rest fits; each begins with the token that was the previous sequence's
-last label. The last pieces are placed in decreasing order of size, each into the fullest sequence
-that has space. No torch, no Megatron.
+A document that fits into one sequence is never cut. Ding et al. 2024, "Fewer Truncations Improve
+Language Modeling" (arXiv 2404.10830). A sequence of ``length`` tokens and their labels has space
+for length + 1 tokens. A longer document fills sequences alone until its rest fits; each begins with
+the token that was the previous sequence's last label. The last pieces are placed in decreasing
+order of size, each into the fullest sequence that has space. No torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -71,11 +70,10 @@ def cuts(lengths: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
 
 
 def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[int, int]]:
-    """Place counts[size] pieces of each size from 1 to ``room`` by best-fit-decreasing, all pieces
-    of a size at once.
+    """Place counts[size] pieces of each size from 1 to ``room`` by best-fit-decreasing.
 
-    Returns their placement, the largest first; the number of sequences; and for each number of free
-    tokens above 0, the sequences that have it.
+    All pieces of a size are placed at once. Returns their placement, the largest first; the number
+    of sequences; and for each number of free tokens above 0, the sequences that have it.
 
     Each of the sequences with the least sufficient space takes pieces until no more fit, and then
     has less than half of its former space. So a run of equal sequences is moved at most log2(room)
@@ -84,8 +82,9 @@ def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[
     placed, used, runs, spaces = list[Placed](), 0, dict[int, list[range]](), list[int]()
 
     def put(run: range, each: int) -> None:
-        """Place ``each`` pieces, or none, into every sequence of a run, all of which have ``space``
-        free tokens.
+        """Place ``each`` pieces, or none, into every sequence of a run.
+
+        All of them have ``space`` free tokens.
         """
         left = space - each * size
         if run and each:
@@ -175,8 +174,9 @@ def share(lengths: npt.NDArray[Any], length: int) -> Share:
 
 
 def told(data: DataConfig, facts: DataFacts) -> str | None:
-    """Return a line on the cost of packing, averaged over a blend by its weights, or None without
-    packing. Reads the .idx files.
+    """Return a line on the cost of packing, or None without packing.
+
+    The cost is averaged over a blend by its weights. Reads the .idx files.
     """
     if data.packing == "stream":
         return None

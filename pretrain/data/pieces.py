@@ -1,11 +1,11 @@
-"""Lengths of the parts of documents in training's sequences, from the documents' lengths in .idx
-files. No torch.
+"""Lengths of the parts of documents in training's sequences.
 
-Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a
-document begins at any position in a sequence that is a multiple of the greatest common divisor of
-all lengths and ``seq_length``. For a document of d tokens and sequences of s, in units of that
-divisor, the expected number of parts is 2 / s for every length below m = min(d, s), and (|d - s| +
-1) / s for length m. With best-fit packing, the parts are counted.
+They follow from the documents' lengths in .idx files. No torch. Megatron joins the documents of a
+source in random order and cuts every ``seq_length`` tokens, so a document begins at any position in
+a sequence that is a multiple of the greatest common divisor of all lengths and ``seq_length``. For
+a document of d tokens and sequences of s, in units of that divisor, the expected number of parts is
+2 / s for every length below m = min(d, s), and (|d - s| + 1) / s for length m. With best-fit
+packing, the parts are counted.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
 
 
 def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
-    """Return the share of tokens that parts of each length contain, [seq_length + 1], for documents
-    of these ``lengths`` [n].
+    """Return the share of tokens in parts of each length, [seq_length + 1].
+
+    ``lengths`` [n] are those of the documents.
     """
     unit = int(np.gcd.reduce(lengths, initial=seq_length))
     sizes, most = lengths // unit, seq_length // unit
@@ -117,8 +118,9 @@ def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArra
 
 
 def _some(held: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
-    """Return documents' lengths and the number of all documents: all lengths, or those of runs of
-    documents spread over the file.
+    """Return documents' lengths and the number of all documents.
+
+    The lengths are all, or those of runs of documents spread over the file.
     """
     if len(held) <= _DOCUMENTS:
         return held, len(held)

@@ -1,7 +1,6 @@
-"""Choose the documents of a source that a stage reads: those that earlier stages have left, until
-all are read.
+"""Choose the documents of a source that a stage reads.
 
-No torch, no Megatron.
+It reads those that earlier stages have left, until all are read. No torch, no Megatron.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Copy micro-batches to the device: the next one is read and copied while the device still
-computes.
+"""Copy micro-batches to the device.
+
+The next one is read and copied while the device still computes.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ def identity(prefix: str) -> str:
 
 
 def bring(config: RunConfig) -> None:
-    """Copy the small files of all sources in stores, and the sample of each .bin, in their current
-    version.
+    """Copy the small files of all sources in stores, and the sample of each .bin.
+
+    Outdated copies are replaced.
 
     Raises:
         ConfigError: a location is invalid, lacks a file, or belongs to other data.

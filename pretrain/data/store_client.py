@@ -1,9 +1,8 @@
-"""``python -m pretrain.data.store_client bring|serve``: client process for the stores that contain
-a run's data. No torch.
+"""``python -m pretrain.data.store_client bring|serve``: client process for stores of data.
 
-``bring CACHE PATIENCE KEY=URL...`` copies the files that are read before training: manifests,
-tokenizers, .idx files, a sample of each .bin. ``serve CACHE PATIENCE BYTES URL...`` answers
-requests for ranges of the .bin files in their order, until its parent process ends.
+No torch. ``bring CACHE PATIENCE KEY=URL...`` copies the files that are read before training:
+manifests, tokenizers, .idx files, a sample of each .bin. ``serve CACHE PATIENCE BYTES URL...``
+answers requests for ranges of the .bin files in their order, until its parent process ends.
 
 A .bin's blocks are cached at their offset in a sparse file, with a table of their hashes in a
 second file. A block counts only if its hash is correct, so that kills, damage and several writers
@@ -184,10 +183,10 @@ def may_keep(number: int, allowed: int, count: int) -> bool:
 
 
 def shares(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the number of blocks of each .bin that may be cached if all files together may use
-    ``room`` bytes.
+    """Return the number of blocks of each .bin that may be cached.
 
-    The space for samples and hash tables is subtracted first.
+    All files together may use ``room`` bytes. The space for samples and hash tables is subtracted
+    first.
     """
     counts = [blocks_of(size) for size in sizes]
     spare = (room - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
@@ -385,8 +384,9 @@ class Source:
 
 
 def _mark(info: Mapping[str, Any]) -> str:
-    """Return a hash of the store's information about a file, which changes when the file is
-    replaced.
+    """Return a hash of the store's information about a file.
+
+    It changes when the file is replaced.
     """
     return hashlib.sha256(str(sorted(info.items())).encode()).hexdigest()[:16]
 

@@ -47,8 +47,9 @@ class StoreReader:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Context in which `read` returns zeros and records the ranges, which are requested when
-        the context ends.
+        """Context in which `read` returns zeros and records the ranges.
+
+        They are requested when the context ends.
         """
         planned = self.planned = list[Range]()
         try:

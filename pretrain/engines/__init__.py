@@ -85,8 +85,9 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Return the mean loss over ``global_batches`` global batches in nats per token, without
-        gradients.
+        """Return the mean loss over ``global_batches`` global batches in nats per token.
+
+        Computes no gradients.
         """
 
     @property
@@ -102,8 +103,10 @@ class Engine(Protocol):
     def restore(
         self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
     ) -> None:
-        """Load a checkpoint. ``read`` returns a dictionary of sharded tensors with their values,
-        and may be called repeatedly.
+        """Load a checkpoint.
+
+        ``read`` returns a dictionary of sharded tensors with their values, and may be called
+        repeatedly.
         """
 
     def close(self) -> None:

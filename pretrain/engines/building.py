@@ -1,5 +1,7 @@
-"""Parts common to all engines: process groups, the model's layout, groups of parameters, learning
-rates, and a step's mean loss.
+"""Parts common to all engines.
+
+They are process groups, the model's layout, groups of parameters, learning rates, and a step's mean
+loss.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ def initialize_model_parallel(config: RunConfig) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Destroy Megatron's process groups with their threads: gloo has about fifty for a layout, each
-    waking a hundred times per second.
+    """Destroy Megatron's process groups with their threads.
 
-    Megatron's own function drops most of the groups without destroying them, and torch keeps them
-    until the default group is destroyed.
+    gloo has about fifty threads for a layout, each waking a hundred times per second. Megatron's
+    own function drops most of the groups without destroying them, and torch keeps them until the
+    default group is destroyed.
     """
     groups = [
         group for group in parallel_state._global_process_group_list or [] if group is not None
@@ -114,9 +116,7 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
 
 
 def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Return the AdamW settings in the form that Megatron's optimizers and parameter groups
-    require.
-    """
+    """Return the AdamW settings in the form that Megatron's optimizers require."""
     ours, bf16 = config.optimizer, config.train.precision == "bf16"
     return MegatronOptimizerConfig(
         optimizer="adam",
@@ -168,10 +168,10 @@ def group_overrides(
     settings: MegatronOptimizerConfig,
     muon: bool,
 ) -> Overrides:
-    """Return the settings that differ per group of parameters: no weight decay, Muon, and muP's
-    learning rates for the rest.
+    """Return the settings that differ per group of parameters.
 
-    The scheduler reads a group's max_lr, min_lr and wd_mult; a checkpoint identifies a group by its
+    They are those without weight decay, Muon's, and muP's learning rates for the rest. The
+    scheduler reads a group's max_lr, min_lr and wd_mult; a checkpoint identifies a group by its
     wd_mult and lr_mult. All ranks must name the same groups. Megatron ensures this: a rank without
     parameters of a group has it empty.
     """
@@ -208,8 +208,9 @@ def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
 
 
 def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
-    """Return True if the parameter's learning rate scales with this power of m, unless Muon updates
-    it.
+    """Return True if the parameter's learning rate scales with this power of m.
+
+    If ``muon``, the parameters that Muon updates do not match.
 
     decayed: only parameters with weight decay match.
     """
@@ -244,8 +245,9 @@ class LearningRates:
         )
 
     def set(self, samples: int) -> float:
-        """Set every group's learning rate for position ``samples``, and return the schedule's own
-        rate, which muP's groups multiply.
+        """Set every group's learning rate for position ``samples``, and return the schedule's own.
+
+        muP's groups multiply that rate.
         """
         self.scheduler.num_steps = self.schedule.rate_position(samples)
         self.scheduler.step(0)
@@ -262,8 +264,9 @@ def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch
 
 
 def poisoned(total: torch.Tensor) -> torch.Tensor:
-    """Return a summed loss that makes its rank's gradients, and so the norm over all ranks, NaN if
-    it is not finite.
+    """Return a summed loss whose gradients are NaN if it is not finite.
+
+    The gradients' norm over all ranks is then NaN too.
     """
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 

@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO over a Megatron-core model: stages 0 to 3, offload, tensor and sequence
-parallelism; no pipeline.
+"""DeepSpeed's ZeRO over a Megatron-core model.
 
-DeepSpeed owns gradients, their reduction, clipping and the update. Megatron or this code owns the
-rest: the model and its tensor parallelism, the groups of parameters, the learning rate, and the
-checkpoint, which has the Megatron engine's format (``zero_state``).
+Supports stages 0 to 3, offload, tensor and sequence parallelism, but no pipeline. DeepSpeed owns
+gradients, their reduction, clipping and the update. Megatron or this code owns the rest: the model
+and its tensor parallelism, the groups of parameters, the learning rate, and the checkpoint, which
+has the Megatron engine's format (``zero_state``).
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ class DeepSpeedEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """Take one optimizer step. A non-finite loss or gradient on any rank skips the update on
-        every rank.
+        """Take one optimizer step.
 
-        ``unwanted`` needs ``train.on_spike``: it is called within DeepSpeed's step, between the
-        gradient's norm and the update.
+        A non-finite loss or gradient on any rank skips the update on every rank. ``unwanted`` needs
+        ``train.on_spike``: it is called within DeepSpeed's step, between the gradient's norm and
+        the update.
         """
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
@@ -221,8 +221,9 @@ class DeepSpeedEngine:
         self._leave_environment()
 
     def _leave_environment(self) -> None:
-        """Remove LOCAL_RANK if this engine has set it, because other libraries of this process
-        would conclude that a launcher runs them.
+        """Remove LOCAL_RANK if this engine has set it.
+
+        Other libraries of this process would conclude from it that a launcher runs them.
         """
         if self.alone:
             os.environ.pop("LOCAL_RANK", None)
@@ -265,16 +266,18 @@ class DeepSpeedEngine:
         return total, tokens.to(total.dtype)
 
     def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
-        """Return the factor of a micro-batch's summed loss that turns DeepSpeed's mean over
-        micro-batches and ranks into a mean over tokens.
+        """Return the factor of a micro-batch's summed loss that gives a step's mean over tokens.
+
+        DeepSpeed itself takes the mean over micro-batches and ranks.
         """
         tokens = torch.stack([batch["loss_mask"].sum() for batch in step]).sum().double()
         torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
         return (self.data_parallel * self.micro_batches / tokens).float()
 
     def _grad_norm(self) -> torch.Tensor | float:
-        """Return the gradient's norm in float64, in which its square and the root of that are
-        exact.
+        """Return the gradient's norm in float64.
+
+        Its square, and the root of that square, are exact in float64.
         """
         if self.config.engine.zero_stage == 0:
             return self.norm
@@ -285,8 +288,9 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _updates_looked_at(self) -> Iterator[None]:
-        """Enter ``around_update`` around each step of the inner optimizer, which runs after
-        DeepSpeed has clipped the gradients.
+        """Enter ``around_update`` around each step of the inner optimizer.
+
+        DeepSpeed has clipped the gradients by then.
         """
         if self.around_update is unobserved:
             yield
@@ -315,10 +319,9 @@ class DeepSpeedEngine:
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def _clip(self) -> None:
-        """Clip the gradients and record their norm for stage 0, whose own clipping does not return
-        it.
+        """Clip the gradients of stage 0 and record their norm.
 
-        A skipped step gets no gradient to update by.
+        DeepSpeed's own clipping does not return it. A skipped step gets no gradient to update by.
         """
         from deepspeed.runtime.utils import clip_grad_norm_
 
@@ -341,8 +344,7 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _times(started: platform.Moment) -> StepTimes:
-        """Return the time from the step's start until now, and the time that this rank then waits
-        for the other ranks.
+        """Return the time since the step's start, and the time that this rank now waits for others.
 
         Called after the first forward pass, since the ranks synchronize in many reductions later in
         the step.
@@ -431,8 +433,9 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 
 
 def _forget(model: GPTModel) -> None:
-    """Remove the model from ZeRO-3's process-wide module stack and cache, which would keep it alive
-    after its engine.
+    """Remove the model from ZeRO-3's process-wide module stack and cache.
+
+    They would keep it alive after its engine.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -445,11 +448,11 @@ def _forget(model: GPTModel) -> None:
 
 
 def _gather_updates_whole(model: GPTModel) -> None:
-    """Register the weights that a mixer or an MLP reads from its submodules, or later than its own
-    call, with ZeRO-3.
+    """Register weights that a mixer or an MLP reads outside their module's call with ZeRO-3.
 
-    ZeRO-3 gathers a module's own parameters only around its own call. In the backward pass it is
-    triggered only by tensors that a module returned, and CEM's preconditioner returns a function.
+    They belong to its submodules, or are read later than its own call. ZeRO-3 gathers a module's
+    own parameters only around its own call. In the backward pass it is triggered only by tensors
+    that a module returned, and CEM's preconditioner returns a function.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 

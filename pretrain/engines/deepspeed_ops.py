@@ -1,5 +1,6 @@
-"""DeepSpeed's compiled operations: their folder, their state, and checks that run before a run
-fails or waits forever because of them.
+"""DeepSpeed's compiled operations: their folder, their state, and checks of both.
+
+The checks run before a run fails or waits forever because of them.
 
 Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, if the optimizer is
 offloaded. It is not CUDA: it needs a C++ compiler, no nvcc. torch.utils.cpp_extension compiles it
@@ -68,11 +69,11 @@ class OpError(RuntimeError):
 
 
 def prepare_environment() -> None:
-    """Set the environment that DeepSpeed reads when it is imported: the accelerator, the folder of
-    ops, and ninja's folder.
+    """Set the environment that DeepSpeed reads when it is imported.
 
-    Variables that are already set remain; ninja's folder is appended to PATH. DeepSpeed's logger
-    prints only warnings by default.
+    It contains the accelerator, the folder of ops, and ninja's folder. Variables that are already
+    set remain; ninja's folder is appended to PATH. DeepSpeed's logger prints only warnings by
+    default.
     """
     # Without it DeepSpeed tries seven kinds, and warns if only the CPU is left.
     os.environ.setdefault("DS_ACCELERATOR", _accelerator())
@@ -84,11 +85,11 @@ def prepare_environment() -> None:
 
 
 def default_directory() -> Path:
-    """Return the folder of ops if TORCH_EXTENSIONS_DIR is unset: in the user's cache, one for each
-    kind of machine and each environment.
+    """Return the folder of ops that is used if TORCH_EXTENSIONS_DIR is unset.
 
-    An op that was compiled with another CPU, libc, Python or torch may crash. ninja recompiles
-    whenever the paths of the sources differ.
+    It is in the user's cache, one for each kind of machine and each environment. An op that was
+    compiled with another CPU, libc, Python or torch may crash. ninja recompiles whenever the paths
+    of the sources differ.
 
     Raises:
         OpError: the user has no home directory.
@@ -114,16 +115,18 @@ def default_directory() -> Path:
 
 
 def extensions_directory() -> Path:
-    """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or the value that
-    `prepare_environment` gives it.
+    """Return the folder of compiled ops.
+
+    It is TORCH_EXTENSIONS_DIR, or the value that `prepare_environment` gives it.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else default_directory()
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return what -march=native depends on: the architecture and the instruction sets of the first
-    core, sorted.
+    """Return what -march=native depends on.
+
+    This is the architecture and the instruction sets of the first core, sorted.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -218,8 +221,9 @@ def stale_lock(name: str) -> Path | None:
 
 
 def lock_holders(name: str) -> list[int]:
-    """Return the processes of this machine that have the op's lock file open, as far as this user
-    may see them.
+    """Return the processes of this machine that have the op's lock file open.
+
+    Processes that this user may not see are missing.
     """
     try:
         held = (extensions_directory() / name / "lock").stat()
@@ -274,8 +278,9 @@ def _linked(folder: Path, library: str) -> bool:
 
 
 def _came_with_deepspeed(name: str) -> bool:
-    """Return True if DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1) for the
-    accelerator that it would use.
+    """Return True if DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1).
+
+    It must be compiled for the accelerator that DeepSpeed would use.
     """
     found = find_spec("deepspeed")
     if found is None or found.origin is None:

@@ -61,8 +61,9 @@ _ZERO = (
 
 
 def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield an error text for everything that the run's engine cannot do, from the configuration
-    alone, with the nearest setting that works.
+    """Yield an error text for everything that the run's engine cannot do.
+
+    Each text names the nearest setting that works. Only the configuration is examined.
 
     Raises:
         ConfigError, StorageError: see `read_file`.
@@ -166,8 +167,9 @@ def read_file(config: RunConfig) -> dict[str, Any]:
 def deepspeed_config(
     config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return DeepSpeed's configuration, and log lines for every key of the user's file that the run
-    overrides and every setting without effect.
+    """Return DeepSpeed's configuration, and log lines about settings without effect.
+
+    These are keys of the user's file that the run overrides, and settings that only Megatron uses.
 
     parameters: number of elements of one rank's model, the upper limit of a useful bucket size.
     """
@@ -231,8 +233,7 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, the file's value, the run's value) for each key that the run decides and the
-    file sets to another value.
+    """Return (key, the file's value, the run's value) for each key that the run overrides.
 
     The file's value "auto" leaves the decision to the run and is no difference.
     """

@@ -101,8 +101,9 @@ class MegatronEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """Take one optimizer step. A non-finite loss or gradient on any rank skips the update on
-        every rank.
+        """Take one optimizer step.
+
+        A non-finite loss or gradient on any rank skips the update on every rank.
         """
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
@@ -186,8 +187,9 @@ class MegatronEngine:
                 fuse(each.optimizer)
 
     def close(self) -> None:
-        """Remove this engine from the model's configuration, which DDP's hooks hold from C++, so
-        that no collector finds the reference cycle.
+        """Remove this engine from the model's configuration.
+
+        DDP's hooks hold that from C++, so that no collector finds the reference cycle.
         """
         self.settings.finalize_model_grads_func = None
 
@@ -201,8 +203,9 @@ class MegatronEngine:
         }
 
     def _whole_parts(self) -> Iterator[Held]:
-        """Yield every parameter of this rank with its gradient, for the optimizer that is not
-        split.
+        """Yield every parameter of this rank with its gradient.
+
+        Only for the optimizer that is not split.
         """
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
@@ -271,8 +274,9 @@ class MegatronEngine:
         return made
 
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        """Replace AdamW by Muon over the tensors that Megatron has created for this rank's part of
-        each parameter.
+        """Replace AdamW by Muon.
+
+        Muon gets the tensors that Megatron has created for this rank's part of each parameter.
         """
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
@@ -410,8 +414,9 @@ def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
 
 
 def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
-    """Yield (rank, parameter, start, numel) of the distributed optimizer: each data-parallel rank
-    has an equal share of each bucket.
+    """Yield (rank, parameter, start, numel) of the distributed optimizer.
+
+    Each data-parallel rank has an equal share of each bucket.
     """
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
@@ -469,8 +474,9 @@ class _SplitState:
         return groups
 
     def take_step(self, step: float) -> None:
-        """Set Adam's step count: one per tensor in torch's Adam, one per group in Transformer
-        Engine's and apex's.
+        """Set Adam's step count.
+
+        torch's Adam has one per tensor; Transformer Engine's and apex's have one per group.
         """
         for group in self.adam.param_groups:
             if "step" in group:
@@ -512,11 +518,10 @@ def _whole(state: dict[str, Any]) -> Any:
 
 
 def _divide(model: list[Any], tokens: torch.Tensor) -> None:
-    """Divide the gradients by the step's number of tokens, at least 1, which the pipeline's last
-    stage provides.
+    """Divide the gradients by the step's number of tokens, at least 1.
 
-    Upstream (finalize_model_grads.py:495, 0.16.1) checks on the host if tokens exist, for which it
-    waits in every step.
+    The pipeline's last stage provides that number. Upstream (finalize_model_grads.py:495, 0.16.1)
+    checks on the host if tokens exist, for which it waits in every step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(

@@ -1,5 +1,6 @@
-"""Muon (Jordan et al. 2024; torch.optim.Muon): the update of a linear map is its orthogonalized
-momentum; AdamW updates all other weights.
+"""Muon (Jordan et al. 2024; torch.optim.Muon) for linear maps, AdamW for all other weights.
+
+The update of a linear map is its orthogonalized momentum.
 
 A weight's shape defines its maps (``fem_megatron.shape.Weight.maps``): for a packed projection each
 slice of each head. The elements that a rank updates, which may be full parameters, their
@@ -37,10 +38,9 @@ Group = torch.distributed.ProcessGroup
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Return about U V^T of each x = U S V^T, [n, rows, columns] in any dtype, by five quintic
-    Newton-Schulz steps.
+    """Return about U V^T of each x = U S V^T, [n, rows, columns] in any dtype.
 
-    The result has singular values from 0.7 to 1.2.
+    Takes five quintic Newton-Schulz steps. The result has singular values from 0.7 to 1.2.
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
@@ -54,8 +54,9 @@ def orthogonal(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter that this rank updates: ``numel`` elements of the flattened parameter
-    from ``start`` on.
+    """The part of a parameter that this rank updates.
+
+    It consists of ``numel`` elements of the flattened parameter from ``start`` on.
 
     number: the parameter's index among all of this pipeline stage. flat: the optimizer's tensor
     that contains the elements from ``offset`` on.
@@ -86,9 +87,7 @@ class Stretch:
 
 
 def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
-    """Yield the stretches of maps in a part on this tensor-parallel rank, and the offset of each in
-    the part.
-    """
+    """Yield (stretch, its offset in the part) of a part on this tensor-parallel rank."""
     spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
     rows, columns = part.parameter.shape[-2:]
     split = None if spec.split is None else spec.split - len(spec.shape)
@@ -113,8 +112,9 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a stretch on this rank: elements [low, high) of the optimizer's tensor ``flat``,
-    and the scale of its update.
+    """Location of a stretch on this rank, and the scale of its update.
+
+    It consists of the elements [low, high) of the optimizer's tensor ``flat``.
     """
 
     flat: Tensor
@@ -304,8 +304,9 @@ class _Exchange:
     def _all_to_all(
         self, given: dict[Stretch, Tensor], sent: _Ways, wanted: _Ways, empty: Tensor
     ) -> dict[Stretch, Tensor]:
-        """Send the ``given`` tensors to the ranks that ``sent`` names, and return the received
-        stretches, which ``wanted`` names.
+        """Send the ``given`` tensors, and return the received stretches.
+
+        ``sent`` and ``wanted`` list the stretches to send to and to receive from each rank.
         """
         sizes = [
             [sum(one.numel for one in ways.get(number, ())) for number in range(self.size)]

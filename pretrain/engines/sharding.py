@@ -1,5 +1,6 @@
-"""This rank's part of a model's optimizer as Megatron's sharded tensors, written without gathering
-and read in place.
+"""This rank's part of a model's optimizer as Megatron's sharded tensors.
+
+It is written without gathering and read in place.
 
 Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's
 ZeRO) give a rank ranges of flattened parameters. A range of a tensor of n dimensions consists of at
@@ -37,8 +38,9 @@ Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Held:
-    """This rank's part of a parameter: ``numel`` elements of the flattened parameter from ``start``
-    on.
+    """This rank's part of a parameter.
+
+    It consists of ``numel`` elements of the flattened parameter from ``start`` on.
 
     place: the parameter's place in the checkpoint, with the replica id of this part. tensors: the
     optimizer's tensors by their names in STATE, as far as it has them; flat, fp32, at least
@@ -80,8 +82,9 @@ def only_here(place: ShardedTensor) -> ShardedTensor:
 
 
 def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a checkpoint's optimizer section: this rank's parts as shards to write, and the groups
-    without their parameters.
+    """Return a checkpoint's optimizer section.
+
+    It contains this rank's parts as shards to write, and the groups without their parameters.
     """
     held = list(held)
     largest = largest_part(held)
@@ -123,9 +126,7 @@ def largest_part(held: Iterable[Held]) -> int:
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
-    """Return the shards of each of the optimizer's tensors, none with more than ``largest``
-    elements.
-    """
+    """Return the shards of each optimizer tensor, none with more than ``largest`` elements."""
     named = {
         name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}")
         for name in held.tensors
@@ -139,8 +140,9 @@ def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
 def parts(
     place: ShardedTensor, start: int, flat: torch.Tensor, largest: int
 ) -> dict[int, ShardedTensor]:
-    """Return the elements from ``start`` on of the flattened tensor at ``place`` as shards, which
-    are views into ``flat``.
+    """Return the elements from ``start`` on of the flattened tensor at ``place`` as shards.
+
+    The shards are views into ``flat``.
     """
     assert not place.prepend_axis_num
     found, position = {}, 0
@@ -164,11 +166,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterator[Box]:
-    """Yield the elements [start, end) of a flattened tensor as boxes, in the order of memory, none
-    with more than ``largest`` elements.
+    """Yield the elements [start, end) of a flattened tensor as boxes in the order of memory.
 
-    Without that limit n dimensions give at most 2n - 1 boxes. A row of a matrix is cut by the same
-    rule.
+    No box has more than ``largest`` elements. Without that limit n dimensions give at most 2n - 1
+    boxes. A row of a matrix is cut by the same rule.
     """
     if start >= end:
         return

@@ -1,9 +1,9 @@
-"""Convert ZeRO's weights and optimizer state to Megatron's sharded tensors and back, in the model's
-own shapes.
+"""Convert ZeRO's weights and optimizer state to Megatron's sharded tensors and back.
 
-The format is that of the Megatron engine: ``<name>`` in the training precision,
-``optimizer.state.<one of STATE>.<name>`` in fp32, steps and learning rates in the common part. So
-either engine resumes the other's checkpoint, and any stage, DP and TP size resumes any other's.
+The tensors have the model's own shapes. The format is that of the Megatron engine: ``<name>`` in
+the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32, steps and learning rates
+in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size
+resumes any other's.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ class ZeroState:
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups without their parameters, with their step, in the form that
-        Megatron's optimizer stores.
+        """Return the optimizer's groups without their parameters, with their step.
+
+        They have the form that Megatron's optimizer stores.
         """
         defaults = {
             key: value
@@ -145,11 +146,10 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """Repeat the steps of DeepSpeedCPUAdam on one number, to restore its bias correction
-        exactly.
+        """Repeat the steps of DeepSpeedCPUAdam on one number.
 
-        The correction is a running product inside the optimizer. A new optimizer lacks it, and
-        would change the last bits of every update.
+        This restores its bias correction exactly. The correction is a running product inside the
+        optimizer. A new optimizer lacks it, and would change the last bits of every update.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
@@ -193,8 +193,9 @@ class ZeroState:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
-        """Return Adam's step count: an int for DeepSpeed's Adam, a tensor on the parameters' device
-        for torch's fused one.
+        """Return Adam's step count.
+
+        It is an int for DeepSpeed's Adam, a tensor on the parameters' device for torch's fused one.
         """
         if not isinstance(self.adam, torch.optim.AdamW):
             return int(value)
@@ -255,8 +256,9 @@ class ZeroState:
     def _take(
         self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool
     ) -> None:
-        """Copy a full weight into the model's parameter, and into this rank's fp32 weights if
-        ``with_main``.
+        """Copy a full weight into the model's parameter.
+
+        If ``with_main``, it is also copied into this rank's fp32 weights.
         """
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters
