@@ -128,7 +128,9 @@ class Mirroring:
             self.process.wait()
 
     def _check_sender(self) -> None:
-        """Raise ConfigError if the sending process has ended because the location is another run's."""
+        """Raise ConfigError if the sending process has ended because the location is not this
+        run's.
+        """
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
             raise ConfigError(
                 f"checkpoint.mirror = {self.url} cannot be used by this run (see its message "

@@ -1,13 +1,13 @@
 """Checkpoints of a run.
 
-They are written under a temporary name, synced, renamed, and last named in ``latest``.
+They are written under a temporary name, synced, renamed, and last named in ``latest``. They are
+verified before they are read, and readable at any layout.
 
-They are verified before they are read, and readable at any layout. The tensors are in
-megatron.core.dist_checkpointing's ``torch_dist`` format. The trainer's own state is in
-``manifest.json``, with every file's size and the hashes of the files that are pickles. Reading
-executes no code: tensors carry none, ``common.pt`` is read by torch with ``weights_only``, and
-``.metadata``, which the format stores as a pickle, is first checked against its recorded hash and
-then against a list of the few classes it may name (``pretrain.checkpoint.reader``).
+The tensors are in megatron.core.dist_checkpointing's ``torch_dist`` format. The trainer's own state
+is in ``manifest.json``, with every file's size and the hashes of the files that are pickles.
+Reading executes no code: tensors carry none, ``common.pt`` is read by torch with ``weights_only``,
+and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash
+and then against a list of the few classes it may name (``pretrain.checkpoint.reader``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Facts about the data on disk that are known before anything starts.
 
-They are tokens, vocabulary, end-of-document id and identity. Reads headers and manifests: the
-layout of Megatron's .idx files and data_prep's manifest.json; no torch, no Megatron. ``check_data``
-reads a few bytes of each file, in every process and for every plan; ``check_contents`` reads entire
-.idx files and samples of .bin files, in one process of a run. Long, because each of its checks has
-a separate error message.
+They are tokens, vocabulary, end-of-document id and identity. They are read from headers and
+manifests: from Megatron's .idx files and data_prep's manifest.json, without torch and Megatron.
+``check_data`` reads a few bytes of each file, in every process and for every plan.
+``check_contents`` reads entire .idx files and samples of .bin files, in one process of a run.
+
+Long, because each of its checks has a separate error message.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Best-fit packing: choose the pieces of documents that share a sequence.
 
-A document that fits into one sequence is never cut. Ding et al. 2024, "Fewer Truncations Improve
-Language Modeling" (arXiv 2404.10830). A sequence of ``length`` tokens and their labels has space
-for length + 1 tokens. A longer document fills sequences alone until its rest fits; each begins with
-the token that was the previous sequence's last label. The last pieces are placed in decreasing
-order of size, each into the fullest sequence that has space. No torch, no Megatron.
+The algorithm is that of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv
+2404.10830). A document that fits into one sequence is never cut.
+
+A sequence of ``length`` tokens and their labels has space for length + 1 tokens. A longer document
+fills sequences alone until its rest fits; each begins with the token that was the previous
+sequence's last label. The last pieces are placed in decreasing order of size, each into the fullest
+sequence that has space. No torch, no Megatron.
 """
 
 from __future__ import annotations

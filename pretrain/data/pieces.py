@@ -1,11 +1,12 @@
 """Lengths of the parts of documents in training's sequences.
 
-They follow from the documents' lengths in .idx files. No torch. Megatron joins the documents of a
-source in random order and cuts every ``seq_length`` tokens, so a document begins at any position in
-a sequence that is a multiple of the greatest common divisor of all lengths and ``seq_length``. For
-a document of d tokens and sequences of s, in units of that divisor, the expected number of parts is
-2 / s for every length below m = min(d, s), and (|d - s| + 1) / s for length m. With best-fit
-packing, the parts are counted.
+They follow from the documents' lengths in .idx files. No torch.
+
+Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a
+document begins at any position in a sequence that is a multiple of the greatest common divisor of
+all lengths and ``seq_length``. For a document of d tokens and sequences of s, in units of that
+divisor, the expected number of parts is 2 / s for every length below m = min(d, s), and (|d - s| +
+1) / s for length m. With best-fit packing, the parts are counted.
 """
 
 from __future__ import annotations
