@@ -411,11 +411,16 @@ def publish_step(
         if manifest["progress"]["bad_steps_in_a_row"]
         else None
     )
-    for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
-        if old != spared and old not in in_use:
-            wrong = damage(old)
-            if not isinstance(wrong, NewerVersion):
-                _remove(old) if wrong is None else set_aside(old)
+    if keep_last is None:
+        return
+    for old in newest_first(final.parent)[keep_last:]:
+        if old == spared or old in in_use:
+            continue
+        wrong = damage(old)
+        if wrong is None:
+            _remove(old)
+        elif not isinstance(wrong, NewerVersion):
+            set_aside(old)
 
 
 def _remove(step: Path) -> None:

@@ -346,8 +346,9 @@ class _Stretch(io.RawIOBase):
         view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
         try:
             self.file.seek(self.start + self.position)
+            readinto = self.file.readinto  # type: ignore[attr-defined]
             # One call reads at most 2 GiB.
-            while got < len(view) and (count := self.file.readinto(view[got:])):
+            while got < len(view) and (count := readinto(view[got:])):
                 got += count
         except BaseException as error:
             self.failure = error

@@ -119,7 +119,7 @@ def _judged(
         yield
         if not fetched:
             return
-        # The mirror recorded the id of a run with this run directory.
+        # A fetched run id belongs to a run with this run directory.
         recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())
         others = [
             str(it)
@@ -132,20 +132,16 @@ def _judged(
     except ConfigError as error:
         if not fetched:
             raise
-        what, _, hard = (
-            str(error)
-            .replace(f"checkpoint {own.path}", own.path.name)
-            .replace(str(own.path), own.path.name)
-            .partition("; ")
-        )
-        way = (
-            ""
-            if hard
-            else (
+        message = str(error).replace(f"checkpoint {own.path}", own.path.name)
+        message = message.replace(str(own.path), own.path.name)
+        what, _, fix = message.partition("; ")
+        way = ""
+        if not fix:  # the message proposes no fix yet
+            run_dir = own.path.parent.parent
+            way = (
                 ", or, if it is this run, take it over: python -m tools.checkpoint fetch "
-                f"{own.path.parent.parent} {mirror}"
+                f"{run_dir} {mirror}"
             )
-        )
         from_rank_0(lambda: shutil.rmtree(checkpoints.fetching))
         raise ConfigError(
             f"checkpoint.mirror = {mirror}: {what}; restore them, or set another location{way}"
@@ -316,15 +312,11 @@ def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:
-        both = zip(
-            config.data.train,
-            *(passes_drawn(config, facts, each) for each in (drawn, samples)),
-            strict=True,
-        )
-        prefix = next(
-            (source.prefix for source, before, after in both if before != after),
-            config.data.train[0].prefix,
-        )
+        passes_before = passes_drawn(config, facts, drawn)
+        passes_now = passes_drawn(config, facts, samples)
+        compared = zip(config.data.train, passes_before, passes_now, strict=True)
+        reshuffled = [source.prefix for source, before, now in compared if before != now]
+        prefix = reshuffled[0] if reshuffled else config.data.train[0].prefix
         raise ConfigError(
             f"the run is now {samples} samples long, but its data order was drawn for {drawn}: "
             f"beyond {longest} samples {prefix} would be reshuffled, and samples already seen "

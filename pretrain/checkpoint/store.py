@@ -336,13 +336,13 @@ class Checkpoints:
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
             restore_rng(read, found, self.config, self.say)
         if found.path.parent == self.folder:
-            from_rank_0(
-                lambda: [
-                    set_aside(path)
-                    for path in newest_first(self.folder)
-                    if path.name > found.path.name
-                ]
-            )
+            from_rank_0(lambda: self._set_later_aside(found.path))
+
+    def _set_later_aside(self, step: Path) -> None:
+        """Rename the checkpoints of later steps, which are damaged. Only rank 0 calls it."""
+        for path in newest_first(self.folder):
+            if path.name > step.name:
+                set_aside(path)
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
         """Exclude ``found`` from what :meth:`newest` returns.

@@ -235,14 +235,9 @@ def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
             try:
                 right, content = True, answers.get().result()
             except Exception as error:
-                right, content = (
-                    False,
-                    (
-                        str(error)
-                        if isinstance(error, CommandError)
-                        else f"{type(error).__name__}: {error}"
-                    ).encode(),
-                )
+                known = isinstance(error, CommandError)
+                text = str(error) if known else f"{type(error).__name__}: {error}"
+                right, content = False, text.encode()
             out.write(ANSWER.pack(right, len(content)) + content)
             out.flush()
     os._exit(0)
